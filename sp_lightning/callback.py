@@ -1,0 +1,195 @@
+"""The strategy's partner: shows the plan, logs the counters, and lets the next batch's layers come early."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import (
+    Callback,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelSummary,
+    ProgressBar,
+    RichModelSummary,
+    RichProgressBar,
+    Timer,
+    TQDMProgressBar,
+)
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from sp_lightning.plan import Plan
+from sp_lightning.streamer import Stats
+
+# A child of Lightning's own logger: shown where its messages are shown.
+log = logging.getLogger("lightning.pytorch.superpipeline")
+
+# Callbacks that were read and write no weights, in any of their hooks.
+_WRITE_NO_WEIGHTS = (
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelSummary,
+    ProgressBar,
+    RichModelSummary,
+    RichProgressBar,
+    Timer,
+    TQDMProgressBar,
+)
+# What runs between a batch's end and the next batch's step, by phase.
+_BETWEEN = {
+    "train": (
+        "on_train_batch_end", "on_train_epoch_end", "on_train_epoch_start", "on_train_batch_start",
+        "on_validation_start", "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end",
+        "on_validation_model_eval", "on_validation_model_train", "on_validation_batch_start", "on_validation_batch_end",
+        "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer",
+    ),
+    "validate": (
+        "on_validation_batch_start", "on_validation_batch_end", "on_before_batch_transfer", "transfer_batch_to_device",
+        "on_after_batch_transfer",
+    ),
+    "test": (
+        "on_test_batch_start", "on_test_batch_end", "on_before_batch_transfer", "transfer_batch_to_device",
+        "on_after_batch_transfer",
+    ),
+    "predict": (
+        "on_predict_batch_start", "on_predict_batch_end", "on_before_batch_transfer", "transfer_batch_to_device",
+        "on_after_batch_transfer",
+    ),
+}  # fmt: skip
+
+
+class SuperpipelineCallback(Callback):
+    """Shows the plan as a table at the start and the counters at the end, logs them, and prefetches across batches.
+
+    Attached by the strategy unless ``SuperpipelineStrategy(callback=False)``; training is right without it. It keeps
+    no state, so checkpoints are the same with and without.
+
+    Where neither the module nor any callback has a hook between two batches that could write weights, copies on the
+    device stay valid until the optimizer steps, and the next batch's first layers are fetched while its data loads.
+    """
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        from sp_lightning.strategy import SuperpipelineStrategy
+
+        if not isinstance(trainer.strategy, SuperpipelineStrategy):
+            raise ValueError(
+                f"SuperpipelineCallback works with SuperpipelineStrategy only; the trainer has "
+                f'{type(trainer.strategy).__name__}. Use Trainer(strategy="superpipeline"), or remove the callback.'
+            )
+        self._strategy = trainer.strategy
+        self._shown = False
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._show_plan()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._show_plan()
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._show_plan()
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._show_plan()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._strategy.quiet_phases["train"] = _is_quiet(trainer, pl_module, "train")
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._strategy.quiet_phases["validate"] = batch_idx > 0 and _is_quiet(trainer, pl_module, "validate")
+
+    def on_test_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._strategy.quiet_phases["test"] = batch_idx > 0 and _is_quiet(trainer, pl_module, "test")
+
+    def on_predict_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._strategy.quiet_phases["predict"] = batch_idx > 0 and _is_quiet(trainer, pl_module, "predict")
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._strategy.expect_next_batch()
+        if trainer.loggers and (trainer.global_step + 1) % max(trainer.log_every_n_steps, 1) == 0:
+            metrics = {f"superpipeline/{name}": float(value) for name, value in vars(self._strategy.stats()).items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._shown:
+            log.info(counters_line(self._strategy.stats()))
+            self._shown = False
+
+    def _show_plan(self) -> None:
+        if not self._shown:
+            self._shown = True
+            log.info("\n%s", plan_table(self._strategy.plan))
+
+
+def plan_table(plan: Plan, *, longest: int = 12) -> str:
+    """The plan as text: one line for each layer (the middle ones left out beyond ``longest``), then the totals."""
+    width = max([len(layer.name) for layer in plan.layers] + [24])
+    lines = [f"Superpipeline: {len(plan.layers)} layers, k = {plan.k}, k' = {plan.k_prime}"]
+    shown = list(plan.layers)
+    if len(shown) > longest:
+        half = longest // 2
+        shown = shown[:half] + shown[-half:]
+    for index, layer in enumerate(shown):
+        if len(plan.layers) > longest and index == longest // 2:
+            lines.append(f"  … {len(plan.layers) - longest} more")
+        lines.append(f"  {layer.name:<{width}} {human_bytes(layer.nbytes):>10}")
+    slots = " + ".join(f"{ring.slots} × {human_bytes(ring.nbytes)}" for ring in plan.rings) or "none"
+    lines += [
+        f"  {'slots':<{width}} {human_bytes(plan.slot_bytes):>10}   {slots}",
+        f"  {'resident':<{width}} {human_bytes(plan.resident_bytes):>10}",
+        f"  {'gradients in flight':<{width}} {human_bytes(plan.gradient_bytes):>10}",
+        f"  {'peak on the device':<{width}} {human_bytes(plan.peak_device_bytes):>10}   weights and gradients",
+        f"  {'host':<{width}} {human_bytes(plan.host_bytes):>10}   weights and gradients",
+    ]
+    return "\n".join(lines + [f"  note: {note}" for note in plan.notes])
+
+
+def counters_line(stats: Stats) -> str:
+    """The counters as one sentence."""
+    return (
+        f"Superpipeline: {stats.fetched_layers} layers fetched ({human_bytes(stats.fetched_bytes)}) in {stats.transfers} "
+        f"transfers, {stats.demand_fetches} on demand; {human_bytes(stats.drained_bytes)} of gradients drained; peak of "
+        f"weights and gradients {human_bytes(stats.peak_device_bytes)}; compute waited {stats.stall_seconds:.2f} s."
+    )
+
+
+def human_bytes(nbytes: float) -> str:
+    """Bytes with a unit that reads well."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def _is_quiet(trainer: pl.Trainer, pl_module: pl.LightningModule, phase: str) -> bool:
+    hooks = _BETWEEN[phase]
+    if any(
+        is_overridden(hook, pl_module, parent=pl.LightningModule) for hook in hooks if hasattr(pl.LightningModule, hook)
+    ):
+        return False
+    if trainer.datamodule is not None and any(
+        is_overridden(hook, trainer.datamodule, parent=pl.LightningDataModule)
+        for hook in hooks
+        if hasattr(pl.LightningDataModule, hook)
+    ):
+        return False
+    known = (*_WRITE_NO_WEIGHTS, SuperpipelineCallback)
+    return all(
+        type(callback) in known
+        or not any(is_overridden(hook, callback, parent=Callback) for hook in hooks if hasattr(Callback, hook))
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+    )

@@ -1,0 +1,209 @@
+"""The one file that touches an accelerator: memory, streams, events, copies, pinning.
+
+:class:`Device` is the synchronous CPU, where every copy is done at once and there is nothing to wait for.
+:class:`Accelerator` does the same with three streams. All other code receives one of the two and does not ask which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import math
+import time
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PAGE = 4096
+
+
+class Stream(enum.Enum):
+    """In whose order something happens."""
+
+    COMPUTE = "compute"
+    """The stream that the model's kernels run on: whatever stream is current."""
+    UPLOAD = "host to device"
+    DOWNLOAD = "device to host"
+
+
+class Device:
+    """A device whose copies are synchronous: the CPU.
+
+    Args:
+        device: where layers are used.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stalled = 0.0
+
+    def empty(self, nbytes: int) -> Tensor:
+        """Uninitialised device memory, shape ``(nbytes,)``, ``uint8``, usable in and out of inference mode."""
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def host_empty(self, nbytes: int) -> Tensor:
+        """Uninitialised page-aligned, page-padded host memory of at least ``nbytes`` bytes, ``uint8``."""
+        with torch.inference_mode(False):
+            padded = math.ceil(max(nbytes, 1) / PAGE) * PAGE
+            raw = torch.empty(padded + PAGE, dtype=torch.uint8, device="cpu")
+            start = -raw.data_ptr() % PAGE
+            return raw[start : start + padded]
+
+    def pin(self, memory: Tensor) -> bool:
+        """Page-lock host memory in place. False where the system refuses; nothing to do for a CPU."""
+        return True
+
+    def unpin(self, memory: Tensor) -> None:
+        """Undo :meth:`pin`. The caller has synchronised."""
+
+    def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
+        """Copy between host and device in the order of ``stream``; shapes and dtypes are equal."""
+        start = time.perf_counter()
+        with torch.inference_mode(False), torch.no_grad():
+            target.copy_(source)
+        if stream is Stream.UPLOAD:
+            self._stalled += time.perf_counter() - start
+
+    def record(self, stream: Stream) -> Any:
+        """An event that has happened once everything issued to ``stream`` so far is done."""
+        return None
+
+    def wait(self, stream: Stream, event: Any) -> None:
+        """Let ``stream`` wait for ``event``; the host goes on."""
+
+    def synchronize(self, event: Any) -> None:
+        """Let the host wait for ``event``."""
+
+    def free_bytes(self) -> int | None:
+        """Device memory that can still be had, in bytes; None where that is not a limit (CPU)."""
+        return None
+
+    def stall_seconds(self) -> float:
+        """Seconds that compute waited for fetches; on the CPU every second of a fetch is one."""
+        return self._stalled
+
+
+class Accelerator(Device):
+    """An accelerator with asynchronous copies, through ``torch.accelerator``, ``torch.Stream``, ``torch.Event``.
+
+    The three streams are created once: fresh ones each step grow the allocator's pools (prime-rl#3196).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.index is None:
+            device = torch.device(device.type, torch.accelerator.current_device_index())
+        super().__init__(device)
+        self._side = {stream: torch.Stream(device) for stream in (Stream.UPLOAD, Stream.DOWNLOAD)}
+        self._waits: list[tuple[torch.Event, torch.Event]] = []
+
+    def _stream(self, stream: Stream) -> torch.Stream:
+        # Never cached: hooks of backward run on autograd's thread, which has a current stream of its own.
+        return self._side[stream] if stream in self._side else torch.accelerator.current_stream(self.device)
+
+    def pin(self, memory: Tensor) -> bool:
+        # torch's own pinned allocator rounds each tensor up to a power of two; registering the block does not.
+        if self.device.type != "cuda":
+            return False
+        runtime = torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
+            return True
+        _clear_last_error(self.device)
+        return False
+
+    def unpin(self, memory: Tensor) -> None:
+        if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())) != 0:
+            _clear_last_error(self.device)
+
+    def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
+        with self._stream(stream), torch.inference_mode(False), torch.no_grad():
+            target.copy_(source, non_blocking=True)
+
+    def record(self, stream: Stream) -> torch.Event:
+        event = torch.Event(self.device)
+        event.record(self._stream(stream))
+        return event
+
+    def wait(self, stream: Stream, event: torch.Event | None) -> None:
+        if event is None or event.query():
+            return
+        waiting = self._stream(stream)
+        if stream is not Stream.COMPUTE:
+            waiting.wait_event(event)
+            return
+        before, after = (torch.Event(self.device, enable_timing=True) for _ in range(2))
+        before.record(waiting)
+        waiting.wait_event(event)
+        after.record(waiting)
+        self._waits.append((before, after))
+        if len(self._waits) > 512:
+            self._sum_waits()
+
+    def synchronize(self, event: torch.Event | None) -> None:
+        if event is not None:
+            event.synchronize()
+
+    def free_bytes(self) -> int | None:
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            # Memory that the allocator holds and nobody uses can be had as well.
+            return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return None
+
+    def stall_seconds(self) -> float:
+        self._sum_waits()
+        return self._stalled
+
+    def _sum_waits(self) -> None:
+        still_open = []
+        for before, after in self._waits:
+            if after.query():
+                self._stalled += before.elapsed_time(after) / 1000
+            else:
+                still_open.append((before, after))
+        self._waits = still_open
+
+
+def device_for(device: torch.device) -> Device:
+    """The :class:`Device` for a torch device.
+
+    Raises:
+        ValueError: a backend without streams and events.
+    """
+    if device.type == "cpu":
+        return Device(device)
+    current = torch.accelerator.current_accelerator()
+    if current is not None and current.type == device.type and device.type != "mps":
+        return Accelerator(device)
+    raise ValueError(
+        f"superpipeline cannot use device {str(device)!r}: it needs the CPU or an accelerator with streams and events "
+        '(CUDA, ROCm, XPU). Pass Trainer(accelerator="cpu") or Trainer(accelerator="gpu").'
+    )
+
+
+class PinnedMemory:
+    """Host memory that is page-locked while this object lives, where the device allows it.
+
+    Attributes:
+        bytes: ``uint8``, page-aligned.
+        pinned: whether page-locking succeeded; False without ``pin``.
+    """
+
+    def __init__(self, device: Device, nbytes: int, *, pin: bool) -> None:
+        self.bytes = device.host_empty(nbytes)
+        self.pinned = pin and device.pin(self.bytes)
+        # The finalizer holds the memory, so that it is unpinned before it is freed.
+        self._finalizer = weakref.finalize(self, device.unpin, self.bytes) if self.pinned else None
+
+    def unpin(self) -> None:
+        """Give the page lock back; the memory stays as it is. The caller has synchronised."""
+        if self._finalizer is not None:
+            self._finalizer()
+
+
+def _clear_last_error(device: torch.device) -> None:
+    """Take a failed registration's error out of the runtime, where the next kernel launch would find and raise it."""
+    with contextlib.suppress(RuntimeError):  # this launch is that next one: its error is the registration's
+        torch.zeros(1, device=device)

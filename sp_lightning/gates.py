@@ -1,0 +1,82 @@
+"""Hooks on modules: a gate tells the streamer when a module that uses layers is entered and left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+
+class Gatekeeper(Protocol):
+    """Who is told."""
+
+    def enter(self, visits: Sequence[int]) -> None:
+        """A module is called that uses these layers."""
+
+    def leave(self, visits: Sequence[int], output: Any) -> None:
+        """The call has returned, or raised (``output`` is None)."""
+
+
+class Gate:
+    """The hooks of one module. A copy of the module is a plain module: the gate ignores every module but its own."""
+
+    def __init__(self, keeper: Gatekeeper | None, module: nn.Module | None, visits: Sequence[int]) -> None:
+        self._keeper = keeper
+        self._module = module
+        self._visits = visits
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook."""
+        if module is self._module and self._keeper is not None:
+            self._keeper.enter(self._visits)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook, called after an exception too."""
+        if module is self._module and self._keeper is not None:
+            self._keeper.leave(self._visits, output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
+        return self
+
+    def __reduce__(self) -> Any:
+        return Gate, (None, None, ())
+
+
+def attach_gates(keeper: Gatekeeper, visits: dict[nn.Module, tuple[int, ...]]) -> list[RemovableHandle]:
+    """Attach a gate to every module. Ours run first before, and last after the module.
+
+    ``nn.TransformerEncoderLayer`` leaves its fast path when a module has hooks, which changes the last bits in
+    evaluation; where one is among the modules, all gates are global hooks, which it does not see.
+    """
+    gates = {module: Gate(keeper, module, used) for module, used in _peeking(visits).items()}
+    if any(isinstance(module, nn.TransformerEncoderLayer) for root in visits for module in root.modules()):
+
+        def dispatch(method: str) -> Callable[..., None]:
+            def hook(module: nn.Module, *args: Any) -> None:
+                gate = gates.get(module)
+                if gate is not None:
+                    getattr(gate, method)(module, *args)
+
+            return hook
+
+        return [
+            register_module_forward_pre_hook(dispatch("before")),
+            register_module_forward_hook(dispatch("after"), always_call=True),
+        ]
+    handles = []
+    for module, gate in gates.items():
+        handles.append(module.register_forward_pre_hook(gate.before, prepend=True))
+        handles.append(module.register_forward_hook(gate.after, always_call=True))
+    return handles
+
+
+def _peeking(visits: dict[nn.Module, tuple[int, ...]]) -> dict[nn.Module, tuple[int, ...]]:
+    """``nn.TransformerEncoder`` reads its first layer's weights to choose its path, before it calls the layer."""
+    peeking = dict(visits)
+    for module in visits:
+        if isinstance(module, nn.TransformerEncoder) and len(module.layers) and module.layers[0] in visits:
+            peeking[module] = tuple(sorted({*visits[module], *visits[module.layers[0]]}))
+    return peeking

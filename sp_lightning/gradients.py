@@ -1,0 +1,198 @@
+"""Gradients on their way to the host: drained while backward goes on, applied once they have landed.
+
+``arrived`` (autograd put one on a device parameter) → ``drain`` (a layer's gradients leave) → ``retire`` (compute has
+waited for the copy, device memory is free) → ``apply`` (the host waits for the copy, runs the user's hooks and adds
+into ``param.grad``). At most k' + 1 layers' gradients are on the device at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.device import Device, PinnedMemory, Stream
+from sp_lightning.host import HostBlock, Staging
+from sp_lightning.memory import strided
+
+
+@dataclass
+class _Landing:
+    """One gradient's memory on the host.
+
+    Attributes:
+        own: whether ``memory`` may become ``param.grad`` itself; otherwise it is staging and is used again.
+    """
+
+    index: int
+    memory: Tensor
+    own: bool
+
+
+@dataclass
+class _Drain:
+    """One transfer of one layer's gradients.
+
+    Attributes:
+        gradients: kept alive on the device until compute has waited for the copy.
+        landed: event of the copy.
+    """
+
+    block: HostBlock
+    gradients: list[Tensor]
+    nbytes: int
+    landings: list[_Landing]
+    staging: PinnedMemory | None
+    landed: Any
+
+
+class Gradients:
+    """The gradients of all layers, from autograd to ``param.grad``.
+
+    Args:
+        blocks: of the layers, then of the residents.
+        device: the seam.
+        in_flight: layers whose gradients may be on the device at once (k' + 1).
+    """
+
+    def __init__(self, blocks: Sequence[HostBlock], device: Device, *, in_flight: int, pin: bool) -> None:
+        self._blocks = blocks
+        self._device = device
+        self._in_flight = in_flight
+        self._residents = len(blocks) - 1
+        largest = max((block.planned.nbytes for block in blocks), default=0)
+        self._staging = Staging(device, largest, pin=pin)
+        self._arrived: dict[int, dict[int, Tensor]] = {}
+        self._flying: deque[_Drain] = deque()
+        self._landed: deque[_Drain] = deque()
+        self.device_bytes = 0
+        self.drained_bytes = 0
+
+    def arrived(self, layer: int, index: int, gradient: Tensor) -> None:
+        """Autograd finished one gradient; it leaves with its layer's others.
+
+        Raises:
+            RuntimeError: a gradient with a graph of its own (``backward(create_graph=True)``).
+        """
+        block = self._blocks[layer]
+        if gradient.requires_grad:
+            name = block.planned.spans[index].name
+            raise RuntimeError(
+                f"The gradient of {name!r} has a graph of its own (backward(create_graph=True)); it would be lost on "
+                f"the way to the host. Use torch.autograd.grad(loss, parameters, create_graph=True), which keeps it."
+            )
+        waiting = self._arrived.setdefault(layer, {})
+        if index in waiting:
+            self.drain(layer)
+            waiting = self._arrived.setdefault(layer, {})
+        waiting[index] = gradient
+        self.device_bytes += gradient.nbytes if gradient.layout is torch.strided else 0
+        if layer != self._residents:
+            if len(waiting) == sum(parameter.requires_grad for parameter in block.parameters):
+                self.drain(layer)
+
+    def drain(self, layer: int) -> None:
+        """Send what has arrived of one layer to the host."""
+        gradients = self._arrived.pop(layer, None)
+        if gradients is None:
+            return
+        block = self._blocks[layer]
+        staging: PinnedMemory | None = None
+        landings = []
+        self._device.wait(Stream.DOWNLOAD, self._device.record(Stream.COMPUTE))
+        for index, gradient in gradients.items():
+            if gradient.layout is not torch.strided:  # sparse: of no fixed size, as nn.Embedding(sparse=True) makes
+                landings.append(_Landing(index, gradient.to("cpu"), own=True))
+                continue
+            target = block.gradient_target(index) if block.parameters[index].grad is None else None
+            own = target is not None
+            if target is None:
+                staging = staging or self._staging.take()
+                span = block.planned.spans[index]
+                target = strided(staging.bytes, span.offset, gradient.dtype, span.shape, span.stride)
+            self._device.copy(target, gradient, Stream.DOWNLOAD)
+            landings.append(_Landing(index, target, own))
+            self.drained_bytes += gradient.nbytes
+        held = list(gradients.values())
+        nbytes = sum(each.nbytes for each in held if each.layout is torch.strided)
+        landed = self._device.record(Stream.DOWNLOAD)
+        self._flying.append(_Drain(block, held, nbytes, landings, staging, landed))
+
+    def make_room(self, layers: Sequence[int]) -> None:
+        """The backward of ``layers`` begins: with their gradients at most k' + 1 layers' are on the device."""
+        for layer in list(self._arrived):
+            if layer not in layers and layer != self._residents:
+                self.drain(layer)
+        self.retire(self._in_flight - 1)
+
+    def retire(self, keep: int) -> None:
+        """Free the device memory of all but the ``keep`` latest transfers; compute waits for the others."""
+        while len(self._flying) > keep:
+            drain = self._flying.popleft()
+            self._device.wait(Stream.COMPUTE, drain.landed)
+            drain.gradients.clear()
+            self.device_bytes -= drain.nbytes
+            self._landed.append(drain)
+        while len(self._landed) > self._in_flight:  # bounds the staging memory
+            self._apply(self._landed.popleft())
+
+    def settle(self) -> None:
+        """Bring every gradient to ``param.grad``."""
+        for layer in list(self._arrived):
+            self.drain(layer)
+        self.retire(0)
+        while self._landed:
+            self._apply(self._landed.popleft())
+
+    def drop(self) -> None:
+        """Forget gradients that did not reach the host: backward failed."""
+        for drain in (*self._flying, *self._landed):
+            self._device.synchronize(drain.landed)
+            if drain.staging is not None:
+                self._staging.give_back(drain.staging)
+        self._arrived.clear()
+        self._flying.clear()
+        self._landed.clear()
+        self.device_bytes = 0
+
+    def _apply(self, drain: _Drain) -> None:
+        self._device.synchronize(drain.landed)
+        try:
+            for landing in drain.landings:
+                accumulate(drain.block.parameters[landing.index], landing.memory, own=landing.own)
+        finally:
+            if drain.staging is not None:
+                self._staging.give_back(drain.staging)
+
+
+def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:
+    """What autograd's ``AccumulateGrad`` does, on the host's parameter.
+
+    The user's tensor hooks may replace the gradient, the first one becomes ``param.grad``, later ones are added in
+    place, hooks that run after accumulation run last; a parameter that was frozen meanwhile takes none.
+
+    Args:
+        parameter: the user's parameter.
+        gradient: on the host, shape and dtype of the parameter.
+        own: whether ``gradient`` may be kept; a copy is kept otherwise.
+    """
+    if not parameter.requires_grad:
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        arrived = gradient
+        for hook in list((parameter._backward_hooks or {}).values()):
+            replaced = hook(arrived)
+            arrived = arrived if replaced is None else replaced
+        if parameter.grad is None:
+            parameter.grad = arrived if own or arrived is not gradient else arrived.clone()
+        elif parameter.grad.layout is not torch.strided and arrived.layout is torch.strided:
+            parameter.grad = arrived + parameter.grad
+        else:
+            parameter.grad += arrived
+        after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        for hook in list(after.values()):
+            hook(parameter)

@@ -1,0 +1,102 @@
+"""The host store: the authoritative copy of all weights, one flat pinned block per layer.
+
+The user's ``Parameter`` objects become views of it, each with a storage of its own, so any optimizer, checkpoint and
+callback works on them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from sp_lightning.device import Device, PinnedMemory
+from sp_lightning.layers import Layer
+from sp_lightning.memory import lend, strided
+from sp_lightning.plan import PlannedLayer
+
+
+class HostBlock:
+    """One layer's weights on the host, and the memory that its gradients land in.
+
+    Attributes:
+        planned: where each parameter lies.
+        parameters: the user's parameters, in the order of ``planned.spans``.
+    """
+
+    def __init__(self, layer: Layer, planned: PlannedLayer, device: Device, *, pin: bool) -> None:
+        self.planned = planned
+        self.parameters: Sequence[nn.Parameter] = [parameter for _, parameter in layer.parameters]
+        self._device = device
+        self._pin = pin
+        self._weights = PinnedMemory(device, planned.nbytes, pin=pin)
+        self._gradients: PinnedMemory | None = None
+        self._gradients_out: dict[int, StorageWeakRef] = {}
+        self._absorb()
+
+    @property
+    def weights(self) -> Tensor:
+        """All weights, flat ``uint8`` of ``planned.nbytes`` bytes: what a fetch copies."""
+        return self._weights.bytes[: self.planned.nbytes]
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the weights are page-locked."""
+        return self._weights.pinned
+
+    def write(self, index: int, value: Tensor) -> None:
+        """Take over a weight that was written on the device; synchronous, and visible as an in-place write."""
+        target = self.parameters[index]
+        with torch.inference_mode(False), torch.no_grad():
+            target.copy_(value)
+
+    def gradient_target(self, index: int) -> Tensor | None:
+        """Pinned memory that may become ``parameter.grad``; None while somebody still holds what it was lent for."""
+        out = self._gradients_out.get(index)
+        if out is not None and not out.expired():
+            return None
+        if self._gradients is None:
+            self._gradients = PinnedMemory(self._device, self.planned.nbytes, pin=self._pin)
+        target = self._part(self._gradients.bytes, index)
+        self._gradients_out[index] = StorageWeakRef(target.untyped_storage())
+        return target
+
+    def unpin(self) -> None:
+        """Give the page locks back; parameters and gradients stay where they are. The caller has synchronised."""
+        self._weights.unpin()
+        if self._gradients is not None:
+            self._gradients.unpin()
+
+    def _absorb(self) -> None:
+        # One parameter after the other, each original released at once: set-up peaks at the model plus one layer.
+        for index, parameter in enumerate(self.parameters):
+            target = self._part(self._weights.bytes, index)
+            with torch.inference_mode(False), torch.no_grad():
+                target.copy_(parameter.data)
+                parameter.data = target
+
+    def _part(self, memory: Tensor, index: int) -> Tensor:
+        span = self.planned.spans[index]
+        with torch.inference_mode(False):
+            part = lend(memory[span.offset : span.offset + span.nbytes])
+            return strided(part, 0, span.dtype, span.shape, span.stride)
+
+
+class Staging:
+    """Pinned host memory for gradients that are added to others: blocks of one size, used again and again."""
+
+    def __init__(self, device: Device, nbytes: int, *, pin: bool) -> None:
+        self._device = device
+        self._nbytes = nbytes
+        self._pin = pin
+        self._free: list[PinnedMemory] = []
+
+    def take(self) -> PinnedMemory:
+        """A block of at least the size of the largest layer."""
+        return self._free.pop() if self._free else PinnedMemory(self._device, self._nbytes, pin=self._pin)
+
+    def give_back(self, block: PinnedMemory) -> None:
+        """The block may be overwritten."""
+        self._free.append(block)

@@ -1,0 +1,385 @@
+"""A module becomes an ordered list of layers: what moves as one, what stays, where each parameter sits.
+
+The tree is walked from the root. Repeated blocks are layers, large modules beside them (embeddings, heads) are layers
+of their own, and what is left over stays on the device while it is small. Cutting at another place never changes a
+result (weights come by demand wherever they are read), it only costs time.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+LayerChoice = Sequence[str | type[nn.Module]] | Callable[[nn.Module], Iterable[str | nn.Module]] | None
+"""What ``layers=`` takes: names or glob patterns, module classes, a callable, or None (found)."""
+
+_Thing = TypeVar("_Thing")
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+# These read their children's weights without calling the children.
+_UNDIVIDED = (nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule)
+# A unit that is not one of several like blocks is cut further while it holds more than this share of the model.
+_LARGE_SHARE = 1 / 4
+# Small units stay on the device: together at most this share of the model, each at most a tenth of the largest.
+_RESIDENT_SHARE = 1 / 50
+_RESIDENT_SIZE = 1 / 10
+
+
+class Place(NamedTuple):
+    """Where a parameter sits: ``module._parameters[attribute]``."""
+
+    module: nn.Module
+    attribute: str
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Parameters that move as one, in the order in which they lie in memory.
+
+    Attributes:
+        name: of the module, or of the parameter where it belongs to no layer's module.
+        parameters: qualified name and host parameter; one that several layers share belongs to the first.
+    """
+
+    name: str
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters, without alignment."""
+        return sum(_nbytes(parameter) for _, parameter in self.parameters)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What :func:`find_layers` found in a module.
+
+    Attributes:
+        layers: in the order of the module tree.
+        residents: the parameters that stay on the device during a batch.
+        visits: module → indices of the layers that its forward uses (its own, and those that own a tied parameter);
+            modules above and beside the layers have none.
+        places: parameter → everywhere it sits in the tree.
+        aside: modules that keep their parameters to themselves (ScriptModules, tensor subclasses): moved whole.
+        notes: what the plan should say about this model.
+    """
+
+    layers: tuple[Layer, ...]
+    residents: Layer
+    visits: dict[nn.Module, tuple[int, ...]]
+    places: dict[nn.Parameter, tuple[Place, ...]]
+    aside: tuple[tuple[str, nn.Module], ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class _Unit:
+    """A candidate: a whole module, or one parameter that sits directly in a module that was cut."""
+
+    name: str
+    module: nn.Module | None
+    parameters: list[tuple[str, nn.Parameter]]
+    chosen: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(_nbytes(parameter) for _, parameter in self.parameters)
+
+
+@dataclass
+class _Walk:
+    """What is known while the tree is walked."""
+
+    total: int
+    chosen: set[nn.Module]
+    aside: dict[nn.Module, str]
+    owned: set[nn.Parameter] = field(default_factory=set)
+    seen: set[nn.Module] = field(default_factory=set)
+    above: list[nn.Module] = field(default_factory=list)
+
+
+def find_layers(module: nn.Module, *, layers: LayerChoice = None, resident: Sequence[str] = ()) -> Found:
+    """Find the layers of any module.
+
+    Args:
+        module: the root, on any device but ``meta``; it is not changed.
+        layers: names or glob patterns (``*`` within one name, ``**`` across), module classes, or a callable that
+            returns names or modules; None finds them.
+        resident: names or glob patterns of modules or parameters that are to stay on the device.
+
+    Raises:
+        ValueError: a pattern that matches nothing, overlapping layers, parameters without memory of their own.
+    """
+    names = {child: name for name, child in reversed(list(module.named_modules()))}
+    aside = _aside(module)
+    chosen = _chosen(module, layers, names)
+    kept = _resident(module, resident)
+    conflict = next((child for child in chosen if _all_in(child, kept)), None)
+    if conflict is not None:
+        raise ValueError(
+            f"Overlapping layers: {names[conflict]!r} is chosen by layers= and by resident=. "
+            f"Remove it from one of the two."
+        )
+    _check_memory(module, aside)
+    walk = _Walk(sum(_nbytes(p) for p in module.parameters()), chosen, aside)
+    units = list(_units(module, names[module], walk))
+    places = _places(module, aside)
+
+    stay = _small(units) | {id(unit) for unit in units if _all_of(unit, kept)}
+    residents = [named for unit in units for named in unit.parameters if id(unit) in stay or named[1] in kept]
+    found = []
+    modules: dict[nn.Module, None] = dict.fromkeys(walk.above)
+    for unit in units:
+        if unit.module is not None:
+            modules[unit.module] = None
+        parameters = tuple(named for named in unit.parameters if named[1] not in kept)
+        if parameters and id(unit) not in stay:
+            found.append(Layer(unit.name, parameters))
+    owner = {parameter: index for index, layer in enumerate(found) for _, parameter in layer.parameters}
+    above = set(walk.above)
+    return Found(
+        layers=tuple(found),
+        residents=Layer("residents", tuple(residents)),
+        visits={each: () if each in above else _visits(each, owner) for each in modules},
+        places=places,
+        aside=tuple((name, each) for each, name in aside.items()),
+        notes=_notes(walk, found, aside),
+    )
+
+
+def _units(module: nn.Module, name: str, walk: _Walk, *, block: bool = False) -> Iterator[_Unit]:
+    if module in walk.seen:
+        return
+    walk.seen.add(module)
+    if module in walk.aside or not any(True for _ in module.parameters()):
+        return
+    if module in walk.chosen or not _is_cut(module, walk, block=block):
+        yield _Unit(name, module, _own(module, name, walk), chosen=module in walk.chosen)
+        return
+    walk.above.append(module)
+    for key, parameter in module.named_parameters(recurse=False):
+        if parameter not in walk.owned:
+            walk.owned.add(parameter)
+            full = _join(name, key)
+            yield _Unit(full, None, [(full, parameter)])
+    repeated = _is_repeated(module)
+    for key, child in module.named_children():
+        yield from _units(child, _join(name, key), walk, block=repeated)
+
+
+def _is_cut(module: nn.Module, walk: _Walk, *, block: bool) -> bool:
+    if any(child in walk.chosen for child in module.modules()):
+        return True
+    if isinstance(module, _UNDIVIDED) or not _composite(module):
+        return False
+    if not walk.above or type(module) in _CONTAINERS:  # the root is no layer while it has parts
+        return True
+    large = sum(_nbytes(p) for p in module.parameters()) > _LARGE_SHARE * walk.total
+    if any(_is_repeated(child) for child in module.modules()):
+        return large or not block
+    return large and not block
+
+
+def _composite(module: nn.Module) -> bool:
+    return any(True for child in module.children() for _ in child.parameters())
+
+
+def _is_repeated(module: nn.Module) -> bool:
+    """A container with at least two like blocks that have parts of their own."""
+    if not isinstance(module, _CONTAINERS):
+        return False
+    kinds = Counter(type(child) for child in module.children() if _composite(child))
+    return any(count >= 2 for kind, count in kinds.items() if kind not in _CONTAINERS)
+
+
+def _own(module: nn.Module, name: str, walk: _Walk) -> list[tuple[str, nn.Parameter]]:
+    apart = {p for child in module.modules() if child in walk.aside for p in child.parameters()}
+    own = [(_join(name, key), p) for key, p in module.named_parameters() if p not in walk.owned and p not in apart]
+    walk.owned.update(p for _, p in own)
+    walk.seen.update(module.modules())
+    return own
+
+
+def _small(units: list[_Unit]) -> set[int]:
+    total = sum(unit.nbytes for unit in units)
+    largest = max((unit.nbytes for unit in units), default=0)
+    small: set[int] = set()
+    held = 0
+    for unit in sorted(units, key=lambda each: each.nbytes):
+        held += unit.nbytes
+        if held > _RESIDENT_SHARE * total or unit.nbytes > _RESIDENT_SIZE * largest:
+            break
+        if not unit.chosen:
+            small.add(id(unit))
+    return small
+
+
+def _visits(module: nn.Module, owner: dict[nn.Parameter, int]) -> tuple[int, ...]:
+    return tuple(sorted({owner[p] for p in module.parameters() if p in owner}))
+
+
+def _places(module: nn.Module, aside: dict[nn.Module, str]) -> dict[nn.Parameter, tuple[Place, ...]]:
+    apart = {child for each in aside for child in each.modules()}
+    places: dict[nn.Parameter, tuple[Place, ...]] = {}
+    for child in module.modules():
+        if child in apart:
+            continue
+        for key, parameter in child._parameters.items():
+            if parameter is not None:
+                places[parameter] = (*places.get(parameter, ()), Place(child, key))
+    return places
+
+
+def _aside(module: nn.Module) -> dict[nn.Module, str]:
+    """ScriptModules take no hooks and no swapped parameters; a tensor subclass has memory of its own kind."""
+    aside: dict[nn.Module, str] = {}
+    inside: set[nn.Module] = set()
+    for name, child in module.named_modules():
+        if child in inside:
+            continue
+        script = isinstance(child, torch.jit.ScriptModule)
+        if script or any(_is_subclass(p) for p in child.parameters(recurse=False)):
+            aside[child] = name
+            inside.update(child.modules())
+    return aside
+
+
+def _is_subclass(parameter: nn.Parameter) -> bool:
+    kind = type(parameter)
+    own_dispatch = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[comparison-overlap]
+    return own_dispatch or kind.__torch_function__ != nn.Parameter.__torch_function__
+
+
+def _check_memory(module: nn.Module, aside: dict[nn.Module, str]) -> None:
+    apart = {p for each in aside for p in each.parameters()}
+    spans: list[tuple[int, int, str]] = []
+    for name, parameter in module.named_parameters():
+        if parameter in apart:
+            continue
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(
+                f"Parameter {name!r} has no shape yet (a lazy module). Run one batch through the module before "
+                "fit, or give the module its sizes."
+            )
+        if parameter.is_meta:
+            raise ValueError(
+                f"Parameter {name!r} is on the meta device and has no values. Load them first: "
+                "module.to_empty(device='cpu') and load_state_dict, or build the module without the meta device."
+            )
+        if parameter.layout is not torch.strided:
+            raise ValueError(
+                f"Parameter {name!r} has layout {parameter.layout}; only strided (dense) parameters can be streamed. "
+                f"Make it dense: parameter.to_dense()."
+            )
+        if parameter.numel():
+            start = parameter.data_ptr()
+            spans.append((start, start + _extent(parameter), name))
+    spans.sort()
+    for (_, end, first), (start, _, second) in zip(spans, spans[1:], strict=False):
+        if start < end:
+            raise ValueError(
+                f"Parameters {first!r} and {second!r} are two Parameter objects over the same memory. Moving them would "
+                f"part them silently. Tie them by sharing one object: module_b.weight = module_a.weight."
+            )
+
+
+def _extent(tensor: Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _chosen(module: nn.Module, layers: LayerChoice, names: dict[nn.Module, str]) -> set[nn.Module]:
+    if layers is None:
+        return set()
+    chosen: dict[nn.Module, None] = {}
+    picks = layers(module) if callable(layers) else layers
+    for pick in picks:
+        if isinstance(pick, nn.Module):
+            if pick not in names:
+                raise ValueError(f"layers= returned a {type(pick).__name__} that is not part of the module.")
+            matches = [pick]
+        elif isinstance(pick, type):
+            matches = [child for child in names if isinstance(child, pick)]
+            if not matches:
+                kinds = sorted({type(child).__name__ for child in names if _composite(child)})
+                raise ValueError(
+                    f"layers= names the class {pick.__name__}, which the module has none of. It has: {kinds}."
+                )
+        else:
+            matches = _match(module, pick, "layers", dict(module.named_modules()))
+        chosen.update(dict.fromkeys(child for child in matches if any(True for _ in child.parameters())))
+    for outer in chosen:
+        for inner in outer.modules():
+            if inner is not outer and inner in chosen:
+                raise ValueError(
+                    f"Overlapping layers: {names[inner]!r} is inside {names[outer]!r}, and layers= chose both. "
+                    f"Choose one, for example layers=[{names[outer]!r}]."
+                )
+    return set(chosen)
+
+
+def _resident(module: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    things: dict[str, nn.Module | nn.Parameter] = {**dict(module.named_modules(remove_duplicate=False)), **parameters}
+    kept: set[nn.Parameter] = set()
+    for pattern in patterns:
+        for thing in _match(module, pattern, "resident", things):
+            kept.update(thing.parameters() if isinstance(thing, nn.Module) else [thing])
+    return kept
+
+
+def _match(module: nn.Module, pattern: str, option: str, things: Mapping[str, _Thing]) -> list[_Thing]:
+    expression = re.compile(_glob(pattern))
+    matches = [thing for name, thing in things.items() if name and expression.fullmatch(name)]
+    if matches:
+        return matches
+    sizes = {name: sum(map(_nbytes, child.parameters())) for name, child in module.named_modules() if name}
+    largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
+    close = difflib.get_close_matches(pattern, [name for name in things if name], n=3, cutoff=0.4)
+    raise ValueError(
+        f"{option}={pattern!r} matches nothing in {type(module).__name__}. "
+        f"Closest names: {close or 'none'}. Largest modules: {largest}. "
+        f"'*' stands for one part of a dotted name, '**' for any number of parts."
+    )
+
+
+def _glob(pattern: str) -> str:
+    out = []
+    for part in re.split(r"(\*\*|\*|\?)", pattern):
+        out.append({"**": ".*", "*": "[^.]*", "?": "[^.]"}.get(part, re.escape(part)))
+    return "".join(out)
+
+
+def _notes(walk: _Walk, found: list[Layer], aside: dict[nn.Module, str]) -> tuple[str, ...]:
+    notes = []
+    for module, name in aside.items():
+        script = isinstance(module, torch.jit.ScriptModule)
+        why = "is a ScriptModule" if script else "has tensor-subclass parameters"
+        notes.append(f"{name!r} {why}: it stays on the device whole.")
+    streamed = sum(layer.nbytes for layer in found)
+    if found and streamed < 0.95 * walk.total:
+        notes.append(f"only {streamed / walk.total:.0%} of the parameter bytes are streamed; the rest is resident.")
+    return tuple(notes)
+
+
+def _all_of(unit: _Unit, kept: set[nn.Parameter]) -> bool:
+    return bool(unit.parameters) and all(parameter in kept for _, parameter in unit.parameters)
+
+
+def _all_in(module: nn.Module, kept: set[nn.Parameter]) -> bool:
+    return all(parameter in kept for parameter in module.parameters())
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,83 @@
+"""How tensors lie in flat memory: spans, alignment, and storages that are lent.
+
+A *block* (host) or a *slot* (device) is one flat ``uint8`` tensor that holds all parameters of one layer. A
+:class:`Span` says where a parameter lies in it; :func:`lend` hands the memory out in such a way that one can tell
+later whether anybody still holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
+
+# Vectorised CPU kernels give other last bits on other alignments, and cublasLt chooses its kernel by alignment:
+# every parameter begins where an allocator would have put it.
+ALIGNMENT = 512
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where one parameter lies in its layer's memory.
+
+    Attributes:
+        name: qualified parameter name, as in ``named_parameters``.
+        offset: bytes from the start of the block or slot; a multiple of :data:`ALIGNMENT`.
+        nbytes: bytes that the parameter takes.
+        shape, stride, dtype: those of the user's parameter (strides in elements).
+    """
+
+    name: str
+    offset: int
+    nbytes: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes`` rounded up to a multiple of :data:`ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def lay_out(named: Iterable[tuple[str, Tensor]]) -> tuple[Span, ...]:
+    """Lay tensors one after the other, each aligned; dense strides (channels-last, say) are kept."""
+    spans = []
+    offset = 0
+    for name, tensor in named:
+        nbytes = tensor.numel() * tensor.element_size()
+        stride = tuple(torch.empty_like(tensor, device="meta").stride())  # preserve_format: dense, same order
+        spans.append(Span(name, offset, nbytes, tensor.shape, stride, tensor.dtype))
+        offset += aligned(nbytes)
+    return tuple(spans)
+
+
+def total_bytes(spans: tuple[Span, ...]) -> int:
+    """Bytes of the block that holds ``spans``, alignment included."""
+    return spans[-1].offset + aligned(spans[-1].nbytes) if spans else 0
+
+
+def lend(memory: Tensor) -> Tensor:
+    """The same memory under a *new* storage.
+
+    When the new storage has expired (``StorageWeakRef``), nobody can reach the memory through it any more.
+
+    Args:
+        memory: flat ``uint8`` tensor on any device; it stays alive as long as the new storage does.
+    """
+    return from_dlpack(to_dlpack(memory))
+
+
+def view(memory: Tensor, span: Span) -> Tensor:
+    """The parameter at ``span`` of a flat ``uint8`` tensor whose storage begins with the block or slot."""
+    return strided(memory, span.offset, span.dtype, span.shape, span.stride)
+
+
+def strided(memory: Tensor, offset: int, dtype: torch.dtype, shape: Iterable[int], stride: Iterable[int]) -> Tensor:
+    """A view ``offset`` bytes into the storage of ``memory``; ``stride`` in elements of ``dtype``."""
+    result = torch.empty(0, dtype=dtype, device=memory.device)
+    result.set_(memory.untyped_storage(), offset // dtype.itemsize, tuple(shape), tuple(stride))
+    return result

@@ -1,0 +1,287 @@
+"""Device parameters: what modules hold in place of the host's parameters while a step runs.
+
+A :class:`DeviceParameter` is a leaf of the autograd graph with the right shape, dtype and device for the whole step.
+While its layer is on the device it is a view of the slot, and nothing about it is slower than about a plain
+``Parameter``. While its layer is away it is a :class:`StandIn`: a NaN scalar expanded to shape, whose class brings the
+layer before anything computes with it. So every use of a weight is right, wherever it is: weights read without
+forward, arithmetic on ``self.parameters()``, ``torch.autograd.grad`` with respect to parameters.
+
+What belongs to the host's parameter goes there: ``.grad``, ``requires_grad_``, hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
+from torch.utils._pytree import tree_leaves
+
+from sp_lightning.memory import Span, view
+
+_Untouched = torch._C.DisableTorchFunctionSubclass  # reads of a stand-in itself, not of the weight that it stands for
+_tensor_data = torch._C.TensorBase.data  # type: ignore[attr-defined]
+_tensor_grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
+_tensor_requires_grad = torch._C.TensorBase.requires_grad  # type: ignore[attr-defined]
+
+
+class DeviceParameter(nn.Parameter):
+    """A parameter's view of the slot that its layer is in. Made by :class:`DeviceParameters`, never by hand."""
+
+    _of: DeviceParameters
+    _index: int
+
+    @property
+    def host(self) -> nn.Parameter:
+        """The user's parameter."""
+        return self._of.hosts[self._index]
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        # Writes through .data bump no version, and may come as long as somebody holds what is returned here.
+        self._of.bring_for(self)
+        self._of.exposed.add(self._index)
+        return _tensor_data.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._of.bring_for(self)
+        self._of.exposed.add(self._index)
+        _tensor_data.__set__(self, value)
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        return self.host.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.host.grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.host.grad = None
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return self.host.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.host.requires_grad = value
+        set_requires_grad(self, value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> DeviceParameter:
+        self.requires_grad = requires_grad
+        return self
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        return self.host.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        return self.host.register_post_accumulate_grad_hook(hook)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A copy is a plain parameter, as a copied module is a plain module."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.data.detach().clone(), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return torch._utils._rebuild_parameter, (self.data.detach().clone(), self.requires_grad, {})
+
+
+class StandIn(DeviceParameter):
+    """A device parameter whose layer is away. Reading its metadata is free, anything else brings the layer."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with _Untouched():
+                return func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            return _grad_by_edges(*args, **kwargs)
+        away = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)]
+        with away[0]._of.together(away):
+            return func(*args, **kwargs)
+
+
+class DeviceParameters:
+    """The device parameters of one layer.
+
+    They are there (:meth:`attach`) while the layer is used, and away (:meth:`detach`) otherwise.
+
+    Args:
+        spans: where each parameter lies in the layer's memory.
+        hosts: the user's parameters, in the same order.
+        device: of the slots.
+        bring: called with the stand-ins that something wants to compute with; a context during which they are there.
+        arrived: called with an index when autograd has put a gradient on that device parameter.
+    """
+
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        hosts: Sequence[nn.Parameter],
+        device: torch.device,
+        bring: Callable[[Sequence[DeviceParameter]], AbstractContextManager[None]],
+        arrived: Callable[[int], None],
+    ) -> None:
+        self.spans = spans
+        self.hosts = hosts
+        self.together = bring
+        self.exposed: set[int] = set()  # whose .data was handed out: nobody knows when it is written
+        self.attached = False
+        with torch.inference_mode(False):
+            self._away = [
+                torch.full((), _nothing(span.dtype), dtype=span.dtype, device=device).expand(span.shape)
+                for span in spans
+            ]
+            self.all = [self._make(index, arrived) for index in range(len(spans))]
+        self._versions = [version(parameter) for parameter in self.all]
+        self._host_versions = [host._version for host in hosts]
+
+    def _make(self, index: int, arrived: Callable[[int], None]) -> DeviceParameter:
+        host = self.hosts[index]
+        takes_gradient = host.is_floating_point() or host.is_complex()
+        parameter: Any = nn.Parameter(self._away[index], requires_grad=takes_gradient)
+        if takes_gradient:
+            parameter.register_post_accumulate_grad_hook(lambda _: arrived(index))
+            parameter.requires_grad_(host.requires_grad)
+        parameter.__class__ = StandIn
+        parameter._of = self
+        parameter._index = index
+        return parameter
+
+    def attach(self, memory: Tensor) -> None:
+        """The layer is on the device: every parameter becomes a view of ``memory`` (flat ``uint8``, lent)."""
+        for parameter, span in zip(self.all, self.spans, strict=True):
+            with _Untouched():
+                _tensor_data.__set__(parameter, view(memory, span))
+            parameter.__class__ = DeviceParameter
+        self.attached = True
+
+    def detach(self) -> None:
+        """The layer's slot may be reused."""
+        for parameter, away in zip(self.all, self._away, strict=True):
+            _tensor_data.__set__(parameter, away)
+            parameter.__class__ = StandIn
+        self.attached = False
+
+    def take_written(self) -> list[tuple[int, Tensor]]:
+        """The weights that were, or through ``.data`` may have been, written since the last call; attached."""
+        versions = [version(parameter) for parameter in self.all]
+        changed = {i for i, (old, new) in enumerate(zip(self._versions, versions, strict=True)) if old != new}
+        self._versions = versions
+        return [(index, _tensor_data.__get__(self.all[index])) for index in sorted(changed | self.exposed)]
+
+    def sync_requires_grad(self) -> None:
+        """Follow the user, who may freeze and unfreeze between two forwards."""
+        for parameter, host in zip(self.all, self.hosts, strict=True):
+            if requires_grad(parameter) != host.requires_grad:
+                set_requires_grad(parameter, host.requires_grad)
+
+    @property
+    def stale(self) -> bool:
+        """Whether a host parameter was written since :meth:`fetched`."""
+        return any(host._version != old for host, old in zip(self.hosts, self._host_versions, strict=True))
+
+    def fetched(self) -> None:
+        """The device's copy is that of the host's parameters as they are now.
+
+        Where they changed, the device parameters' versions change too, so that autograd's in-place check sees an
+        optimizer step between forward and backward as it would on plain parameters.
+        """
+        now = [host._version for host in self.hosts]
+        for index, (old, new) in enumerate(zip(self._host_versions, now, strict=True)):
+            if old != new:
+                with torch.inference_mode(False), _Untouched():
+                    increment_version(self.all[index])
+                self._versions[index] += 1
+        self._host_versions = now
+
+    def written_back(self) -> None:
+        """The host's parameters have taken over what was written on the device: no change from outside."""
+        self._host_versions = [host._version for host in self.hosts]
+
+    def bring_for(self, parameter: DeviceParameter) -> None:
+        """Bring the layer if it is away."""
+        if isinstance(parameter, StandIn):
+            with self.together([parameter]):
+                pass
+
+
+def version(parameter: Tensor) -> int:
+    """The version of a device parameter, whether its layer is there or not."""
+    with _Untouched():
+        return parameter._version
+
+
+def requires_grad(parameter: Tensor) -> bool:
+    """What autograd sees on the device parameter itself."""
+    with _Untouched():
+        return _tensor_requires_grad.__get__(parameter)
+
+
+def set_requires_grad(parameter: Tensor, value: bool) -> None:
+    """Set what autograd sees on the device parameter itself."""
+    with _Untouched():
+        _tensor_requires_grad.__set__(parameter, value)
+
+
+def take_gradient(parameter: Tensor) -> Tensor | None:
+    """The gradient that autograd put on the device parameter, which lets go of it."""
+    with _Untouched():
+        gradient = _tensor_grad.__get__(parameter)
+        _tensor_grad.__set__(parameter, None)
+    return gradient
+
+
+def _nothing(dtype: torch.dtype) -> float:
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+
+
+def _grad_by_edges(outputs: Any, inputs: Any, *args: Any, materialize_grads: bool = False, **kwargs: Any) -> Any:
+    """``torch.autograd.grad`` asks its inputs for their place in the graph only: no layer need come.
+
+    Inside, nothing may switch the dispatch off: user code that runs in backward (a checkpoint's recompute) needs it.
+    """
+    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    edges = [_edge(each) if isinstance(each, DeviceParameter) else each for each in inputs]
+    if not materialize_grads:
+        return torch.autograd.grad(outputs, edges, *args, **kwargs)
+    found = torch.autograd.grad(outputs, edges, *args, **{**kwargs, "allow_unused": True})
+    return tuple(
+        torch.zeros(each.shape, dtype=each.dtype, device=each.device) if gradient is None else gradient
+        for gradient, each in zip(found, inputs, strict=True)
+    )
+
+
+def _edge(parameter: DeviceParameter) -> GradientEdge:
+    with _Untouched():
+        return get_gradient_edge(parameter)
+
+
+def _metadata() -> frozenset[Any]:
+    attributes = (
+        "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "_version", "is_cuda", "is_cpu", "is_xpu",
+        "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "itemsize", "nbytes",
+        "names", "output_nr", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks",
+    )  # fmt: skip
+    methods = (
+        "size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_inference", "get_device",
+        "ndimension", "is_signed", "__len__", "has_names",
+    )  # fmt: skip
+    functions = ("numel", "is_floating_point", "is_complex", "is_inference", "is_signed")
+    found = [getattr(Tensor, name).__get__ for name in attributes if hasattr(getattr(Tensor, name, None), "__get__")]
+    found += [getattr(Tensor, name) for name in methods if hasattr(Tensor, name)]
+    found += [getattr(torch, name) for name in functions]
+    return frozenset(found)
+
+
+_METADATA = _metadata()

@@ -1,0 +1,400 @@
+"""Lightning's calls → the engine, nothing else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.init import _EmptyInit
+from lightning.pytorch.plugins.precision import (
+    BitsandbytesPrecision,
+    MixedPrecision,
+    Precision,
+    TransformerEnginePrecision,
+)
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from sp_lightning.callback import SuperpipelineCallback, human_bytes
+from sp_lightning.device import Device, device_for
+from sp_lightning.layers import Found, LayerChoice, find_layers
+from sp_lightning.plan import Plan, make_plan
+from sp_lightning.step import HostGradScaler
+from sp_lightning.streamer import Stats, Streamer
+
+log = logging.getLogger("lightning.pytorch.superpipeline")
+
+
+class SuperpipelineStrategy(SingleDeviceStrategy):
+    """Streams the layers of an unchanged LightningModule through a few slots of device memory.
+
+    Weights, gradients and optimizer state are on the host; the model's layers pass through ``k + k_prime`` slots on
+    the device while they run. Results are bitwise those of plain Lightning with the same optimizer on the host.
+
+    Args:
+        k: layers usable on the device at once, at least 1. More is faster and takes more memory.
+        k_prime: layers that move as one transfer, at least 1.
+        layers: what is a layer: None (found), names or glob patterns of modules, module classes, or a callable that
+            takes the LightningModule and returns names or modules.
+        resident: names or glob patterns of modules or parameters that stay on the device.
+        pin_memory: page-lock host memory, without which copies are synchronous.
+        callback: attach a :class:`~sp_lightning.SuperpipelineCallback` if the trainer has none.
+        device, accelerator, checkpoint_io, precision_plugin: as in Lightning's ``SingleDeviceStrategy``; the device
+            is the trainer's unless it is given.
+
+    Raises:
+        ValueError, TypeError: an option that cannot be.
+
+    The method is Superpipeline, arXiv 2410.08791.
+    """
+
+    strategy_name = "superpipeline"
+
+    def __init__(
+        self,
+        *,
+        k: int = 2,
+        k_prime: int = 1,
+        layers: LayerChoice = None,
+        resident: Sequence[str] = (),
+        pin_memory: bool = True,
+        callback: bool = True,
+        device: str | int | torch.device | None = None,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        _check_count("k", k)
+        _check_count("k_prime", k_prime)
+        self._k = int(k)
+        self._k_prime = int(k_prime)
+        self._layers = _checked_layers(layers)
+        self._resident = _checked_patterns("resident", resident)
+        self._pin_memory = pin_memory
+        self._callback = callback
+        self._device_given = device is not None
+        self._streamer: Streamer | None = None
+        self._plan: Plan | None = None
+        self._last_stats: Stats | None = None
+        self._hooks: list[RemovableHandle] = []
+        self.quiet_phases: dict[str, bool] = {}
+        super().__init__(
+            device=torch.device(device) if device is not None else torch.device("cpu"),
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+
+    # ------------------------------------------------------------------ what a user reads
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided, from set-up on.
+
+        Raises:
+            RuntimeError: before set-up.
+        """
+        if self._plan is None:
+            raise RuntimeError("There is no plan yet: it is made in trainer.fit (validate, test, predict).")
+        return self._plan
+
+    def stats(self) -> Stats:
+        """Counters since the last set-up; they can be read after the run, too.
+
+        Raises:
+            RuntimeError: before set-up.
+        """
+        if self._streamer is not None:
+            return self._streamer.stats()
+        if self._last_stats is None:
+            raise RuntimeError("There are no counters yet: they begin in trainer.fit (validate, test, predict).")
+        return self._last_stats
+
+    # ------------------------------------------------------------------ what the trainer hands over
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """The device that was given, if any. Lightning hands its choice to strategies that have this attribute."""
+        return [self._root_device] if self._device_given else []
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Sequence[torch.device]) -> None:
+        if len(devices) != 1:
+            raise ValueError(
+                f"superpipeline runs on one device; the trainer chose {len(devices)}: {[str(d) for d in devices]}. "
+                f"Pass Trainer(devices=1), or devices=[{devices[0].index or 0}] for a certain one."
+            )
+        self._root_device = devices[0]
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if isinstance(plugin, (TransformerEnginePrecision, BitsandbytesPrecision)):
+            raise ValueError(
+                f"superpipeline cannot work with {type(plugin).__name__}: it replaces layers by ones whose weights cannot "
+                'be streamed. Use precision="bf16-mixed" or "bf16-true".'
+            )
+        if isinstance(plugin, MixedPrecision) and type(plugin.scaler) is torch.amp.GradScaler:
+            plugin.scaler = _host_scaler(plugin.scaler)
+        self._precision_plugin = plugin
+
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        trainer = model.trainer
+        if self._callback and not any(isinstance(each, SuperpipelineCallback) for each in trainer.callbacks):  # type: ignore[attr-defined]
+            connector = trainer._callback_connector
+            trainer.callbacks = connector._reorder_callbacks([*trainer.callbacks, SuperpipelineCallback()])  # type: ignore[attr-defined]
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Modules are made on the host: on the device they might not fit."""
+        with _EmptyInit(enabled=bool(empty_init)), torch.device("cpu"), self.precision_plugin.tensor_init_context():
+            yield
+
+    # ------------------------------------------------------------------ set-up
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        # As the base class, but optimizer state stays where the parameters are: on the host.
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self.model = self._setup_model(self.model)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def model_to_device(self) -> None:
+        """Absorb the parameters into the host store; only what is no parameter goes to the device."""
+        assert self.lightning_module is not None
+        self._close_streamer()
+        self._build()
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        ]
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(state)
+
+    def teardown(self) -> None:
+        self._close_streamer()
+        super().teardown()
+
+    # ------------------------------------------------------------------ steps
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # Callbacks and module have had their hooks: from here to the batch's end, nobody writes weights unseen.
+        super().on_train_batch_start(batch, batch_idx)
+        streamer = self._current()
+        if not self.quiet_phases.get("train", False):
+            streamer.forget()
+        streamer.expect("train", training=True)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        automatic = self.lightning_module.automatic_optimization
+        with self._step("train", training=True, ends_with_backward=automatic) as streamer:
+            output = super().training_step(*args, **kwargs)
+            if not automatic or output is None:
+                streamer.end()
+            return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step("validate") as streamer:
+            output = super().validation_step(*args, **kwargs)
+            streamer.end()
+            return output
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step("test") as streamer:
+            output = super().test_step(*args, **kwargs)
+            streamer.end()
+            return output
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step("predict") as streamer:
+            output = super().predict_step(*args, **kwargs)
+            streamer.end()
+            return output
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self._streamer is not None:
+            self._streamer.announce_backward(closure_loss)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._whole_after_failure():
+            return super().optimizer_step(*args, **kwargs)
+
+    def on_exception(self, exception: BaseException) -> None:
+        if self._streamer is not None:
+            self._streamer.abort()
+        super().on_exception(exception)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._streamer is not None:
+            self._streamer.end()  # a checkpoint holds the host's parameters, whenever it is taken
+        return super().lightning_module_state_dict()
+
+    def expect_next_batch(self) -> None:
+        """The batch is over: where nothing writes weights before the next one, its first layers may come now."""
+        if self._streamer is not None and self.quiet_phases.get("train", False):
+            self._streamer.expect("train", training=True)
+
+    @contextmanager
+    def _step(
+        self, phase: str, *, training: bool = False, ends_with_backward: bool = False
+    ) -> Generator[Streamer, None, None]:
+        streamer = self._current()
+        quiet = training or self.quiet_phases.get(phase, False)
+        with self._whole_after_failure():
+            streamer.begin(phase, training=training, ends_with_backward=ends_with_backward, quiet=quiet)
+            with streamer.saving():
+                yield streamer
+
+    @contextmanager
+    def _whole_after_failure(self) -> Generator[None, None, None]:
+        """Whatever is raised inside, host parameters are back in the modules when it gets out."""
+        try:
+            yield
+        except BaseException as error:
+            if self._streamer is not None:
+                self._streamer.abort()
+            if isinstance(error, RuntimeError) and "don't yet support saved tensor hooks" in str(error):
+                raise RuntimeError(_TRANSFORMS) from error
+            raise
+
+    # ------------------------------------------------------------------ the engine
+
+    def _current(self) -> Streamer:
+        """The engine, made anew if parameters or modules were exchanged behind our back."""
+        assert self._streamer is not None
+        if self._streamer.changed():
+            log.info("Superpipeline: parameters or modules have been exchanged; the layers are absorbed again.")
+            self._streamer.close()
+            self._build()
+        return self._streamer
+
+    def _build(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        device = device_for(self.root_device)
+        found = find_layers(module, layers=self._layers, resident=self._resident)
+        plan = make_plan(found, k=self._k, k_prime=self._k_prime)
+        _check_fits(plan, device)
+        self._plan = plan
+        _move_the_rest(module, found, self.root_device)
+        self._streamer = Streamer(module, found, plan, device, pin=self._pin_memory and self.root_device.type != "cpu")
+        _update_properties(module, device=self.root_device)
+
+    def _close_streamer(self) -> None:
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks = []
+        self.quiet_phases = {}
+        if self._streamer is not None:
+            self._last_stats = self._streamer.stats()
+            self._streamer.close()
+            self._streamer = None
+
+    def _before_update(self, *_: Any) -> None:
+        if self._streamer is not None:
+            self._streamer.before_update()
+
+    def _after_update(self, *_: Any) -> None:
+        if self._streamer is not None:
+            self._streamer.forget()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
+
+
+_TRANSFORMS = (
+    "torch.func.grad (or vjp, jacrev, hessian) was called inside a step: it does not support saved-tensor hooks, which "
+    "streamed layers need. Use torch.autograd.grad(..., create_graph=True), or keep every layer on the device: "
+    'SuperpipelineStrategy(resident=["**"]).'
+)
+
+
+def _check_count(option: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{option} must be a whole number of layers, found {value!r}. For example {option}=2.")
+    if value < 1:
+        raise ValueError(f"{option} must be at least 1, found {value}. For example {option}=1.")
+
+
+def _checked_layers(layers: Any) -> LayerChoice:
+    if layers is None or (callable(layers) and not isinstance(layers, type)):
+        return layers
+    picks = (layers,) if isinstance(layers, (str, type)) else tuple(layers)
+    for pick in picks:
+        if not isinstance(pick, str) and not (isinstance(pick, type) and issubclass(pick, nn.Module)):
+            raise TypeError(
+                f"layers= takes names, glob patterns, module classes or a callable, found {pick!r}. "
+                f'For example layers=["model.layers.*"].'
+            )
+    return picks
+
+
+def _checked_patterns(option: str, patterns: Any) -> tuple[str, ...]:
+    picks = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    for pick in picks:
+        if not isinstance(pick, str):
+            raise TypeError(
+                f'{option}= takes names or glob patterns, found {pick!r}. For example {option}=["lm_head"].'
+            )
+    return picks
+
+
+def _check_fits(plan: Plan, device: Device) -> None:
+    free = device.free_bytes()
+    if free is None or not plan.layers:
+        return
+    largest = max(plan.layers, key=lambda layer: layer.nbytes)
+    if largest.nbytes > free:
+        raise ValueError(
+            f"Layer {largest.name!r} needs {largest.nbytes} bytes ({human_bytes(largest.nbytes)}), more than the {free} bytes "
+            f"({human_bytes(free)}) that are free on {device.device}. Cut it into smaller layers: "
+            f'SuperpipelineStrategy(layers=["{largest.name}.*"]).'
+        )
+    if plan.peak_device_bytes > free:
+        raise ValueError(
+            f"Weights and gradients need {human_bytes(plan.peak_device_bytes)} on {device.device} with k={plan.k} and "
+            f"k_prime={plan.k_prime}, and {human_bytes(free)} are free. Use less: SuperpipelineStrategy(k=1, k_prime=1)."
+        )
+
+
+def _move_the_rest(module: nn.Module, found: Found, device: torch.device) -> None:
+    """Buffers, torchmetrics and modules that keep their parameters to themselves go to the device."""
+    for _, aside in found.aside:
+        aside.to(device)
+    bare = {child for child in module.modules() if not any(True for _ in child.parameters())}
+    for child in bare:
+        child.to(device)  # metrics have states that are no buffers
+    for child in module.modules():
+        if child not in bare:
+            for name, buffer in child._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    child._buffers[name] = buffer.to(device)
+
+
+def _host_scaler(scaler: torch.amp.GradScaler) -> HostGradScaler:
+    host = HostGradScaler(device=scaler._device, enabled=scaler.is_enabled())
+    host.load_state_dict(scaler.state_dict())
+    return host

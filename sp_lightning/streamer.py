@@ -1,0 +1,591 @@
+"""The engine: one layer's forward, then its backward.
+
+::
+
+    host block ──fetch──▶ slot ──use──▶ device parameters ──▶ forward ──release──▶ slot may be overwritten
+                  (1)          (2)            (3)               (4)        (5)
+    param.grad ◀──apply── staging ◀──drain── gradient ◀── backward ◀──use── unpack ◀── fetched again
+                  (9)                 (8)                    (7)              (6)
+
+Nothing here decides where a layer lies (``plan``) or what its memory means (``slots``, ``host``); this file decides
+*when*. The rule throughout: a wrong guess costs a fetch, never a result. Whoever needs a weight asks for its layer at
+that moment, through one of four doors, and all four end in :meth:`Streamer._use`:
+
+- a layer's module is called (forward hook),
+- autograd unpacks a weight that it saved (saved-tensor hook),
+- anything else computes with a device parameter whose layer is away (its ``__torch_function__``),
+- the trace says that it will be needed soon (prefetch).
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from sp_lightning.device import Device, Stream
+from sp_lightning.gates import attach_gates
+from sp_lightning.gradients import Gradients
+from sp_lightning.host import HostBlock
+from sp_lightning.layers import Found, Place
+from sp_lightning.memory import view
+from sp_lightning.packing import Packing
+from sp_lightning.parameters import DeviceParameter, DeviceParameters, take_gradient
+from sp_lightning.plan import Plan, schedule
+from sp_lightning.slots import Slot, Slots, SlotState, rank
+from sp_lightning.trace import Trace
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters since set-up.
+
+    Attributes:
+        fetched_layers: layers copied to the device.
+        fetched_bytes, drained_bytes: copied to the device, and gradients copied to the host.
+        transfers: groups of layers that were fetched as one.
+        demand_fetches: layers that were needed before the trace had asked for them; each stalls compute.
+        extra_slots: slots made beyond the plan because views of weights had escaped.
+        peak_device_bytes: most device memory that weights and gradients took.
+        stall_seconds: seconds that compute waited for fetches.
+    """
+
+    fetched_layers: int
+    fetched_bytes: int
+    drained_bytes: int
+    transfers: int
+    demand_fetches: int
+    extra_slots: int
+    peak_device_bytes: int
+    stall_seconds: float
+
+
+class Streamer:
+    """Streams the layers of one module.
+
+    Args:
+        module: the root; its parameters become views of the host store, its modules get hooks.
+        found: its layers.
+        plan: made for ``found``.
+        device: the seam.
+        pin: page-lock host memory.
+    """
+
+    def __init__(self, module: nn.Module, found: Found, plan: Plan, device: Device, *, pin: bool) -> None:
+        self.plan = plan
+        self._module = module
+        self._found = found
+        self._device = device
+        self._lock = threading.RLock()  # backward's hooks run on autograd's threads; never held across user code
+        self._blocks = [
+            HostBlock(layer, planned, device, pin=pin)
+            for layer, planned in zip((*found.layers, found.residents), (*plan.layers, plan.residents), strict=True)
+        ]
+        if pin:
+            _warn_unpinned(self._blocks)
+        self._slots = Slots(plan, self._blocks, device)
+        self._gradients = Gradients(self._blocks, device, in_flight=plan.k_prime + 1, pin=pin)
+        self._parameters = [
+            DeviceParameters(
+                block.planned.spans, block.parameters, device.device, self._together, partial(self._arrived, i)
+            )
+            for i, block in enumerate(self._blocks)
+        ]
+        self._residents = len(plan.layers)
+        self._resident_memory = device.empty(plan.residents.nbytes)
+        self._parameters[self._residents].attach(self._resident_memory)
+        self._resident_current = False
+        self._swaps = self._pair_places()
+        self._layer_of = {id(each): i for i, group in enumerate(self._parameters) for each in group.all}
+        self._packing = Packing(self._parameters, self._slots.lent_at, self._reach)
+        self._gates = attach_gates(self, found.visits)
+        self._fingerprint = self._take_fingerprint()
+        # the batch: which trace, which phase was expected, whether modules hold device parameters
+        self._traces: dict[str, Trace] = {}
+        self._trace = Trace(())
+        self._expected: str | None = None
+        self._active = False
+        self._in_step = False
+        self._ends_with_backward = False
+        # the call: how deep, hooks of its own, what is lent, what running calls pin
+        self._depth = 0
+        self._own_hooks: AbstractContextManager[None] | None = None
+        self._used: dict[int, Slot] = {}
+        self._pins: Counter[int] = Counter()
+        self._exposed: dict[Slot, tuple[int, set[int]]] = {}
+        # the backward: open graph tasks, outermost first, and whether gradients are accumulated
+        self._tasks: list[int] = []
+        self._accumulates = False
+        self._demand_fetches = 0
+        self._peak = 0
+
+    # ------------------------------------------------------------------ the life of a step
+
+    def begin(self, phase: str, *, training: bool, ends_with_backward: bool = False, quiet: bool = False) -> None:
+        """A step begins: device parameters go into the modules, the first layers are fetched.
+
+        Args:
+            phase: name of the trace to follow.
+            training: whether a backward is expected.
+            ends_with_backward: whether the step is over once a backward has ended (automatic optimization).
+            quiet: whether nothing can have written weights since the last step or :meth:`expect`.
+        """
+        with self._lock:
+            self.abandon_backward()
+            if not quiet:
+                self.forget()
+            if self._expected != phase:
+                self._start_trace(phase, training=training)
+            self._trace.cyclic = quiet and not training
+            self._expected = None
+            self._in_step = True
+            self._ends_with_backward = ends_with_backward
+            self._activate()
+            self._prefetch()
+
+    def expect(self, phase: str, *, training: bool) -> None:
+        """Nothing will write weights before the next step, which is of ``phase``: its first layers may come now."""
+        with self._lock:
+            self._start_trace(phase, training=training)
+            self._expected = phase
+            self._prefetch()
+
+    def end(self) -> None:
+        """The step is over: host parameters are back in the modules."""
+        with self._lock:
+            self._in_step = False
+            self._pins.clear()
+            self._take_back_writes()
+            self._parameters[self._residents].exposed.clear()
+            self._deactivate()
+            self._slots.give_back_extra()
+
+    def abort(self) -> None:
+        """The step failed: as :meth:`end`, and gradients that were on their way are dropped."""
+        with self._lock:
+            self._depth = 0
+            self._pop_hooks()
+            self.abandon_backward()
+            self.end()
+            self.forget()
+
+    def abandon_backward(self) -> None:
+        """A backward that failed leaves no gradients behind on their way."""
+        self._tasks.clear()
+        self._accumulates = False
+        self._gradients.drop()
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Around user code that builds a graph: saved weights are packed, so that the graph holds no slot."""
+        return self._packing.hooks() if self._residents else nullcontext()
+
+    def announce_backward(self, loss: Tensor) -> None:
+        """``backward`` follows: once it has ended all gradients are to be on the host, before anyone reads them."""
+        if loss.requires_grad:
+            loss.register_hook(self._backward_begins)
+
+    def before_update(self) -> None:
+        """Host weights are about to be written: nothing may read them meanwhile."""
+        with self._lock:
+            self._take_back_writes()
+            self._slots.synchronize()
+
+    def forget(self) -> None:
+        """Host weights have been or may have been written: copies on the device are out of date."""
+        with self._lock:
+            self._release_loose()
+            self._slots.forget(layer for layer in range(self._residents) if layer not in self._used)
+            self._resident_current = False
+            self._expected = None
+            if self._in_step and not self._ends_with_backward:
+                self._activate()  # manual optimization goes on after the optimizer's step
+
+    def changed(self) -> bool:
+        """Whether parameters or modules were exchanged behind our back (``.to``, ``assign=True``, adapters)."""
+        return self._take_fingerprint() != self._fingerprint
+
+    def stats(self) -> Stats:
+        """The counters now."""
+        return Stats(
+            fetched_layers=self._slots.fetched_layers,
+            fetched_bytes=self._slots.fetched_bytes,
+            drained_bytes=self._gradients.drained_bytes,
+            transfers=self._slots.transfers,
+            demand_fetches=self._demand_fetches,
+            extra_slots=self._slots.extra_slots,
+            peak_device_bytes=max(self._peak, self._device_bytes()),
+            stall_seconds=self._device.stall_seconds(),
+        )
+
+    def close(self) -> None:
+        """Host parameters stay in the modules as ordinary CPU parameters; device memory and hooks are gone."""
+        with self._lock:
+            self.abort()
+            for handle in self._gates:
+                handle.remove()
+            self._slots.close()
+            self._resident_memory = self._device.empty(0)
+            self._parameters.clear()
+            for block in self._blocks:
+                block.unpin()
+
+    # ------------------------------------------------------------------ doors: module calls
+
+    def enter(self, visits: Sequence[int]) -> None:
+        """A module is called: its layers come and stay until :meth:`leave`."""
+        self._refuse_transforms(visits)
+        with self._lock:
+            if not (self._in_step or self._tasks or self._depth):
+                self.forget()  # a call outside any step: nobody knows what was written since
+                self._start_trace("outside", training=False)
+            self._depth += 1
+            if self._depth == 1:
+                self._push_hooks()
+            self._activate()
+            self._parameters[self._residents].sync_requires_grad()
+            self._hold(visits)  # (1) (2) (3)
+
+    def leave(self, visits: Sequence[int], output: Any) -> None:
+        """The call has returned (4) or raised: its layers may go."""
+        with self._lock:
+            self._depth = max(self._depth - 1, 0)
+            if torch.is_grad_enabled() and visits:
+                self._watch(visits, output)
+            for layer in visits:
+                self._pins[layer] -= 1
+                if self._pins[layer] <= 0 and layer in self._used:
+                    self._release(layer)  # (5)
+            if self._depth == 0:
+                self._pop_hooks()
+                if not self._in_step and not self._tasks:
+                    self.end()
+            if visits:
+                self._prefetch()
+
+    def _watch(self, visits: Sequence[int], output: Any) -> None:
+        touch = partial(self._touch, tuple(visits))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(touch)
+
+    def _touch(self, visits: tuple[int, ...], gradient: Tensor) -> None:
+        """Backward has come to these layers: those above are done, and so must be the drains of those before."""
+        self._join_backward()
+        with self._lock:
+            self._activate()
+            if self._release_loose(keep=visits):
+                self._prefetch()
+        self._gradients.make_room(visits)
+
+    # ------------------------------------------------------------------ doors: saved tensors
+
+    def _reach(self, layer: int) -> Tensor:
+        """Autograd unpacks a weight (6)."""
+        self._join_backward()
+        with self._lock:
+            if layer not in self._used:
+                self._release_loose()
+                self._use(layer)
+                self._prefetch()
+            lent = self._used[layer].lent
+            assert lent is not None
+            return lent
+
+    # ------------------------------------------------------------------ doors: weights read elsewhere
+
+    @contextmanager
+    def _together(self, parameters: Sequence[DeviceParameter]) -> Iterator[None]:
+        """These device parameters are there for one operation."""
+        layers = sorted({self._layer_of[id(parameter)] for parameter in parameters})
+        with self._lock:
+            self._hold(layers)
+        try:
+            yield
+        finally:
+            with self._lock:
+                for layer in layers:
+                    self._pins[layer] -= 1
+                self._prefetch()
+
+    # ------------------------------------------------------------------ backward
+
+    def _arrived(self, layer: int, index: int) -> None:
+        """(7) Autograd has put a gradient on a device parameter; (8) it leaves for the host."""
+        gradient = take_gradient(self._parameters[layer].all[index])
+        if gradient is None:
+            return
+        self._join_backward()
+        self._accumulates = True
+        self._gradients.arrived(layer, index, gradient)
+        with self._lock:
+            self._peak = max(self._peak, self._device_bytes())
+
+    def _backward_begins(self, gradient: Tensor) -> None:
+        self._tasks.clear()  # one that failed has left its task here
+        self._accumulates = True
+        self._join_backward()
+
+    def _join_backward(self) -> None:
+        """Have autograd call :meth:`_backward_ends` when the present graph task ends; it may be a nested one."""
+        task = torch._C._current_graph_task_id()
+        with self._lock:
+            if task == -1 or task in self._tasks:
+                return
+            self._tasks.append(task)
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._backward_ends, task))  # type: ignore[attr-defined]
+
+    def _backward_ends(self, task: int) -> None:
+        """(9) All gradients are on the host; after the outermost one the modules hold the host's parameters again."""
+        with self._lock:
+            nested = self._tasks.index(task) > 0 if task in self._tasks else False
+            self._tasks = self._tasks[: self._tasks.index(task)] if task in self._tasks else []
+            self._release_loose()
+        self._gradients.settle()
+        if nested:
+            return
+        with self._lock:
+            self._slots.synchronize()
+            accumulated, self._accumulates = self._accumulates, False
+            if not self._in_step or (accumulated and self._ends_with_backward):
+                self.end()
+            elif accumulated:
+                self._take_back_writes()
+                self._deactivate()  # manual optimization reads gradients now; the next call goes on with the step
+
+    # ------------------------------------------------------------------ layers come and go
+
+    def _use(self, layer: int) -> Slot:
+        """The layer is on the device now; whoever called is the reason."""
+        self._trace.visit(layer)
+        if layer in self._used:
+            return self._used[layer]
+        if layer in self._slots and self._parameters[layer].stale:
+            self._slots.forget([layer])
+        if layer not in self._slots:
+            self._demand_fetches += 1
+            self._fetch([(layer, self._slots.find(layer, self._trace.next_use))])
+        slot = self._slots.use(layer)
+        if slot in self._exposed:
+            self._parameters[layer].exposed |= self._exposed.pop(slot)[1]
+        self._used[layer] = slot
+        self._peak = max(self._peak, self._device_bytes())
+        return slot
+
+    def _hold(self, layers: Sequence[int]) -> None:
+        """These layers are there, as the modules' parameters, until they are unpinned."""
+        if layers:
+            self._release_loose(keep=layers)
+        for layer in layers:
+            self._use(layer)
+            self._pins[layer] += 1
+        for layer in layers:
+            group = self._parameters[layer]
+            lent = self._used[layer].lent
+            assert lent is not None
+            if not group.attached:
+                with torch.inference_mode(False), torch.no_grad():
+                    group.attach(lent)
+            group.sync_requires_grad()
+
+    def _release(self, layer: int) -> None:
+        slot = self._used.pop(layer)
+        group = self._parameters[layer]
+        if group.attached:
+            with torch.inference_mode(False), torch.no_grad():
+                written = group.take_written()
+                self._write_back(layer, written)
+                group.detach()
+            moved = any(value.untyped_storage().data_ptr() != slot.memory.data_ptr() for _, value in written)
+            del written
+            if moved:  # param.data = another tensor: the slot does not have it
+                self._slots.forget([layer])
+        elif group.exposed:
+            self._write_back_slot(layer, slot, group.exposed)
+        self._slots.release(slot)
+        if group.exposed and slot.state is SlotState.HELD:
+            self._exposed.setdefault(slot, (layer, set()))[1].update(group.exposed)
+        group.exposed.clear()
+
+    def _release_loose(self, keep: Sequence[int] = ()) -> bool:
+        """Release what no running call pins. Returns whether anything was."""
+        loose = [layer for layer in self._used if not self._pins[layer] and layer not in keep]
+        for layer in loose:
+            self._release(layer)
+        return bool(loose)
+
+    def _write_back(self, layer: int, written: Sequence[tuple[int, Tensor]]) -> None:
+        """Weights that were written in place on the device become the host's."""
+        for index, value in written:
+            self._blocks[layer].write(index, value)
+        if written:
+            self._parameters[layer].written_back()
+
+    def _write_back_exposed(self, slots: Iterable[Slot]) -> None:
+        """What ``param.data`` returned may have been written after its layer's release, while it was held."""
+        for slot in slots:
+            if slot in self._exposed:
+                layer, indices = self._exposed[slot]
+                self._write_back_slot(layer, slot, indices)
+
+    def _write_back_slot(self, layer: int, slot: Slot, indices: Iterable[int]) -> None:
+        spans = self._blocks[layer].planned.spans
+        with torch.inference_mode(False):
+            self._write_back(layer, [(index, view(slot.memory, spans[index])) for index in sorted(indices)])
+
+    def _fetch(self, pairs: Sequence[tuple[int, Slot]]) -> None:
+        self._write_back_exposed(slot for _, slot in pairs)
+        for _, slot in pairs:
+            self._exposed.pop(slot, None)
+        self._slots.fetch(pairs)
+        for layer, _ in pairs:
+            self._parameters[layer].fetched()
+
+    def _prefetch(self) -> None:
+        """Fetch along the trace, k' layers at a time, into slots whose layers are used later than those."""
+        for ring in range(len(self.plan.rings)):
+            while pairs := self._next_transfer(ring):
+                self._fetch(pairs)
+
+    def _next_transfer(self, ring: int) -> list[tuple[int, Slot]]:
+        next_use = self._trace.next_use
+        victims = sorted(self._slots.of_ring(ring), key=lambda slot: rank(slot, next_use))
+        pairs: list[tuple[int, Slot]] = []
+        for layer in self._trace.upcoming():
+            if layer in self._slots or self._slots.ring_of(layer) != ring:
+                continue
+            if not victims or rank(victims[-1], next_use) <= (False, next_use(layer)):
+                return pairs  # what is there is needed sooner
+            victim = victims.pop()
+            if not victim.overwritable:
+                return []  # still in use: once it is free as well, all go as one transfer
+            pairs.append((layer, victim))
+            if len(pairs) == min(self.plan.k_prime, self.plan.rings[ring].slots):
+                return pairs
+        return pairs
+
+    def _start_trace(self, phase: str, *, training: bool) -> None:
+        if phase not in self._traces:
+            self._traces[phase] = Trace(schedule(self.plan, training=training))
+        self._trace = self._traces[phase]
+        self._trace.start()
+        self._trace.cyclic = False
+
+    # ------------------------------------------------------------------ modules hold one or the other
+
+    def _activate(self) -> None:
+        """Device parameters into the modules; residents up to date."""
+        if not self._active:
+            self._active = True
+            _swap(self._swaps)
+        residents = self._parameters[self._residents]
+        if residents.hosts and (not self._resident_current or residents.stale):
+            self._send_residents()
+
+    def _deactivate(self) -> None:
+        """Host parameters into the modules."""
+        if self._active:
+            self._active = False
+            _swap([(place, host, device) for place, device, host in self._swaps])
+
+    def _send_residents(self) -> None:
+        residents = self._parameters[self._residents]
+        self._device.wait(Stream.UPLOAD, self._device.record(Stream.COMPUTE))
+        source = self._blocks[self._residents].weights
+        self._device.copy(self._resident_memory, source, Stream.UPLOAD)
+        sent = self._device.record(Stream.UPLOAD)
+        self._device.wait(Stream.COMPUTE, sent)
+        residents.fetched()
+        residents.sync_requires_grad()
+        self._resident_current = True
+
+    def _take_back_writes(self) -> None:
+        """Every weight that was written on the device is the host's now."""
+        self._release_loose()
+        self._write_back_exposed(list(self._exposed))
+        self._exposed.clear()
+        residents = self._parameters[self._residents]
+        written = residents.take_written()
+        if written:
+            self._write_back(self._residents, written)
+            residents.attach(self._resident_memory)
+            self._resident_current = False
+
+    def _pair_places(self) -> list[tuple[Place, nn.Parameter, nn.Parameter]]:
+        return [
+            (place, device, host)
+            for block, group in zip(self._blocks, self._parameters, strict=True)
+            for host, device in zip(block.parameters, group.all, strict=True)
+            for place in self._found.places[host]
+        ]
+
+    def _take_fingerprint(self) -> list[tuple[int, ...]]:
+        places = self._found.places
+        return [
+            (
+                id(module),
+                *((id(p), p.data_ptr() if p in places else 0) for p in module._parameters.values() if p is not None),
+            )
+            for module in self._module.modules()
+        ]
+
+    # ------------------------------------------------------------------ small things
+
+    def _push_hooks(self) -> None:
+        """Calls outside a step, and recomputes inside backward, build graphs too."""
+        if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+            self._own_hooks = self._packing.hooks()
+            self._own_hooks.__enter__()
+
+    def _pop_hooks(self) -> None:
+        if self._own_hooks is not None:
+            self._own_hooks.__exit__(None, None, None)
+            self._own_hooks = None
+
+    def _refuse_transforms(self, visits: Sequence[int]) -> None:
+        stack = torch._C._functorch.get_interpreter_stack() or ()
+        if visits and any(level.key() in _DIFFERENTIATING for level in stack):
+            name = self.plan.layers[visits[0]].name
+            raise RuntimeError(
+                f"torch.func.grad (or vjp, jacrev, jvp) reached the streamed layer {name!r}: these transforms keep weights "
+                f"where they cannot be streamed. Use torch.autograd.grad(..., create_graph=True), or keep the layer on "
+                f"the device: SuperpipelineStrategy(resident=[{name!r}])."
+            )
+
+    def _device_bytes(self) -> int:
+        return self._slots.device_bytes + self._resident_memory.nbytes + self._gradients.device_bytes
+
+
+_DIFFERENTIATING = (
+    torch._C._functorch.TransformType.Grad,
+    torch._C._functorch.TransformType.Jvp,
+)
+
+
+def _swap(swaps: Iterable[tuple[Place, nn.Parameter, nn.Parameter]]) -> None:
+    """Put ``new`` wherever ``old`` sits; a place that holds something else belongs to somebody else."""
+    for (module, attribute), new, old in swaps:
+        if module._parameters.get(attribute) is old:
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters[attribute] = new
+            else:  # nn.RNNBase keeps a list beside them
+                setattr(module, attribute, new)
+
+
+def _warn_unpinned(blocks: Sequence[HostBlock]) -> None:
+    unpinned = sum(block.planned.nbytes for block in blocks if not block.pinned)
+    if unpinned:
+        warnings.warn(
+            f"{unpinned / 2**30:.2f} GiB of host memory could not be page-locked (pinned): copies to the device are then "
+            "synchronous and two to three times slower, results are the same. Raise the limit (ulimit -l), or pass "
+            "pin_memory=False to go without and without this warning.",
+            stacklevel=2,
+        )

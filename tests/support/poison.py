@@ -1,0 +1,63 @@
+"""Poisoned memory: what nobody may read is NaN, so that a read of it cannot go unnoticed.
+
+Slots are NaN-filled as soon as nobody uses them, and the host's weights are NaN while modules hold device parameters:
+only a fetch may read them then. Random NaN bit patterns are all ones, which is NaN in every float type.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from torch import Tensor
+
+from sp_lightning.host import HostBlock
+from sp_lightning.slots import Slot, Slots, SlotState
+from sp_lightning.streamer import Streamer
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Poison every streamer inside; each use of a layer fetches it anew."""
+    release, forget, activate, deactivate = Slots.release, Slots.forget, Streamer._activate, Streamer._deactivate
+    weights, write = HostBlock.weights, HostBlock.write
+    stash: dict[HostBlock, Tensor] = {}
+
+    def poisoned_release(self: Slots, slot: Slot) -> None:
+        release(self, slot)
+        if slot.state is not SlotState.HELD:
+            if slot.layer is not None:
+                forget(self, [slot.layer])
+            slot.memory.fill_(0xFF)
+
+    def hide(self: Streamer) -> None:
+        if not self._active:
+            for block in self._blocks:
+                stash[block] = block.weights.clone()
+                weights.fget(block).fill_(0xFF)  # type: ignore[attr-defined]
+        activate(self)
+
+    def show(self: Streamer) -> None:
+        if self._active:
+            for block in self._blocks:
+                weights.fget(block).copy_(stash.pop(block))  # type: ignore[attr-defined]
+        deactivate(self)
+
+    def hidden_weights(self: HostBlock) -> Tensor:
+        return stash[self] if self in stash else weights.fget(self)  # type: ignore[attr-defined]
+
+    def hidden_write(self: HostBlock, index: int, value: Tensor) -> None:
+        write(self, index, value)
+        if self in stash:
+            span = self.planned.spans[index]
+            part = slice(span.offset, span.offset + span.nbytes)
+            stash[self][part] = weights.fget(self)[part]  # type: ignore[attr-defined]
+            weights.fget(self)[part] = 0xFF  # type: ignore[attr-defined]
+
+    with (
+        mock.patch.object(Slots, "release", poisoned_release),
+        mock.patch.object(Streamer, "_activate", hide),
+        mock.patch.object(Streamer, "_deactivate", show),
+        mock.patch.object(HostBlock, "weights", property(hidden_weights)),
+        mock.patch.object(HostBlock, "write", hidden_write),
+    ):
+        yield

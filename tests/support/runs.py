@@ -1,0 +1,144 @@
+"""Run the same module under plain Lightning and under superpipeline, and compare everything bitwise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from sp_lightning import SuperpipelineStrategy
+
+Batches = Sequence[Any]
+
+
+class Recorder(Callback):
+    """Notes losses and, in the order in which they come, all gradients as ``on_after_backward`` finds them."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.gradients: list[dict[str, Tensor | None]] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loss = outputs["loss"] if isinstance(outputs, dict) and "loss" in outputs else outputs
+        if isinstance(loss, Tensor):
+            self.losses.append(loss.detach().clone())
+
+    def on_after_backward(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        self.gradients.append(
+            {
+                name: None if p.grad is None else p.grad.detach().to_dense().clone()
+                for name, p in pl_module.named_parameters()
+            }
+        )
+
+
+@dataclass
+class Outcome:
+    """Everything that a run leaves behind."""
+
+    losses: list[Tensor]
+    gradients: list[dict[str, Tensor | None]]
+    state: dict[str, Tensor]
+    optimizers: list[dict[str, Any]]
+    rng: Tensor
+    module: pl.LightningModule
+    trainer: pl.Trainer
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def collate(batch: list[Any]) -> Any:
+    """Data sets here hold whole batches."""
+    return batch[0]
+
+
+def loader(batches: Batches) -> DataLoader[Any]:
+    """One batch after the other, in order."""
+    return DataLoader(list(batches), batch_size=1, collate_fn=collate)  # type: ignore[arg-type]
+
+
+def trainer_for(strategy: Strategy | str, **options: Any) -> pl.Trainer:
+    """A quiet CPU trainer."""
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    return pl.Trainer(strategy=strategy, **{**settings, **options})
+
+
+def fit(
+    make: Callable[[], pl.LightningModule],
+    batches: Batches,
+    strategy: Strategy | str = "auto",
+    val: Batches | None = None,
+    **options: Any,
+) -> Outcome:
+    """Seed, make the module, train it."""
+    pl.seed_everything(7, verbose=False)
+    module = make()
+    recorder = Recorder()
+    callbacks = [*options.pop("callbacks", []), recorder]
+    trainer = trainer_for(strategy, callbacks=callbacks, **options)
+    batches = copy.deepcopy(batches)
+    trainer.fit(module, loader(batches), None if val is None else loader(val))
+    return Outcome(
+        losses=recorder.losses,
+        gradients=recorder.gradients,
+        state={name: value.clone() for name, value in module.state_dict().items() if isinstance(value, Tensor)},
+        optimizers=[copy.deepcopy(each.state_dict()) for each in trainer.optimizers],
+        rng=torch.get_rng_state(),
+        module=module,
+        trainer=trainer,
+    )
+
+
+def assert_same(ours: Outcome, plain: Outcome) -> None:
+    """Bitwise equality of losses, gradients, parameters, buffers, optimizer state and random state."""
+    assert plain.losses or plain.optimizers, "the reference run did nothing"
+    assert_equal(ours.losses, plain.losses, "losses")
+    assert_equal(ours.gradients, plain.gradients, "gradients")
+    assert_equal(ours.state, plain.state, "state")
+    assert_equal(ours.optimizers, plain.optimizers, "optimizers")
+    assert torch.equal(ours.rng, plain.rng), "random state differs"
+
+
+def assert_equal(ours: Any, plain: Any, where: str) -> None:
+    """Bitwise equality of nested structures; the message names the place."""
+    if isinstance(plain, Tensor):
+        assert isinstance(ours, Tensor), f"{where}: {ours!r} is no tensor"
+        assert ours.dtype == plain.dtype, f"{where}: {ours.dtype} is not {plain.dtype}"
+        assert ours.shape == plain.shape, f"{where}: {tuple(ours.shape)} is not {tuple(plain.shape)}"
+        same = torch.equal(ours, plain) or (
+            plain.is_floating_point()
+            and torch.equal(ours.isnan(), plain.isnan())
+            and torch.equal(ours.nan_to_num(), plain.nan_to_num())
+        )
+        assert same, f"{where}: values differ by up to {(ours.double() - plain.double()).abs().max():.3g}"
+    elif isinstance(plain, dict):
+        assert list(ours) == list(plain), f"{where}: keys {list(ours)} are not {list(plain)}"
+        for key in plain:
+            assert_equal(ours[key], plain[key], f"{where}[{key!r}]")
+    elif isinstance(plain, (list, tuple)):
+        assert len(ours) == len(plain), f"{where}: {len(ours)} entries, not {len(plain)}"
+        for index, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
+            assert_equal(mine, theirs, f"{where}[{index}]")
+    else:
+        assert ours == plain, f"{where}: {ours!r} is not {plain!r}"
+
+
+def superpipeline(**options: Any) -> SuperpipelineStrategy:
+    """The strategy under test."""
+    return SuperpipelineStrategy(**options)
