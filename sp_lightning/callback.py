@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
@@ -48,6 +48,7 @@ _BETWEEN = {
         "on_validation_model_eval", "on_validation_model_train", "on_validation_batch_start", "on_validation_batch_end",
         "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer",
     ),
+    "backward": ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward"),
     "validate": (
         "on_validation_batch_start", "on_validation_batch_end", "on_before_batch_transfer", "transfer_batch_to_device",
         "on_after_batch_transfer",
@@ -63,6 +64,22 @@ _BETWEEN = {
 }  # fmt: skip
 
 
+class Partner(Protocol):
+    """What the callback needs of its strategy."""
+
+    quiet_phases: dict[str, bool]
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided."""
+
+    def stats(self) -> Stats:
+        """The counters."""
+
+    def expect_next_batch(self) -> None:
+        """The batch is over."""
+
+
 class SuperpipelineCallback(Callback):
     """Shows the plan as a table at the start and the counters at the end, logs them, and prefetches across batches.
 
@@ -74,14 +91,12 @@ class SuperpipelineCallback(Callback):
     """
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        from sp_lightning.strategy import SuperpipelineStrategy
-
-        if not isinstance(trainer.strategy, SuperpipelineStrategy):
+        if not hasattr(trainer.strategy, "quiet_phases"):
             raise ValueError(
                 f"SuperpipelineCallback works with SuperpipelineStrategy only; the trainer has "
                 f'{type(trainer.strategy).__name__}. Use Trainer(strategy="superpipeline"), or remove the callback.'
             )
-        self._strategy = trainer.strategy
+        self._strategy: Partner = trainer.strategy  # type: ignore[assignment]
         self._shown = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -97,7 +112,8 @@ class SuperpipelineCallback(Callback):
         self._show_plan()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._strategy.quiet_phases["train"] = _is_quiet(trainer, pl_module, "train")
+        for phase in ("train", "backward"):
+            self._strategy.quiet_phases[phase] = _is_quiet(trainer, pl_module, phase)
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0

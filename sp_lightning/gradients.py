@@ -1,8 +1,8 @@
 """Gradients on their way to the host: drained while backward goes on, applied once they have landed.
 
 ``arrived`` (autograd put one on a device parameter) → ``drain`` (a layer's gradients leave) → ``retire`` (compute has
-waited for the copy, device memory is free) → ``apply`` (the host waits for the copy, runs the user's hooks and adds
-into ``param.grad``). At most k' + 1 layers' gradients are on the device at once.
+waited for the copy, device memory is free) → ``apply`` (the host waits for the copy and adds into
+``param.grad``). At most k' + 1 layers' gradients are on the device at once.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ class Gradients:
             waiting = self._arrived.setdefault(layer, {})
         waiting[index] = gradient
         self.device_bytes += gradient.nbytes if gradient.layout is torch.strided else 0
-        if layer != self._residents:
-            if len(waiting) == sum(parameter.requires_grad for parameter in block.parameters):
-                self.drain(layer)
+        complete = len(waiting) == sum(parameter.requires_grad for parameter in block.parameters)
+        if complete and layer != self._residents:
+            self.drain(layer)
 
     def drain(self, layer: int) -> None:
         """Send what has arrived of one layer to the host."""
@@ -121,6 +121,7 @@ class Gradients:
         nbytes = sum(each.nbytes for each in held if each.layout is torch.strided)
         landed = self._device.record(Stream.DOWNLOAD)
         self._flying.append(_Drain(block, held, nbytes, landings, staging, landed))
+        self.retire(self._in_flight)  # where no gate and no saved weight tells that a layer's backward begins
 
     def make_room(self, layers: Sequence[int]) -> None:
         """The backward of ``layers`` begins: with their gradients at most k' + 1 layers' are on the device."""
@@ -172,8 +173,8 @@ class Gradients:
 def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:
     """What autograd's ``AccumulateGrad`` does, on the host's parameter.
 
-    The user's tensor hooks may replace the gradient, the first one becomes ``param.grad``, later ones are added in
-    place, hooks that run after accumulation run last; a parameter that was frozen meanwhile takes none.
+    The first gradient becomes ``param.grad``, later ones are added in place, the user's hooks that run after
+    accumulation follow; a parameter that was frozen meanwhile takes none.
 
     Args:
         parameter: the user's parameter.
@@ -183,16 +184,12 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:
     if not parameter.requires_grad:
         return
     with torch.inference_mode(False), torch.no_grad():
-        arrived = gradient
-        for hook in list((parameter._backward_hooks or {}).values()):
-            replaced = hook(arrived)
-            arrived = arrived if replaced is None else replaced
         if parameter.grad is None:
-            parameter.grad = arrived if own or arrived is not gradient else arrived.clone()
-        elif parameter.grad.layout is not torch.strided and arrived.layout is torch.strided:
-            parameter.grad = arrived + parameter.grad
+            parameter.grad = gradient if own else gradient.clone()
+        elif parameter.grad.layout is not torch.strided and gradient.layout is torch.strided:
+            parameter.grad = gradient + parameter.grad
         else:
-            parameter.grad += arrived
+            parameter.grad += gradient
         after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         for hook in list(after.values()):
             hook(parameter)

@@ -34,7 +34,9 @@ class HostBlock:
         self._weights = PinnedMemory(device, planned.nbytes, pin=pin)
         self._gradients: PinnedMemory | None = None
         self._gradients_out: dict[int, StorageWeakRef] = {}
-        self._absorb()
+        for index in range(len(self.parameters)):  # each original goes at once: set-up peaks at model plus one layer
+            self._take(index)
+        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
 
     @property
     def weights(self) -> Tensor:
@@ -51,6 +53,24 @@ class HostBlock:
         target = self.parameters[index]
         with torch.inference_mode(False), torch.no_grad():
             target.copy_(value)
+
+    def adopt(self) -> None:
+        """Take in what the user put under a parameter (``param.data = other``) since it was absorbed.
+
+        Raises:
+            RuntimeError: other dtype or shape, which has no place in the block.
+        """
+        for index, (parameter, address) in enumerate(zip(self.parameters, self._addresses, strict=True)):
+            if parameter.data_ptr() == address:
+                continue
+            span = self.planned.spans[index]
+            if parameter.dtype != span.dtype or parameter.shape != span.shape:
+                raise RuntimeError(
+                    f"Parameter {span.name!r} was {span.dtype} of shape {tuple(span.shape)} when its layer was absorbed; it "
+                    f"is {parameter.dtype} of shape {tuple(parameter.shape)} now, in the middle of a step or in a call "
+                    "outside any step. Exchange parameters between two batches, or before trainer.fit."
+                )
+            self._take(index)
 
     def gradient_target(self, index: int) -> Tensor | None:
         """Pinned memory that may become ``parameter.grad``; None while somebody still holds what it was lent for."""
@@ -69,13 +89,12 @@ class HostBlock:
         if self._gradients is not None:
             self._gradients.unpin()
 
-    def _absorb(self) -> None:
-        # One parameter after the other, each original released at once: set-up peaks at the model plus one layer.
-        for index, parameter in enumerate(self.parameters):
-            target = self._part(self._weights.bytes, index)
-            with torch.inference_mode(False), torch.no_grad():
-                target.copy_(parameter.data)
-                parameter.data = target
+    def _take(self, index: int) -> None:
+        parameter = self.parameters[index]
+        target = self._part(self._weights.bytes, index)
+        with torch.inference_mode(False), torch.no_grad():
+            target.copy_(parameter.data)
+            parameter.data = target
 
     def _part(self, memory: Tensor, index: int) -> Tensor:
         span = self.planned.spans[index]

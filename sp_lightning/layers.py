@@ -118,6 +118,7 @@ def find_layers(module: nn.Module, *, layers: LayerChoice = None, resident: Sequ
         ValueError: a pattern that matches nothing, overlapping layers, parameters without memory of their own.
     """
     names = {child: name for name, child in reversed(list(module.named_modules()))}
+    _check_values(module)
     aside = _aside(module)
     chosen = _chosen(module, layers, names)
     kept = _resident(module, resident)
@@ -192,9 +193,11 @@ def _composite(module: nn.Module) -> bool:
 
 
 def _is_repeated(module: nn.Module) -> bool:
-    """A container with at least two like blocks that have parts of their own."""
+    """A container with at least two like blocks that have parts of their own, or a list of a single one."""
     if not isinstance(module, _CONTAINERS):
         return False
+    if type(module) is nn.ModuleList and len(module) == 1:
+        return _composite(module[0])
     kinds = Counter(type(child) for child in module.children() if _composite(child))
     return any(count >= 2 for kind, count in kinds.items() if kind not in _CONTAINERS)
 
@@ -245,7 +248,7 @@ def _aside(module: nn.Module) -> dict[nn.Module, str]:
         if child in inside:
             continue
         script = isinstance(child, torch.jit.ScriptModule)
-        if script or any(_is_subclass(p) for p in child.parameters(recurse=False)):
+        if script or any(p is not None and _is_subclass(p) for p in child._parameters.values()):
             aside[child] = name
             inside.update(child.modules())
     return aside
@@ -257,12 +260,8 @@ def _is_subclass(parameter: nn.Parameter) -> bool:
     return own_dispatch or kind.__torch_function__ != nn.Parameter.__torch_function__
 
 
-def _check_memory(module: nn.Module, aside: dict[nn.Module, str]) -> None:
-    apart = {p for each in aside for p in each.parameters()}
-    spans: list[tuple[int, int, str]] = []
+def _check_values(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
-        if parameter in apart:
-            continue
         if nn.parameter.is_lazy(parameter):
             raise ValueError(
                 f"Parameter {name!r} has no shape yet (a lazy module). Run one batch through the module before "
@@ -273,6 +272,14 @@ def _check_memory(module: nn.Module, aside: dict[nn.Module, str]) -> None:
                 f"Parameter {name!r} is on the meta device and has no values. Load them first: "
                 "module.to_empty(device='cpu') and load_state_dict, or build the module without the meta device."
             )
+
+
+def _check_memory(module: nn.Module, aside: dict[nn.Module, str]) -> None:
+    apart = {p for each in aside for p in each.parameters()}
+    spans: list[tuple[int, int, str]] = []
+    for name, parameter in module.named_parameters():
+        if parameter in apart:
+            continue
         if parameter.layout is not torch.strided:
             raise ValueError(
                 f"Parameter {name!r} has layout {parameter.layout}; only strided (dense) parameters can be streamed. "
@@ -300,6 +307,11 @@ def _chosen(module: nn.Module, layers: LayerChoice, names: dict[nn.Module, str])
         return set()
     chosen: dict[nn.Module, None] = {}
     picks = layers(module) if callable(layers) else layers
+    if isinstance(picks, (str, nn.Module)) or not isinstance(picks, Iterable):
+        raise TypeError(
+            f"The callable given as layers= returned {type(picks).__name__}; expected a list of names or modules, "
+            f"for example: lambda module: list(module.model.layers)."
+        )
     for pick in picks:
         if isinstance(pick, nn.Module):
             if pick not in names:

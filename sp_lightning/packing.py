@@ -17,8 +17,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from sp_lightning.memory import strided
 from sp_lightning.parameters import DeviceParameter, DeviceParameters, version
 
-_PLAIN = (Tensor, nn.Parameter, DeviceParameter)
-
 
 class _Packed(NamedTuple):
     """A saved tensor that lay in a slot: where it was, not what."""
@@ -80,7 +78,8 @@ class Packing:
         return saved_tensors_hooks(pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> _Packed | None:
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        plain = type(tensor) in (Tensor, nn.Parameter) or isinstance(tensor, DeviceParameter)
+        if not plain or tensor.layout is not torch.strided:
             return None
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.is_conj() or tensor.is_neg():
             return None

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.memory import Span, view
 
@@ -33,6 +35,27 @@ class DeviceParameter(nn.Parameter):
 
     _of: DeviceParameters
     _index: int
+
+    def __getattr__(self, name: str) -> Any:
+        """What the user hung on the parameter."""
+        if name in ("_of", "_index"):
+            raise AttributeError(name)
+        return getattr(self.host, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("_of", "_index", "data", "grad", "requires_grad", "__class__"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.host, name, value)
+
+    def __hash__(self) -> int:
+        """As the host's parameter, so that sets and dictionaries of parameters find it: ``optimizer.state[p]``."""
+        return hash(self.host)
+
+    def __eq__(self, other: object) -> Any:
+        if other is self or other is self.host:
+            return True
+        return super().__eq__(other)
 
     @property
     def host(self) -> nn.Parameter:
@@ -137,6 +160,7 @@ class DeviceParameters:
         self.together = bring
         self.exposed: set[int] = set()  # whose .data was handed out: nobody knows when it is written
         self.attached = False
+        self._handles: list[RemovableHandle] = []
         with torch.inference_mode(False):
             self._away = [
                 torch.full((), _nothing(span.dtype), dtype=span.dtype, device=device).expand(span.shape)
@@ -145,17 +169,20 @@ class DeviceParameters:
             self.all = [self._make(index, arrived) for index in range(len(spans))]
         self._versions = [version(parameter) for parameter in self.all]
         self._host_versions = [host._version for host in hosts]
+        self._addresses = [host.data_ptr() for host in hosts]
 
     def _make(self, index: int, arrived: Callable[[int], None]) -> DeviceParameter:
         host = self.hosts[index]
         takes_gradient = host.is_floating_point() or host.is_complex()
         parameter: Any = nn.Parameter(self._away[index], requires_grad=takes_gradient)
         if takes_gradient:
-            parameter.register_post_accumulate_grad_hook(lambda _: arrived(index))
+            # The user's hooks run where they do on a plain parameter, with torch.autograd.grad as well.
+            self._handles.append(parameter.register_hook(lambda gradient: _run_hooks(host, gradient)))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(lambda _: arrived(index)))
             parameter.requires_grad_(host.requires_grad)
-        parameter.__class__ = StandIn
-        parameter._of = self
-        parameter._index = index
+        object.__setattr__(parameter, "_of", self)
+        object.__setattr__(parameter, "_index", index)
+        parameter.__class__ = _with_user_class(StandIn, type(host))
         return parameter
 
     def attach(self, memory: Tensor) -> None:
@@ -163,22 +190,29 @@ class DeviceParameters:
         for parameter, span in zip(self.all, self.spans, strict=True):
             with _Untouched():
                 _tensor_data.__set__(parameter, view(memory, span))
-            parameter.__class__ = DeviceParameter
+            parameter.__class__ = _with_user_class(DeviceParameter, type(parameter.host))
         self.attached = True
 
     def detach(self) -> None:
         """The layer's slot may be reused."""
         for parameter, away in zip(self.all, self._away, strict=True):
             _tensor_data.__set__(parameter, away)
-            parameter.__class__ = StandIn
+            parameter.__class__ = _with_user_class(StandIn, type(parameter.host))
         self.attached = False
 
-    def take_written(self) -> list[tuple[int, Tensor]]:
-        """The weights that were, or through ``.data`` may have been, written since the last call; attached."""
+    def take_written(self) -> list[int]:
+        """The weights that were, or through ``.data`` may have been, written since the last call.
+
+        Written while the layer was there, or afterwards through a view that somebody still holds.
+        """
         versions = [version(parameter) for parameter in self.all]
         changed = {i for i, (old, new) in enumerate(zip(self._versions, versions, strict=True)) if old != new}
         self._versions = versions
-        return [(index, _tensor_data.__get__(self.all[index])) for index in sorted(changed | self.exposed)]
+        return sorted(changed | self.exposed)
+
+    def value(self, index: int) -> Tensor:
+        """What a device parameter is now; attached."""
+        return _tensor_data.__get__(self.all[index])
 
     def sync_requires_grad(self) -> None:
         """Follow the user, who may freeze and unfreeze between two forwards."""
@@ -188,8 +222,9 @@ class DeviceParameters:
 
     @property
     def stale(self) -> bool:
-        """Whether a host parameter was written since :meth:`fetched`."""
-        return any(host._version != old for host, old in zip(self.hosts, self._host_versions, strict=True))
+        """Whether a host parameter was written or exchanged since :meth:`fetched`."""
+        states = zip(self.hosts, self._host_versions, self._addresses, strict=True)
+        return any(host._version != old or host.data_ptr() != address for host, old, address in states)
 
     def fetched(self) -> None:
         """The device's copy is that of the host's parameters as they are now.
@@ -209,11 +244,31 @@ class DeviceParameters:
         """The host's parameters have taken over what was written on the device: no change from outside."""
         self._host_versions = [host._version for host in self.hosts]
 
+    def close(self) -> None:
+        """Let go of everything: autograd holds hooks where the garbage collector does not look."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.all.clear()
+
     def bring_for(self, parameter: DeviceParameter) -> None:
         """Bring the layer if it is away."""
         if isinstance(parameter, StandIn):
             with self.together([parameter]):
                 pass
+
+
+@cache
+def _with_user_class(ours: type[DeviceParameter], theirs: type[nn.Parameter]) -> type[DeviceParameter]:
+    """Our class, which is also the user's own subclass of ``Parameter`` if there is one."""
+    return ours if theirs is nn.Parameter else type(f"{ours.__name__}{theirs.__name__}", (ours, theirs), {})
+
+
+def _run_hooks(host: nn.Parameter, gradient: Tensor) -> Tensor:
+    for hook in list((host._backward_hooks or {}).values()):
+        replaced = hook(gradient)
+        gradient = gradient if replaced is None else replaced
+    return gradient
 
 
 def version(parameter: Tensor) -> int:

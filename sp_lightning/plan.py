@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from sp_lightning.layers import Found, Layer
 from sp_lightning.memory import Span, lay_out, total_bytes
 
-# Larger layers get a ring of their own if they are few (one in eight) and the ring shrinks by a quarter or more.
-_FEW = 8
-_WORTH = 3 / 4
+# Slots come in at most so many sizes, and one size more must save at least a tenth of their bytes.
+_MOST_RINGS = 4
+_WORTH = 9 / 10
+# So many sizes are looked at; between them layers are put with the next larger ones.
+_MOST_SIZES = 64
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,12 @@ class PlannedLayer:
 
 @dataclass(frozen=True)
 class Ring:
-    """Equal slots on the device: ``slots`` of ``nbytes`` bytes each."""
+    """Equal slots on the device: ``slots`` of ``nbytes`` bytes each.
+
+    Layers far larger than the others have a ring of their own, so that they do not inflate every slot. A ring has as
+    many slots as it has layers among any k + k' consecutive ones: those always fit, whatever their sizes, and equal
+    layers share one ring of k + k' slots.
+    """
 
     slots: int
     nbytes: int
@@ -96,12 +104,12 @@ class Plan:
 def make_plan(found: Found, *, k: int, k_prime: int) -> Plan:
     """Give every layer its place in memory and its ring."""
     sizes = [total_bytes(lay_out(layer.parameters)) for layer in found.layers]
-    limit = _split(sizes, k, k_prime)
+    rings, ring_of = _rings(sizes, k + k_prime)
     return Plan(
         k=k,
         k_prime=k_prime,
-        layers=tuple(_planned(layer, ring=int(size > limit)) for layer, size in zip(found.layers, sizes, strict=True)),
-        rings=tuple(_rings(sizes, limit, k, k_prime)),
+        layers=tuple(_planned(layer, ring=ring) for layer, ring in zip(found.layers, ring_of, strict=True)),
+        rings=rings,
         residents=_planned(found.residents, ring=-1),
         notes=found.notes,
     )
@@ -120,29 +128,51 @@ def _planned(layer: Layer, *, ring: int) -> PlannedLayer:
     return PlannedLayer(layer.name, total_bytes(spans), gradients, ring, spans)
 
 
-def _rings(sizes: Sequence[int], limit: int, k: int, k_prime: int) -> Iterator[Ring]:
-    common = [size for size in sizes if size <= limit]
-    large = [size for size in sizes if size > limit]
-    if common:
-        yield Ring(min(k + k_prime, len(common)), max(common))
-    if large:
-        yield Ring(_large_slots(len(large), len(sizes), k), max(large))
-
-
-def _split(sizes: Sequence[int], k: int, k_prime: int) -> int:
-    """The largest size that still uses the common ring, chosen for the fewest bytes."""
+def _rings(sizes: Sequence[int], window: int) -> tuple[tuple[Ring, ...], list[int]]:
+    """The rings with the fewest bytes, and which of them each layer uses."""
     if not sizes:
-        return 0
-    ordered = sorted(sizes)
-    candidates = ordered[len(ordered) - len(ordered) // _FEW - 1 :]
+        return (), []
+    distinct = sorted(set(sizes))
+    distinct = distinct[:: -(len(distinct) // _MOST_SIZES + 1)][::-1]  # from the largest down: a class's limit is kept
+    best = _best_split(sizes, distinct, 1, window)
+    for count in range(2, min(_MOST_RINGS, len(distinct)) + 1):
+        split = _best_split(sizes, distinct, count, window)
+        if split[0] <= _WORTH * best[0]:
+            best = split
+    _, limits = best
+    ring_of = [next(ring for ring, limit in enumerate(limits) if size <= limit) for size in sizes]
+    rings = tuple(
+        Ring(_slots([ring == index for ring in ring_of], window), limit) for index, limit in enumerate(limits)
+    )
+    return rings, ring_of
 
-    def slot_bytes(limit: int) -> int:
-        return sum(ring.slots * ring.nbytes for ring in _rings(sizes, limit, k, k_prime))
 
-    best = min(candidates, key=slot_bytes)
-    return best if slot_bytes(best) <= _WORTH * slot_bytes(ordered[-1]) else ordered[-1]
+def _best_split(sizes: Sequence[int], distinct: Sequence[int], count: int, window: int) -> tuple[int, tuple[int, ...]]:
+    """Cut the sizes into ``count`` classes: (bytes of all slots, largest size of each class), fewest bytes first."""
+
+    @cache
+    def cost(first: int, last: int) -> int:
+        below = distinct[first - 1] if first else -1
+        members = [below < size <= distinct[last] for size in sizes]
+        return _slots(members, window) * distinct[last]
+
+    @cache
+    def best(last: int, classes: int) -> tuple[int, tuple[int, ...]]:
+        if classes == 1:
+            return cost(0, last), (distinct[last],)
+        splits = []
+        for cut in range(classes - 2, last):
+            before, limits = best(cut, classes - 1)
+            splits.append((before + cost(cut + 1, last), (*limits, distinct[last])))
+        return min(splits)
+
+    return best(len(distinct) - 1, count)
 
 
-def _large_slots(large: int, total: int, k: int) -> int:
-    # As k/n is the share of the model that the device may hold: all of them once k reaches n, at least one.
-    return min(large, max(1, large * k // total))
+def _slots(members: Sequence[bool], window: int) -> int:
+    """The most members among any ``window`` consecutive layers."""
+    inside = most = sum(members[:window])
+    for leaving, entering in zip(members, members[window:], strict=False):
+        inside += entering - leaving
+        most = max(most, inside)
+    return most

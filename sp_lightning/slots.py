@@ -88,7 +88,7 @@ class Slots:
         self._plan = plan
         self._blocks = blocks
         self._device = device
-        self._slots = [
+        self.all = [
             Slot(index, device.empty(ring.nbytes)) for index, ring in enumerate(plan.rings) for _ in range(ring.slots)
         ]
         self._at: dict[int, Slot] = {}
@@ -100,18 +100,18 @@ class Slots:
     @property
     def device_bytes(self) -> int:
         """Bytes of all slots that exist now, extra ones included."""
-        return sum(slot.memory.nbytes for slot in self._slots)
+        return sum(slot.memory.nbytes for slot in self.all)
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._at
 
     def of_ring(self, ring: int) -> list[Slot]:
         """The slots of a ring, those aside that somebody holds after their use."""
-        return [slot for slot in self._slots if slot.ring == ring and slot.state is not SlotState.HELD]
+        return [slot for slot in self.all if slot.ring == ring and slot.state is not SlotState.HELD]
 
     def lent_at(self, address: int) -> int | None:
         """The layer whose weights lie in the slot that begins at ``address``; None if there is none, or out of date."""
-        for slot in self._slots:
+        for slot in self.all:
             if slot.memory.data_ptr() == address and slot.memory.nbytes:
                 return slot.layer
         return None
@@ -128,7 +128,7 @@ class Slots:
             return max(candidates, key=lambda slot: rank(slot, next_use))
         self.extra_slots += 1
         slot = Slot(ring, self._device.empty(self._plan.rings[ring].nbytes), extra=True)
-        self._slots.append(slot)
+        self.all.append(slot)
         return slot
 
     def fetch(self, pairs: Sequence[tuple[int, Slot]]) -> None:
@@ -181,23 +181,23 @@ class Slots:
 
     def give_back_extra(self) -> None:
         """Free the extra slots that nobody holds."""
-        for slot in [each for each in self._slots if each.extra]:
+        for slot in [each for each in self.all if each.extra]:
             if slot.overwritable:
                 if slot.layer is not None:
                     self._at.pop(slot.layer, None)
                 self._device.wait(Stream.COMPUTE, slot.filled)
-                self._slots.remove(slot)
+                self.all.remove(slot)
 
     def synchronize(self) -> None:
         """The host waits until no transfer reads its weights any more."""
-        for slot in self._slots:
+        for slot in self.all:
             self._device.synchronize(slot.filled)
 
     def close(self) -> None:
         """Free all slots."""
         self.synchronize()
         self._at.clear()
-        self._slots.clear()
+        self.all.clear()
 
 
 def rank(slot: Slot, next_use: Callable[[int], float]) -> tuple[bool, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -167,7 +167,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         # As the base class, but optimizer state stays where the parameters are: on the host.
-        assert self.accelerator is not None and self.model is not None
+        assert self.accelerator is not None
+        assert self.model is not None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -192,6 +193,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     def teardown(self) -> None:
         self._close_streamer()
+        if self.lightning_module is not None and any(p.is_meta for p in self.lightning_module.parameters()):
+            self._lightning_module = None  # set-up refused it; the base class would fail to move it to the CPU
         super().teardown()
 
     # ------------------------------------------------------------------ steps
@@ -234,11 +237,17 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         if self._streamer is not None:
-            self._streamer.announce_backward(closure_loss)
+            self._streamer.announce_backward(closure_loss, quiet=self.quiet_phases.get("backward", False))
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        def closed() -> Any:
+            result = closure()
+            if self._streamer is not None:
+                self._streamer.end_without_backward()
+            return result
+
         with self._whole_after_failure():
-            return super().optimizer_step(*args, **kwargs)
+            return super().optimizer_step(optimizer, closed, *args, **kwargs)
 
     def on_exception(self, exception: BaseException) -> None:
         if self._streamer is not None:
@@ -285,8 +294,10 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         assert self._streamer is not None
         if self._streamer.changed():
             log.info("Superpipeline: parameters or modules have been exchanged; the layers are absorbed again.")
-            self._streamer.close()
+            streamer, self._streamer = self._streamer, None  # if building fails there is none
+            streamer.close()
             self._build()
+            assert self._streamer is not None
         return self._streamer
 
     def _build(self) -> None:
@@ -333,32 +344,35 @@ _TRANSFORMS = (
 
 
 def _check_count(option: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{option} must be a whole number of layers, found {value!r}. For example {option}=2.")
     if value < 1:
         raise ValueError(f"{option} must be at least 1, found {value}. For example {option}=1.")
 
 
 def _checked_layers(layers: Any) -> LayerChoice:
-    if layers is None or (callable(layers) and not isinstance(layers, type)):
+    if layers is None or (callable(layers) and not isinstance(layers, (type, nn.Module))):
         return layers
-    picks = (layers,) if isinstance(layers, (str, type)) else tuple(layers)
+    wanted = 'names, glob patterns, module classes or a callable, for example layers=["model.layers.*"]'
+    picks = (layers,) if isinstance(layers, (str, type)) else layers
+    if isinstance(picks, nn.Module) or not isinstance(picks, Iterable):
+        raise TypeError(f"layers= takes {wanted}; found {type(layers).__name__}.")
+    picks = tuple(picks)
+    if not picks:
+        raise ValueError(f"layers= is empty; give {wanted}, or None to have them found.")
     for pick in picks:
         if not isinstance(pick, str) and not (isinstance(pick, type) and issubclass(pick, nn.Module)):
-            raise TypeError(
-                f"layers= takes names, glob patterns, module classes or a callable, found {pick!r}. "
-                f'For example layers=["model.layers.*"].'
-            )
+            raise TypeError(f"layers= takes {wanted}; found {pick!r}.")
     return picks
 
 
 def _checked_patterns(option: str, patterns: Any) -> tuple[str, ...]:
-    picks = (patterns,) if isinstance(patterns, str) else tuple(patterns)
-    for pick in picks:
-        if not isinstance(pick, str):
-            raise TypeError(
-                f'{option}= takes names or glob patterns, found {pick!r}. For example {option}=["lm_head"].'
-            )
+    picks = (patterns,) if isinstance(patterns, str) else patterns
+    picks = tuple(picks) if isinstance(picks, Iterable) else (picks,)
+    if not all(isinstance(pick, str) for pick in picks):
+        raise TypeError(
+            f'{option}= takes names or glob patterns, found {patterns!r}. For example {option}=["lm_head"].'
+        )
     return picks
 
 

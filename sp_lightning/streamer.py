@@ -22,10 +22,11 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from sp_lightning.memory import view
 from sp_lightning.packing import Packing
 from sp_lightning.parameters import DeviceParameter, DeviceParameters, take_gradient
 from sp_lightning.plan import Plan, schedule
-from sp_lightning.slots import Slot, Slots, SlotState, rank
+from sp_lightning.slots import Slot, Slots, rank
 from sp_lightning.trace import Trace
 
 
@@ -67,6 +68,23 @@ class Stats:
     extra_slots: int
     peak_device_bytes: int
     stall_seconds: float
+
+
+class _BackwardEnd:
+    """What autograd calls when a graph task ends. If the task fails, autograd drops it instead: that is an end too.
+
+    Gradients that had arrived by then are in ``param.grad``, as after any failed backward.
+    """
+
+    def __init__(self, ends: Callable[[int], None], task: int) -> None:
+        self._ends = ends
+        self._task = task
+
+    def __call__(self) -> None:
+        self._ends(self._task)
+
+    def __del__(self) -> None:
+        self._ends(self._task)  # does nothing the second time
 
 
 class Streamer:
@@ -108,6 +126,7 @@ class Streamer:
         self._layer_of = {id(each): i for i, group in enumerate(self._parameters) for each in group.all}
         self._packing = Packing(self._parameters, self._slots.lent_at, self._reach)
         self._gates = attach_gates(self, found.visits)
+        self._modules = list(module.modules())
         self._fingerprint = self._take_fingerprint()
         # the batch: which trace, which phase was expected, whether modules hold device parameters
         self._traces: dict[str, Trace] = {}
@@ -115,14 +134,15 @@ class Streamer:
         self._expected: str | None = None
         self._active = False
         self._in_step = False
+        self._training = False
         self._ends_with_backward = False
         # the call: how deep, hooks of its own, what is lent, what running calls pin
         self._depth = 0
         self._own_hooks: AbstractContextManager[None] | None = None
         self._used: dict[int, Slot] = {}
         self._pins: Counter[int] = Counter()
-        self._exposed: dict[Slot, tuple[int, set[int]]] = {}
         # the backward: open graph tasks, outermost first, and whether gradients are accumulated
+        self._closed = False
         self._tasks: list[int] = []
         self._accumulates = False
         self._demand_fetches = 0
@@ -148,6 +168,7 @@ class Streamer:
             self._trace.cyclic = quiet and not training
             self._expected = None
             self._in_step = True
+            self._training = training
             self._ends_with_backward = ends_with_backward
             self._activate()
             self._prefetch()
@@ -165,13 +186,18 @@ class Streamer:
             self._in_step = False
             self._pins.clear()
             self._take_back_writes()
-            self._parameters[self._residents].exposed.clear()
+            for group in self._parameters:
+                group.exposed.clear()
             self._deactivate()
+            if self._training:
+                self.forget()  # from here on hooks and optimizers may write weights unseen, through .data
             self._slots.give_back_extra()
 
     def abort(self) -> None:
         """The step failed: as :meth:`end`, and gradients that were on their way are dropped."""
         with self._lock:
+            if self._closed:
+                return
             self._depth = 0
             self._pop_hooks()
             self.abandon_backward()
@@ -188,10 +214,21 @@ class Streamer:
         """Around user code that builds a graph: saved weights are packed, so that the graph holds no slot."""
         return self._packing.hooks() if self._residents else nullcontext()
 
-    def announce_backward(self, loss: Tensor) -> None:
-        """``backward`` follows: once it has ended all gradients are to be on the host, before anyone reads them."""
+    def announce_backward(self, loss: Tensor, *, quiet: bool) -> None:
+        """``backward`` follows: once it has ended all gradients are to be on the host, before anyone reads them.
+
+        Args:
+            loss: what ``backward`` is called on.
+            quiet: whether nothing can write weights between forward and backward.
+        """
         if loss.requires_grad:
-            loss.register_hook(self._backward_begins)
+            loss.register_hook(partial(self._backward_begins, quiet))
+
+    def end_without_backward(self) -> None:
+        """A step that was to end with its backward had none."""
+        with self._lock:
+            if self._in_step and self._ends_with_backward and not self._tasks:
+                self.end()
 
     def before_update(self) -> None:
         """Host weights are about to be written: nothing may read them meanwhile."""
@@ -210,7 +247,7 @@ class Streamer:
                 self._activate()  # manual optimization goes on after the optimizer's step
 
     def changed(self) -> bool:
-        """Whether parameters or modules were exchanged behind our back (``.to``, ``assign=True``, adapters)."""
+        """Whether modules or parameters were exchanged, or parameters changed their dtype or shape."""
         return self._take_fingerprint() != self._fingerprint
 
     def stats(self) -> Stats:
@@ -230,11 +267,14 @@ class Streamer:
         """Host parameters stay in the modules as ordinary CPU parameters; device memory and hooks are gone."""
         with self._lock:
             self.abort()
+            self._closed = True
             for handle in self._gates:
                 handle.remove()
             self._slots.close()
             self._resident_memory = self._device.empty(0)
-            self._parameters.clear()
+            for group in self._parameters:
+                group.close()
+            self._swaps.clear()
             for block in self._blocks:
                 block.unpin()
 
@@ -292,13 +332,16 @@ class Streamer:
         """Autograd unpacks a weight (6)."""
         self._join_backward()
         with self._lock:
-            if layer not in self._used:
+            new = layer not in self._used
+            if new:
                 self._release_loose()
                 self._use(layer)
                 self._prefetch()
             lent = self._used[layer].lent
-            assert lent is not None
-            return lent
+        if new:
+            self._gradients.make_room((layer,))
+        assert lent is not None
+        return lent
 
     # ------------------------------------------------------------------ doors: weights read elsewhere
 
@@ -308,6 +351,8 @@ class Streamer:
         layers = sorted({self._layer_of[id(parameter)] for parameter in parameters})
         with self._lock:
             self._hold(layers)
+        if self._tasks:
+            self._gradients.make_room(layers)
         try:
             yield
         finally:
@@ -329,10 +374,12 @@ class Streamer:
         with self._lock:
             self._peak = max(self._peak, self._device_bytes())
 
-    def _backward_begins(self, gradient: Tensor) -> None:
-        self._tasks.clear()  # one that failed has left its task here
+    def _backward_begins(self, quiet: bool, gradient: Tensor) -> None:
         self._accumulates = True
         self._join_backward()
+        if not quiet:
+            with self._lock:
+                self._slots.forget(layer for layer in range(self._residents) if layer not in self._used)
 
     def _join_backward(self) -> None:
         """Have autograd call :meth:`_backward_ends` when the present graph task ends; it may be a nested one."""
@@ -341,16 +388,18 @@ class Streamer:
             if task == -1 or task in self._tasks:
                 return
             self._tasks.append(task)
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._backward_ends, task))  # type: ignore[attr-defined]
+        end = _BackwardEnd(self._backward_ends, task)
+        torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
     def _backward_ends(self, task: int) -> None:
         """(9) All gradients are on the host; after the outermost one the modules hold the host's parameters again."""
         with self._lock:
-            nested = self._tasks.index(task) > 0 if task in self._tasks else False
-            self._tasks = self._tasks[: self._tasks.index(task)] if task in self._tasks else []
+            if self._closed or task not in self._tasks:
+                return
+            self._tasks = self._tasks[: self._tasks.index(task)]
             self._release_loose()
         self._gradients.settle()
-        if nested:
+        if self._tasks:
             return
         with self._lock:
             self._slots.synchronize()
@@ -358,24 +407,24 @@ class Streamer:
             if not self._in_step or (accumulated and self._ends_with_backward):
                 self.end()
             elif accumulated:
+                # Manual optimization reads gradients and writes weights now; the next call goes on with the step.
                 self._take_back_writes()
-                self._deactivate()  # manual optimization reads gradients now; the next call goes on with the step
+                self._deactivate()
+                self._slots.forget()
 
     # ------------------------------------------------------------------ layers come and go
 
     def _use(self, layer: int) -> Slot:
         """The layer is on the device now; whoever called is the reason."""
-        self._trace.visit(layer)
         if layer in self._used:
             return self._used[layer]
+        self._trace.visit(layer)
         if layer in self._slots and self._parameters[layer].stale:
             self._slots.forget([layer])
         if layer not in self._slots:
             self._demand_fetches += 1
             self._fetch([(layer, self._slots.find(layer, self._trace.next_use))])
         slot = self._slots.use(layer)
-        if slot in self._exposed:
-            self._parameters[layer].exposed |= self._exposed.pop(slot)[1]
         self._used[layer] = slot
         self._peak = max(self._peak, self._device_bytes())
         return slot
@@ -402,18 +451,13 @@ class Streamer:
         if group.attached:
             with torch.inference_mode(False), torch.no_grad():
                 written = group.take_written()
-                self._write_back(layer, written)
+                moved = any(group.value(i).untyped_storage().data_ptr() != slot.memory.data_ptr() for i in written)
+                self._write_back(layer, ((index, group.value(index)) for index in written))
                 group.detach()
-            moved = any(value.untyped_storage().data_ptr() != slot.memory.data_ptr() for _, value in written)
-            del written
             if moved:  # param.data = another tensor: the slot does not have it
                 self._slots.forget([layer])
-        elif group.exposed:
-            self._write_back_slot(layer, slot, group.exposed)
+                group.exposed.clear()
         self._slots.release(slot)
-        if group.exposed and slot.state is SlotState.HELD:
-            self._exposed.setdefault(slot, (layer, set()))[1].update(group.exposed)
-        group.exposed.clear()
 
     def _release_loose(self, keep: Sequence[int] = ()) -> bool:
         """Release what no running call pins. Returns whether anything was."""
@@ -422,29 +466,28 @@ class Streamer:
             self._release(layer)
         return bool(loose)
 
-    def _write_back(self, layer: int, written: Sequence[tuple[int, Tensor]]) -> None:
+    def _write_back(self, layer: int, written: Iterable[tuple[int, Tensor]]) -> None:
         """Weights that were written in place on the device become the host's."""
         for index, value in written:
             self._blocks[layer].write(index, value)
-        if written:
             self._parameters[layer].written_back()
 
-    def _write_back_exposed(self, slots: Iterable[Slot]) -> None:
-        """What ``param.data`` returned may have been written after its layer's release, while it was held."""
+    def _write_back_late(self, slots: Iterable[Slot]) -> None:
+        """A view that outlived its layer's release may have been written since; its memory is the slot's still."""
         for slot in slots:
-            if slot in self._exposed:
-                layer, indices = self._exposed[slot]
-                self._write_back_slot(layer, slot, indices)
-
-    def _write_back_slot(self, layer: int, slot: Slot, indices: Iterable[int]) -> None:
-        spans = self._blocks[layer].planned.spans
-        with torch.inference_mode(False):
-            self._write_back(layer, [(index, view(slot.memory, spans[index])) for index in sorted(indices)])
+            layer = slot.layer
+            if layer is not None and layer not in self._used:
+                spans = self._parameters[layer].spans
+                written = self._parameters[layer].take_written()
+                with torch.inference_mode(False):
+                    self._write_back(layer, ((index, view(slot.memory, spans[index])) for index in written))
 
     def _fetch(self, pairs: Sequence[tuple[int, Slot]]) -> None:
-        self._write_back_exposed(slot for _, slot in pairs)
-        for _, slot in pairs:
-            self._exposed.pop(slot, None)
+        self._write_back_late(slot for _, slot in pairs)
+        for layer, slot in pairs:
+            if slot.layer is not None:
+                self._parameters[slot.layer].exposed.clear()  # nobody holds a view any more
+            self._blocks[layer].adopt()
         self._slots.fetch(pairs)
         for layer, _ in pairs:
             self._parameters[layer].fetched()
@@ -456,21 +499,31 @@ class Streamer:
                 self._fetch(pairs)
 
     def _next_transfer(self, ring: int) -> list[tuple[int, Slot]]:
+        """The next k' absent layers of a ring and the slots for them; empty while slots for all of them will come."""
+        size = min(self.plan.k_prime, self.plan.rings[ring].slots)
+        absent = (x for x in self._trace.upcoming() if x not in self._slots and self._slots.ring_of(x) == ring)
+        wanted = list(islice(absent, size))
+        slots = self._slots.of_ring(ring)
         next_use = self._trace.next_use
-        victims = sorted(self._slots.of_ring(ring), key=lambda slot: rank(slot, next_use))
+        free = sorted((slot for slot in slots if slot.overwritable), key=lambda slot: rank(slot, next_use))
         pairs: list[tuple[int, Slot]] = []
-        for layer in self._trace.upcoming():
-            if layer in self._slots or self._slots.ring_of(layer) != ring:
-                continue
-            if not victims or rank(victims[-1], next_use) <= (False, next_use(layer)):
-                return pairs  # what is there is needed sooner
-            victim = victims.pop()
-            if not victim.overwritable:
-                return []  # still in use: once it is free as well, all go as one transfer
-            pairs.append((layer, victim))
-            if len(pairs) == min(self.plan.k_prime, self.plan.rings[ring].slots):
-                return pairs
+        for layer in wanted:
+            if free and rank(free[-1], next_use) > (False, next_use(layer)):  # Belady: what goes is used later
+                pairs.append((layer, free.pop()))
+            elif any(self._will_be_free(slot, layer, before=wanted[0]) for slot in slots):
+                return []
+            else:
+                break
         return pairs
+
+    def _will_be_free(self, slot: Slot, layer: int, *, before: int) -> bool:
+        """Whether the layer in a slot is done, before layer ``before`` is needed, until after ``layer`` is needed."""
+        if slot.layer is None:
+            return False
+        soon, later = self._trace.next_uses(slot.layer)
+        if not slot.overwritable:
+            return soon > self._trace.next_use(layer)
+        return soon < self._trace.next_use(before) and later > self._trace.next_use(layer)
 
     def _start_trace(self, phase: str, *, training: bool) -> None:
         if phase not in self._traces:
@@ -494,11 +547,16 @@ class Streamer:
         """Host parameters into the modules."""
         if self._active:
             self._active = False
-            _swap([(place, host, device) for place, device, host in self._swaps])
+            _swap((place, host, device) for place, device, host in self._swaps)
+            for module in self._modules:  # user code may have tied weights meanwhile: b.weight = a.weight
+                for attribute, parameter in module._parameters.items():
+                    if isinstance(parameter, DeviceParameter):
+                        module._parameters[attribute] = parameter.host
 
     def _send_residents(self) -> None:
         residents = self._parameters[self._residents]
         self._device.wait(Stream.UPLOAD, self._device.record(Stream.COMPUTE))
+        self._blocks[self._residents].adopt()
         source = self._blocks[self._residents].weights
         self._device.copy(self._resident_memory, source, Stream.UPLOAD)
         sent = self._device.record(Stream.UPLOAD)
@@ -510,12 +568,11 @@ class Streamer:
     def _take_back_writes(self) -> None:
         """Every weight that was written on the device is the host's now."""
         self._release_loose()
-        self._write_back_exposed(list(self._exposed))
-        self._exposed.clear()
+        self._write_back_late(self._slots.all)
         residents = self._parameters[self._residents]
         written = residents.take_written()
         if written:
-            self._write_back(self._residents, written)
+            self._write_back(self._residents, ((index, residents.value(index)) for index in written))
             residents.attach(self._resident_memory)
             self._resident_current = False
 
@@ -527,13 +584,9 @@ class Streamer:
             for place in self._found.places[host]
         ]
 
-    def _take_fingerprint(self) -> list[tuple[int, ...]]:
-        places = self._found.places
+    def _take_fingerprint(self) -> list[tuple[object, ...]]:
         return [
-            (
-                id(module),
-                *((id(p), p.data_ptr() if p in places else 0) for p in module._parameters.values() if p is not None),
-            )
+            (id(module), *((id(p), p.dtype, p.shape) for p in module._parameters.values() if p is not None))
             for module in self._module.modules()
         ]
 
@@ -574,10 +627,10 @@ def _swap(swaps: Iterable[tuple[Place, nn.Parameter, nn.Parameter]]) -> None:
     """Put ``new`` wherever ``old`` sits; a place that holds something else belongs to somebody else."""
     for (module, attribute), new, old in swaps:
         if module._parameters.get(attribute) is old:
-            if type(module).__setattr__ is nn.Module.__setattr__:
-                module._parameters[attribute] = new
-            else:  # nn.RNNBase keeps a list beside them
+            if isinstance(module, nn.RNNBase):  # it keeps a list beside them
                 setattr(module, attribute, new)
+            else:
+                module._parameters[attribute] = new
 
 
 def _warn_unpinned(blocks: Sequence[HostBlock]) -> None:

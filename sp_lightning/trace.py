@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 
 
 class Trace:
@@ -37,30 +38,41 @@ class Trace:
 
     def visit(self, layer: int) -> None:
         """A layer is used now."""
-        if self._recorded and self._recorded[-1] == layer:
-            return
         self._recorded.append(layer)
-        index = self._find(layer)
+        index = self._find(layer, self._at)
         if index is not None:
             self._at = index + 1
 
     def next_use(self, layer: int) -> float:
         """Uses of other layers until ``layer`` is used again; infinite if it is not expected."""
-        index = self._find(layer)
-        if index is not None:
-            return index - self._at
-        if self.cyclic and layer in self._uses:
-            return self._uses[layer][0] + len(self._expected) - self._at
-        return math.inf
+        return self.next_uses(layer)[0]
+
+    def next_uses(self, layer: int) -> tuple[float, float]:
+        """As :meth:`next_use`, for the next use and the one after it."""
+        distances = []
+        start = self._at
+        for _ in range(2):
+            index = self._find(layer, start)
+            if index is not None:
+                distances.append(float(index - self._at))
+                start = index + 1
+        if self.cyclic:
+            around = len(self._expected) - self._at
+            distances += [float(index + around) for index in self._uses.get(layer, ())[:2]]
+        return tuple([*distances, math.inf, math.inf][:2])  # type: ignore[return-value]
 
     def upcoming(self) -> Iterator[int]:
         """The layers that are used next, each once, nearest first."""
-        ahead = self._expected[self._at :]
+        ahead: Iterable[int] = islice(self._expected, self._at, None)
         if self.cyclic:
-            ahead = ahead + self._expected[: self._at]
-        yield from dict.fromkeys(ahead)
+            ahead = chain(ahead, islice(self._expected, 0, self._at))
+        seen = set()
+        for layer in ahead:
+            if layer not in seen:
+                seen.add(layer)
+                yield layer
 
-    def _find(self, layer: int) -> int | None:
+    def _find(self, layer: int, start: int) -> int | None:
         uses = self._uses.get(layer, [])
-        index = bisect_left(uses, self._at)
+        index = bisect_left(uses, start)
         return uses[index] if index < len(uses) else None

@@ -66,8 +66,16 @@ def llama(
     net = transformers.LlamaForCausalLM(config)
     net.train()
     if checkpointing is not None:
-        net.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+        enable_checkpointing(net, **checkpointing)
     return Transformer(net)
+
+
+def enable_checkpointing(net: Any, **options: Any) -> None:
+    """transformers 5.23 renamed it and warns about the old name."""
+    if hasattr(net, "activation_checkpointing_enable"):
+        net.activation_checkpointing_enable(options)
+    else:
+        net.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def gpt2() -> Transformer:
@@ -82,7 +90,7 @@ def t5(*, checkpointing: bool = False) -> Transformer:
     )  # fmt: skip
     net = transformers.T5ForConditionalGeneration(config)
     if checkpointing:
-        net.gradient_checkpointing_enable()
+        enable_checkpointing(net, use_reentrant=False)
     return Transformer(net)
 
 

@@ -1,0 +1,32 @@
+"""What every test gets: quiet logs, and a check that nothing of ours is left behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from torch.nn.modules import module as torch_module
+from torch.optim import optimizer as torch_optimizer
+
+# Models are tiny: a second thread costs more than it brings, and very much more on a busy machine.
+torch.set_num_threads(1)
+
+for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric", "transformers"):
+    logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaks global hooks, saved-tensor hooks or autograd settings."""
+    yield
+    assert not torch_module._global_forward_hooks
+    assert not torch_module._global_forward_pre_hooks
+    assert not torch_optimizer._global_optimizer_pre_hooks
+    assert not torch_optimizer._global_optimizer_post_hooks
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert torch.is_grad_enabled()

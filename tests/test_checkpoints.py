@@ -1,0 +1,98 @@
+"""Checkpoints are Lightning's own: written here they resume anywhere, and the other way round."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tests.support.models import CASES, Stack
+from tests.support.runs import assert_equal, fit, loader, superpipeline, trainer_for
+
+
+def save(name: str, strategy: Any, folder: Path) -> Path:
+    """Train one epoch of a case and return the checkpoint's path."""
+    saver = ModelCheckpoint(folder, filename="one", save_on_train_epoch_end=True)
+    fit(
+        CASES[name].make, CASES[name].batches(), strategy, callbacks=[saver], enable_checkpointing=True,
+        accumulate_grad_batches=2,
+    )  # fmt: skip
+    return folder / "one.ckpt"
+
+
+def resume(name: str, strategy: Any, checkpoint: Path) -> dict[str, Any]:
+    """Train a fresh module from a checkpoint for a second epoch."""
+    torch.manual_seed(99)
+    module = CASES[name].make()
+    saver = ModelCheckpoint(checkpoint.parent / "resumed", save_on_train_epoch_end=True)
+    trainer = trainer_for(
+        strategy, max_epochs=2, accumulate_grad_batches=2, callbacks=[saver], enable_checkpointing=True
+    )
+    trainer.fit(module, loader(CASES[name].batches()), ckpt_path=checkpoint)
+    assert trainer.current_epoch == 2
+    return {"state": dict(module.state_dict()), "optimizers": [each.state_dict() for each in trainer.optimizers]}
+
+
+NAMES = ["llama-dropout", "gpt2-tied", "resnet50", "lstm", "frozen"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_are_equal(name: str, tmp_path: Path) -> None:
+    ours = torch.load(save(name, superpipeline(), tmp_path / "ours"), weights_only=True)
+    plain = torch.load(save(name, "auto", tmp_path / "plain"), weights_only=True)
+    for content in (ours, plain):
+        for callback in content["callbacks"].values():  # paths and times differ
+            callback.clear()
+    assert_equal(ours, plain, "checkpoint")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_resumes_across_strategies(name: str, tmp_path: Path) -> None:
+    ours, plain = save(name, superpipeline(k=1), tmp_path / "ours"), save(name, "auto", tmp_path / "plain")
+    reference = resume(name, "auto", plain)
+    assert_equal(resume(name, "auto", ours), reference, "ours resumed by plain")
+    assert_equal(resume(name, superpipeline(), plain), reference, "plain resumed by ours")
+    assert_equal(resume(name, superpipeline(), ours), reference, "ours resumed by ours")
+
+
+def test_a_single_parameter_is_saved_alone() -> None:
+    """Parameters are views of a layer's block; a file with one of them must not hold the whole block."""
+    module = fit(CASES["stack"].make, CASES["stack"].batches(), superpipeline()).module
+    weight = module.net.blocks[0].inner.bias  # type: ignore[union-attr,index]
+    alone, copied = io.BytesIO(), io.BytesIO()
+    torch.save(weight.detach(), alone)
+    torch.save(weight.detach().clone(), copied)
+    assert alone.tell() == copied.tell()
+
+
+def test_a_checkpoint_taken_when_a_step_fails_is_whole(tmp_path: Path) -> None:
+    """``save_on_exception`` runs before the strategy hears of the failure."""
+
+    class Fails(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training and x[0, 0] > 50:
+                raise KeyError("in forward")
+            return super().forward(x)
+
+    from tests.support.models import Module, vectors
+
+    batches = [*vectors(2), torch.full((4, 16), 100.0)]
+    saver = ModelCheckpoint(tmp_path, filename="broken", save_on_exception=True)
+    torch.manual_seed(7)
+    pl.seed_everything(7, verbose=False)
+    module = Module(Fails())
+    trainer = trainer_for(superpipeline(k=1), callbacks=[saver], enable_checkpointing=True)
+    with pytest.raises(KeyError, match="in forward"):
+        trainer.fit(module, loader(batches))
+    files = list(tmp_path.glob("*.ckpt"))
+    assert files
+    saved = torch.load(files[0], weights_only=True)["state_dict"]
+    pl.seed_everything(7, verbose=False)
+    reference = fit(lambda: Module(Fails()), batches[:2])
+    assert_equal(saved, reference.state, "state")
+    assert_equal(dict(module.state_dict()), reference.state, "module")

@@ -1,0 +1,108 @@
+"""The heart: training through a window of layers is bitwise equal to plain Lightning."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from tests.support.models import CASES, Case, Gan, SparseEmbedding, Stack, llama, resnet50, t5, tokens
+from tests.support.poison import poisoned
+from tests.support.runs import Outcome, assert_same, fit, superpipeline
+
+ALL = 99  # more than any model here has
+
+_plain: dict[tuple[Any, ...], Outcome] = {}
+
+
+def plain(name: str, **options: Any) -> Outcome:
+    """The reference run, once for each case."""
+    key = (name, *sorted(options.items()))
+    if key not in _plain:
+        _plain[key] = run(CASES[name], "auto", **options)
+    return _plain[key]
+
+
+def run(case: Case, strategy: Any, **options: Any) -> Outcome:
+    batches = case.batches()
+    # A batch that requires a gradient is a leaf of its own run; validation runs on copies without.
+    val = None if any(getattr(batch, "requires_grad", False) for batch in batches) else case.batches()[:2]
+    return fit(case.make, batches, strategy, val=val, **options)
+
+
+@pytest.mark.parametrize("k_prime", [1, 2])
+@pytest.mark.parametrize("k", [1, 2, 3, ALL])
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_bitwise_equal(name: str, k: int, k_prime: int) -> None:
+    assert_same(run(CASES[name], superpipeline(k=k, k_prime=k_prime)), plain(name))
+
+
+@pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize("name", CASES)
+def test_nobody_reads_memory_that_is_not_theirs(name: str, k: int, k_prime: int) -> None:
+    with poisoned():
+        ours = run(CASES[name], superpipeline(k=k, k_prime=k_prime))
+    assert_same(ours, plain(name))
+
+
+@pytest.mark.parametrize("poison", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_grad_batches": 2},
+        {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1},
+        {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
+        {"gradient_clip_val": 0.1, "max_epochs": 2, "val_check_interval": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "name", ["llama-dropout", "llama-checkpoint-reentrant", "gpt2-tied", "resnet50", "reused", "frozen", "returns-view"]
+)
+def test_accumulation_and_clipping(name: str, options: dict[str, Any], poison: bool) -> None:
+    with poisoned() if poison else nullcontext():
+        ours = run(CASES[name], superpipeline(k=2, k_prime=1), **options)
+    assert_same(ours, plain(name, **options))
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
+@pytest.mark.parametrize("name", ["llama-dropout", "resnet50", "t5-checkpoint", "lstm"])
+def test_precision(name: str, precision: Any) -> None:
+    def make() -> Any:
+        module = CASES[name].make()
+        convert = {"64-true": module.double, "bf16-true": module.bfloat16}.get(precision, lambda: module)
+        return convert()
+
+    def batches() -> Any:
+        return CASES[name].batches()
+
+    reference = fit(make, batches(), precision=precision)
+    assert_same(fit(make, batches(), superpipeline(k=1, k_prime=2), precision=precision), reference)
+
+
+def test_the_comparison_can_fail() -> None:
+    """A wrong gradient in one layer, one bit in one parameter: both are seen."""
+    reference = plain("stack")
+    ours = run(CASES["stack"], superpipeline())
+    name = "net.blocks.2.inner.weight"
+    ours.state[name] = ours.state[name].clone()
+    ours.state[name].view(-1)[3] += 1e-7
+    with pytest.raises(AssertionError, match=name):
+        assert_same(ours, reference)
+
+
+@pytest.mark.parametrize("batch_count", [1, 5])
+def test_without_the_callback(batch_count: int) -> None:
+    """The strategy alone is right; the callback only makes it fast and legible."""
+    batches = tokens(batch_count)
+    ours = fit(llama, batches, superpipeline(callback=False), val=batches)
+    assert_same(ours, fit(llama, batches, val=batches))
+
+
+def test_all_kinds_are_among_the_cases() -> None:
+    """The list that the first issue names, so that nobody drops one by accident."""
+    assert len(CASES) >= 30
+    assert isinstance(Gan(), object)
+    assert {"llama-dropout", "gpt2-tied", "t5", "bert", "resnet50", "vit", "lstm"} <= set(CASES)
+    assert all(callable(each) for each in (SparseEmbedding, Stack, resnet50, t5))

@@ -1,0 +1,183 @@
+"""Memory and traffic are what the plan says."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from sp_lightning.gradients import Gradients
+from sp_lightning.streamer import Streamer
+from tests.support.models import CASES, Block, Module, Stack, llama, tokens, vectors
+from tests.support.runs import fit, loader, superpipeline, trainer_for
+
+# A view of a weight that leaves its layer keeps a slot; these do so by design.
+ESCAPING = {"returns-view", "target-network", "clamped-in-forward"}
+
+
+class FetchesPerBatch(Callback):
+    def __init__(self) -> None:
+        self.fetched: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.fetched.append(trainer.strategy.stats().fetched_layers)
+
+
+@pytest.mark.parametrize("k_prime", [1, 2, 3])
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("n", [2, 6, 7, 8])
+def test_fetches_of_one_forward_and_backward(n: int, k: int, k_prime: int) -> None:
+    """``max(n, 2n − (k + k'))``: those at the turn are still there. From the first batch on."""
+    counter = FetchesPerBatch()
+    batches = [x.requires_grad_() for x in vectors(4)]  # so that the first layer's weight is needed in backward
+    make = lambda: Module(nn.Sequential(*(nn.Linear(16, 16) for _ in range(n))))  # noqa: E731
+    strategy = superpipeline(k=k, k_prime=k_prime, callback=False)
+    fit(make, batches, strategy, callbacks=[counter])
+    assert len(strategy.plan.layers) == n
+    fetched = [new - old for old, new in zip([0, *counter.fetched], counter.fetched, strict=False)]
+    assert fetched == [max(n, 2 * n - (k + k_prime))] * 4
+    assert strategy.stats().demand_fetches == 0 or k_prime > 1
+    assert strategy.stats().extra_slots == 0
+
+
+@pytest.mark.parametrize("k_prime", [1, 2, 3])
+def test_k_prime_layers_move_as_one_transfer(k_prime: int) -> None:
+    strategy = superpipeline(k=2, k_prime=k_prime, callback=False)
+    make = lambda: Module(nn.Sequential(*(nn.Linear(16, 16) for _ in range(12))))  # noqa: E731
+    fit(make, vectors(1), strategy)
+    stats = strategy.stats()
+    assert stats.transfers - stats.demand_fetches <= -(-stats.fetched_layers // k_prime) + 2
+
+
+def test_nothing_is_evicted_with_k_for_all() -> None:
+    strategy = superpipeline(k=7)
+    fit(lambda: Module(Stack()), vectors(5), strategy)
+    assert len(strategy.plan.layers) == 7
+    assert strategy.stats().fetched_layers == 7 * 5
+
+
+@pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_is_the_plans(name: str, k: int, k_prime: int) -> None:
+    """Gradients are counted by their storages, alive or not, and not by the engine's own books."""
+    strategy = superpipeline(k=k, k_prime=k_prime)
+    alive: list[tuple[StorageWeakRef, int]] = []
+    peak = 0
+    arrived = Gradients.arrived
+
+    def watch(self: Gradients, layer: int, index: int, gradient: Tensor) -> None:
+        nonlocal peak
+        if gradient.layout is torch.strided:
+            alive.append((StorageWeakRef(gradient.untyped_storage()), gradient.nbytes))
+        arrived(self, layer, index, gradient)
+        peak = max(peak, sum(nbytes for storage, nbytes in alive if not storage.expired()))
+
+    with mock.patch.object(Gradients, "arrived", watch):
+        fit(CASES[name].make, CASES[name].batches(), strategy)
+    stats, plan = strategy.stats(), strategy.plan
+    if name in ESCAPING:
+        return
+    assert stats.extra_slots == 0
+    assert stats.peak_device_bytes <= plan.peak_device_bytes
+    if not {"penalty", "autograd", "gradient", "tied", "t5", "gpt2", "checkpoint"} & set(name.split("-")):
+        assert peak <= plan.gradient_bytes
+
+
+def test_escaping_views_take_extra_slots_and_give_them_back() -> None:
+    strategy = superpipeline(k=1)
+    seen = []
+
+    class AtEnd(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            seen.append(trainer.strategy._streamer._slots.device_bytes)
+
+    fit(CASES["returns-view"].make, CASES["returns-view"].batches(), strategy, callbacks=[AtEnd()])
+    assert strategy.stats().extra_slots > 0
+    assert seen == [strategy.plan.slot_bytes] * 3
+
+
+def test_the_plan_counts_its_bytes() -> None:
+    strategy = superpipeline(k=2, k_prime=1)
+    fit(
+        lambda: Module(nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(6)))),
+        [torch.ones(2, 128)],
+        strategy,
+    )
+    plan = strategy.plan
+    layer = 128 * 128 * 4
+    assert [each.nbytes for each in plan.layers] == [layer] * 6
+    assert [each.name for each in plan.layers] == [f"net.{i}" for i in range(6)]
+    assert plan.slot_bytes == 3 * layer
+    assert plan.gradient_bytes == 2 * layer
+    assert plan.peak_device_bytes == 5 * layer
+    assert plan.resident_bytes == 0
+    assert plan.host_bytes == 12 * layer
+
+
+def test_large_layers_do_not_inflate_the_ring() -> None:
+    net = nn.Sequential(nn.Embedding(4096, 16), *(Block() for _ in range(8)), nn.Linear(16, 4096))
+    strategy = superpipeline(k=2, k_prime=1)
+    fit(lambda: Module(net), [torch.arange(4)], strategy)
+    plan = strategy.plan
+    assert [ring.slots for ring in plan.rings] == [3, 1]
+    assert plan.rings[0].nbytes < 8192 < plan.rings[1].nbytes
+
+
+def test_nothing_stays_alive_after_teardown() -> None:
+    gc.collect()
+    before = sum(type(each) is Streamer for each in gc.get_objects())
+    module = llama()
+    trainer = trainer_for(superpipeline(k=1))
+    trainer.fit(module, loader(tokens()))
+    trainer.validate(module, loader(tokens()), verbose=False)
+    del trainer
+    gc.collect()
+    assert sum(type(each) is Streamer for each in gc.get_objects()) == before
+    assert not any(len(child._forward_hooks) + len(child._forward_pre_hooks) for child in module.modules())
+    assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in module.parameters())
+
+
+def test_steps_leave_no_tensors_behind() -> None:
+    """An output that its own node keeps would never be freed; neither may slots or gradients pile up."""
+
+    class Count(Callback):
+        def __init__(self) -> None:
+            self.counts: list[int] = []
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            gc.collect()
+            self.counts.append(sum(issubclass(type(each), Tensor) for each in gc.get_objects()))
+
+    count = Count()
+    fit(llama, tokens(8), superpipeline(k=1), callbacks=[count], gradient_clip_val=1.0)
+    assert count.counts[-1] <= count.counts[2] + 2
+
+
+class Squashed(nn.Module):
+    """``tanh`` saves its own output: kept as it is, the node would keep itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.outputs: list[StorageWeakRef] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        self.outputs.append(StorageWeakRef(y.untyped_storage()))
+        return y * 2
+
+
+def test_saved_tensors_are_freed_without_the_garbage_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        module = fit(lambda: Module(Squashed()), vectors(2), superpipeline()).module
+        assert [output.expired() for output in module.net.outputs] == [True, True]  # type: ignore[union-attr]
+    finally:
+        gc.enable()
