@@ -6,68 +6,18 @@ import logging
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import (
-    Callback,
-    DeviceStatsMonitor,
-    EarlyStopping,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    ModelSummary,
-    ProgressBar,
-    RichModelSummary,
-    RichProgressBar,
-    Timer,
-    TQDMProgressBar,
-)
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.callbacks import Callback
 
 from sp_lightning.plan import Plan
+from sp_lightning.quiet import WRITE_NO_WEIGHTS
 from sp_lightning.streamer import Stats
 
 # A child of Lightning's own logger: shown where its messages are shown.
 log = logging.getLogger("lightning.pytorch.superpipeline")
 
-# Callbacks that were read and write no weights, in any of their hooks.
-_WRITE_NO_WEIGHTS = (
-    DeviceStatsMonitor,
-    EarlyStopping,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    ModelSummary,
-    ProgressBar,
-    RichModelSummary,
-    RichProgressBar,
-    Timer,
-    TQDMProgressBar,
-)
-# What runs between a batch's end and the next batch's step, by phase.
-_BETWEEN = {
-    "train": (
-        "on_train_batch_end", "on_train_epoch_end", "on_train_epoch_start", "on_train_batch_start",
-        "on_validation_start", "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end",
-        "on_validation_model_eval", "on_validation_model_train", "on_validation_batch_start", "on_validation_batch_end",
-        "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer",
-    ),
-    "backward": ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward"),
-    "validate": (
-        "on_validation_batch_start", "on_validation_batch_end", "on_before_batch_transfer", "transfer_batch_to_device",
-        "on_after_batch_transfer",
-    ),
-    "test": (
-        "on_test_batch_start", "on_test_batch_end", "on_before_batch_transfer", "transfer_batch_to_device",
-        "on_after_batch_transfer",
-    ),
-    "predict": (
-        "on_predict_batch_start", "on_predict_batch_end", "on_before_batch_transfer", "transfer_batch_to_device",
-        "on_after_batch_transfer",
-    ),
-}  # fmt: skip
-
 
 class Partner(Protocol):
     """What the callback needs of its strategy."""
-
-    quiet_phases: dict[str, bool]
 
     @property
     def plan(self) -> Plan:
@@ -86,18 +36,20 @@ class SuperpipelineCallback(Callback):
     Attached by the strategy unless ``SuperpipelineStrategy(callback=False)``; training is right without it. It keeps
     no state, so checkpoints are the same with and without.
 
-    Where neither the module nor any callback has a hook between two batches that could write weights, copies on the
-    device stay valid until the optimizer steps, and the next batch's first layers are fetched while its data loads.
+    Where neither the module nor any callback has a hook between two batches that could write weights, the next
+    batch's first layers are fetched while its data loads.
     """
 
+    _shown: Plan | None = None
+
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not hasattr(trainer.strategy, "quiet_phases"):
+        if not hasattr(trainer.strategy, "expect_next_batch"):
             raise ValueError(
                 f"SuperpipelineCallback works with SuperpipelineStrategy only; the trainer has "
                 f'{type(trainer.strategy).__name__}. Use Trainer(strategy="superpipeline"), or remove the callback.'
             )
         self._strategy: Partner = trainer.strategy  # type: ignore[assignment]
-        self._shown = False
+        self._counted = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._show_plan()
@@ -111,25 +63,6 @@ class SuperpipelineCallback(Callback):
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._show_plan()
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for phase in ("train", "backward"):
-            self._strategy.quiet_phases[phase] = _is_quiet(trainer, pl_module, phase)
-
-    def on_validation_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._strategy.quiet_phases["validate"] = batch_idx > 0 and _is_quiet(trainer, pl_module, "validate")
-
-    def on_test_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._strategy.quiet_phases["test"] = batch_idx > 0 and _is_quiet(trainer, pl_module, "test")
-
-    def on_predict_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._strategy.quiet_phases["predict"] = batch_idx > 0 and _is_quiet(trainer, pl_module, "predict")
-
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -140,14 +73,15 @@ class SuperpipelineCallback(Callback):
                 logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self._shown:
+        if self._counted:
             log.info(counters_line(self._strategy.stats()))
-            self._shown = False
+            self._counted = False
 
     def _show_plan(self) -> None:
-        if not self._shown:
-            self._shown = True
-            log.info("\n%s", plan_table(self._strategy.plan))
+        self._counted = True
+        if self._shown != self._strategy.plan:
+            self._shown = self._strategy.plan
+            log.info("\n%s", plan_table(self._shown))
 
 
 def plan_table(plan: Plan, *, longest: int = 12) -> str:
@@ -191,21 +125,4 @@ def human_bytes(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
-def _is_quiet(trainer: pl.Trainer, pl_module: pl.LightningModule, phase: str) -> bool:
-    hooks = _BETWEEN[phase]
-    if any(
-        is_overridden(hook, pl_module, parent=pl.LightningModule) for hook in hooks if hasattr(pl.LightningModule, hook)
-    ):
-        return False
-    if trainer.datamodule is not None and any(
-        is_overridden(hook, trainer.datamodule, parent=pl.LightningDataModule)
-        for hook in hooks
-        if hasattr(pl.LightningDataModule, hook)
-    ):
-        return False
-    known = (*_WRITE_NO_WEIGHTS, SuperpipelineCallback)
-    return all(
-        type(callback) in known
-        or not any(is_overridden(hook, callback, parent=Callback) for hook in hooks if hasattr(Callback, hook))
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-    )
+WRITE_NO_WEIGHTS.add(SuperpipelineCallback)

@@ -96,7 +96,7 @@ class Gradients:
             self.drain(layer)
 
     def drain(self, layer: int) -> None:
-        """Send what has arrived of one layer to the host."""
+        """Send what has arrived of one layer to the host; with the next layer's, at most k' + 1 are on the device."""
         gradients = self._arrived.pop(layer, None)
         if gradients is None:
             return
@@ -121,14 +121,13 @@ class Gradients:
         nbytes = sum(each.nbytes for each in held if each.layout is torch.strided)
         landed = self._device.record(Stream.DOWNLOAD)
         self._flying.append(_Drain(block, held, nbytes, landings, staging, landed))
-        self.retire(self._in_flight)  # where no gate and no saved weight tells that a layer's backward begins
+        self.retire(self._in_flight - 1)
 
     def make_room(self, layers: Sequence[int]) -> None:
-        """The backward of ``layers`` begins: with their gradients at most k' + 1 layers' are on the device."""
+        """The backward of ``layers`` begins: what is left of others' gradients leaves (some parameters get none)."""
         for layer in list(self._arrived):
             if layer not in layers and layer != self._residents:
                 self.drain(layer)
-        self.retire(self._in_flight - 1)
 
     def retire(self, keep: int) -> None:
         """Free the device memory of all but the ``keep`` latest transfers; compute waits for the others."""

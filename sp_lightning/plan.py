@@ -7,7 +7,7 @@ Memory on the device for weights and gradients, which is the plan's promise::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -104,7 +104,8 @@ class Plan:
 def make_plan(found: Found, *, k: int, k_prime: int) -> Plan:
     """Give every layer its place in memory and its ring."""
     sizes = [total_bytes(lay_out(layer.parameters)) for layer in found.layers]
-    rings, ring_of = _rings(sizes, k + k_prime)
+    together = {used for used in found.visits.values() if len(used) > 1}
+    rings, ring_of = _rings(sizes, k + k_prime, together)
     return Plan(
         k=k,
         k_prime=k_prime,
@@ -128,8 +129,16 @@ def _planned(layer: Layer, *, ring: int) -> PlannedLayer:
     return PlannedLayer(layer.name, total_bytes(spans), gradients, ring, spans)
 
 
-def _rings(sizes: Sequence[int], window: int) -> tuple[tuple[Ring, ...], list[int]]:
-    """The rings with the fewest bytes, and which of them each layer uses."""
+def _rings(
+    sizes: Sequence[int], window: int, together: Collection[Sequence[int]] = ()
+) -> tuple[tuple[Ring, ...], list[int]]:
+    """The rings with the fewest bytes, and which of them each layer uses.
+
+    Args:
+        sizes: bytes of each layer.
+        window: consecutive layers that are to fit at once.
+        together: layers that one module uses at once (its own and those of tied parameters), which must fit as well.
+    """
     if not sizes:
         return (), []
     distinct = sorted(set(sizes))
@@ -141,10 +150,11 @@ def _rings(sizes: Sequence[int], window: int) -> tuple[tuple[Ring, ...], list[in
             best = split
     _, limits = best
     ring_of = [next(ring for ring, limit in enumerate(limits) if size <= limit) for size in sizes]
-    rings = tuple(
-        Ring(_slots([ring == index for ring in ring_of], window), limit) for index, limit in enumerate(limits)
-    )
-    return rings, ring_of
+    rings = []
+    for index, limit in enumerate(limits):
+        at_once = max((sum(ring_of[layer] == index for layer in used) for used in together), default=0)
+        rings.append(Ring(max(_slots([ring == index for ring in ring_of], window), at_once), limit))
+    return tuple(rings), ring_of
 
 
 def _best_split(sizes: Sequence[int], distinct: Sequence[int], count: int, window: int) -> tuple[int, tuple[int, ...]]:

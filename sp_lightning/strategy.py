@@ -28,6 +28,7 @@ from sp_lightning.callback import SuperpipelineCallback, human_bytes
 from sp_lightning.device import Device, device_for
 from sp_lightning.layers import Found, LayerChoice, find_layers
 from sp_lightning.plan import Plan, make_plan
+from sp_lightning.quiet import is_quiet
 from sp_lightning.step import HostGradScaler
 from sp_lightning.streamer import Stats, Streamer
 
@@ -86,7 +87,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._plan: Plan | None = None
         self._last_stats: Stats | None = None
         self._hooks: list[RemovableHandle] = []
-        self.quiet_phases: dict[str, bool] = {}
+        self._quiet: dict[str, bool] = {}
+        self._last_phase = ""
         super().__init__(
             device=torch.device(device) if device is not None else torch.device("cpu"),
             accelerator=accelerator,
@@ -203,7 +205,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         # Callbacks and module have had their hooks: from here to the batch's end, nobody writes weights unseen.
         super().on_train_batch_start(batch, batch_idx)
         streamer = self._current()
-        if not self.quiet_phases.get("train", False):
+        if not self._is_quiet("train"):
             streamer.forget()
         streamer.expect("train", training=True)
 
@@ -237,7 +239,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         if self._streamer is not None:
-            self._streamer.announce_backward(closure_loss, quiet=self.quiet_phases.get("backward", False))
+            self._streamer.announce_backward(closure_loss, quiet=self._is_quiet("backward"))
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         def closed() -> Any:
@@ -261,7 +263,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     def expect_next_batch(self) -> None:
         """The batch is over: where nothing writes weights before the next one, its first layers may come now."""
-        if self._streamer is not None and self.quiet_phases.get("train", False):
+        if self._streamer is not None and self._is_quiet("train"):
             self._streamer.expect("train", training=True)
 
     @contextmanager
@@ -269,11 +271,35 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self, phase: str, *, training: bool = False, ends_with_backward: bool = False
     ) -> Generator[Streamer, None, None]:
         streamer = self._current()
-        quiet = training or self.quiet_phases.get(phase, False)
+        # A loop's first batch trusts no copy: hooks have run since the last step, whatever that was.
+        quiet = training or (phase == self._last_phase and self._is_quiet(phase))
+        self._last_phase = phase
         with self._whole_after_failure():
             streamer.begin(phase, training=training, ends_with_backward=ends_with_backward, quiet=quiet)
             with streamer.saving():
                 yield streamer
+
+    def _is_quiet(self, phase: str) -> bool:
+        if phase not in self._quiet:
+            assert self.lightning_module is not None
+            self._quiet[phase] = is_quiet(self.lightning_module.trainer, phase)
+        return self._quiet[phase]
+
+    def _loop_starts(self) -> None:
+        self._last_phase = ""
+        self._quiet.clear()  # callbacks may have come and gone
+
+    def on_train_start(self) -> None:
+        self._loop_starts()
+
+    def on_validation_start(self) -> None:
+        self._loop_starts()
+
+    def on_test_start(self) -> None:
+        self._loop_starts()
+
+    def on_predict_start(self) -> None:
+        self._loop_starts()
 
     @contextmanager
     def _whole_after_failure(self) -> Generator[None, None, None]:
@@ -298,6 +324,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             streamer.close()
             self._build()
             assert self._streamer is not None
+        if self._streamer.thawed():
+            self._plan = self._streamer.plan = make_plan(self._streamer.found, k=self._k, k_prime=self._k_prime)
         return self._streamer
 
     def _build(self) -> None:
@@ -316,7 +344,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         for handle in self._hooks:
             handle.remove()
         self._hooks = []
-        self.quiet_phases = {}
+        self._quiet.clear()
         if self._streamer is not None:
             self._last_stats = self._streamer.stats()
             self._streamer.close()

@@ -19,6 +19,7 @@ that moment, through one of four doors, and all four end in :meth:`Streamer._use
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections import Counter
@@ -42,7 +43,7 @@ from sp_lightning.memory import view
 from sp_lightning.packing import Packing
 from sp_lightning.parameters import DeviceParameter, DeviceParameters, take_gradient
 from sp_lightning.plan import Plan, schedule
-from sp_lightning.slots import Slot, Slots, rank
+from sp_lightning.slots import Slot, Slots
 from sp_lightning.trace import Trace
 
 
@@ -101,7 +102,7 @@ class Streamer:
     def __init__(self, module: nn.Module, found: Found, plan: Plan, device: Device, *, pin: bool) -> None:
         self.plan = plan
         self._module = module
-        self._found = found
+        self.found = found
         self._device = device
         self._lock = threading.RLock()  # backward's hooks run on autograd's threads; never held across user code
         self._blocks = [
@@ -249,6 +250,14 @@ class Streamer:
     def changed(self) -> bool:
         """Whether modules or parameters were exchanged, or parameters changed their dtype or shape."""
         return self._take_fingerprint() != self._fingerprint
+
+    def thawed(self) -> bool:
+        """Whether gradients are expected that the plan did not count: layers have been unfrozen."""
+        blocks = zip(self._blocks, (*self.plan.layers, self.plan.residents), strict=True)
+        return any(
+            not planned.gradient_bytes and any(parameter.requires_grad for parameter in block.parameters)
+            for block, planned in blocks
+        )
 
     def stats(self) -> Stats:
         """The counters now."""
@@ -504,26 +513,33 @@ class Streamer:
         absent = (x for x in self._trace.upcoming() if x not in self._slots and self._slots.ring_of(x) == ring)
         wanted = list(islice(absent, size))
         slots = self._slots.of_ring(ring)
-        next_use = self._trace.next_use
-        free = sorted((slot for slot in slots if slot.overwritable), key=lambda slot: rank(slot, next_use))
         pairs: list[tuple[int, Slot]] = []
         for layer in wanted:
-            if free and rank(free[-1], next_use) > (False, next_use(layer)):  # Belady: what goes is used later
-                pairs.append((layer, free.pop()))
-            elif any(self._will_be_free(slot, layer, before=wanted[0]) for slot in slots):
+            needed = self._trace.next_use(layer)
+            gains = {slot: self._gain(slot, needed) for slot in slots}
+            best = max(gains, key=gains.__getitem__, default=None)
+            if best is None or gains[best][0] <= needed:
+                break  # what is there is used sooner
+            if not gains[best][1]:
                 return []
-            else:
-                break
+            slots.remove(best)
+            pairs.append((layer, best))
         return pairs
 
-    def _will_be_free(self, slot: Slot, layer: int, *, before: int) -> bool:
-        """Whether the layer in a slot is done, before layer ``before`` is needed, until after ``layer`` is needed."""
+    def _gain(self, slot: Slot, needed: float) -> tuple[float, bool]:
+        """When what a slot holds is used again, if it goes for a layer that is ``needed``; and whether it may go now.
+
+        A layer that is used before counts with the use after that one, if another layer runs in between: the fetch
+        then still has something to hide behind.
+        """
         if slot.layer is None:
-            return False
+            return math.inf, slot.overwritable
         soon, later = self._trace.next_uses(slot.layer)
         if not slot.overwritable:
-            return soon > self._trace.next_use(layer)
-        return soon < self._trace.next_use(before) and later > self._trace.next_use(layer)
+            return (soon if needed >= 1 else -1), False
+        if soon > needed:
+            return soon, True
+        return (later if soon <= needed - 2 else -1), False
 
     def _start_trace(self, phase: str, *, training: bool) -> None:
         if phase not in self._traces:
@@ -581,7 +597,7 @@ class Streamer:
             (place, device, host)
             for block, group in zip(self._blocks, self._parameters, strict=True)
             for host, device in zip(block.parameters, group.all, strict=True)
-            for place in self._found.places[host]
+            for place in self.found.places[host]
         ]
 
     def _take_fingerprint(self) -> list[tuple[object, ...]]:

@@ -15,9 +15,9 @@ PACKAGE = Path(sp_lightning.__file__).parent
 # One layer's way, downwards: a file may import from those before it only.
 ORDER = (
     "_version", "memory", "layers", "plan", "trace", "device", "host", "parameters", "packing", "gates", "slots",
-    "gradients", "streamer", "step", "callback", "strategy", "__init__",
+    "gradients", "streamer", "step", "quiet", "callback", "strategy", "__init__",
 )  # fmt: skip
-MAY_IMPORT_LIGHTNING = {"callback", "strategy", "__init__"}
+MAY_IMPORT_LIGHTNING = {"quiet", "callback", "strategy", "__init__"}
 
 
 def imports(source: str) -> list[str]:

@@ -155,7 +155,8 @@ def test_steps_leave_no_tensors_behind() -> None:
             self.counts.append(sum(issubclass(type(each), Tensor) for each in gc.get_objects()))
 
     count = Count()
-    fit(llama, tokens(8), superpipeline(k=1), callbacks=[count], gradient_clip_val=1.0)
+    trainer = trainer_for(superpipeline(k=1), callbacks=[count], gradient_clip_val=1.0)
+    trainer.fit(llama(), loader(tokens(8)))
     assert count.counts[-1] <= count.counts[2] + 2
 
 

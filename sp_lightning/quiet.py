@@ -1,0 +1,60 @@
+"""Whether user code that could write weights runs at a certain point: where none does, copies stay valid.
+
+A write through ``.data`` bumps no version, so a copy on the device is trusted only where no hook of the module, its
+data module or any callback runs that is not known to leave weights alone.
+"""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import (
+    Callback,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelSummary,
+    ProgressBar,
+    RichModelSummary,
+    RichProgressBar,
+    Timer,
+    TQDMProgressBar,
+)
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+# Callbacks that were read and write no weights, in any of their hooks. Subclasses may, and do not count.
+WRITE_NO_WEIGHTS: set[type[Callback]] = {
+    DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, ModelCheckpoint, ModelSummary, ProgressBar,
+    RichModelSummary, RichProgressBar, Timer, TQDMProgressBar,
+}  # fmt: skip
+
+_TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_HOOKS = {
+    # between the end of a batch, as the callbacks hear of it, and the next step
+    "train": (
+        "on_train_batch_end", "on_train_epoch_end", "on_train_epoch_start", "on_train_batch_start",
+        "on_validation_start", "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end",
+        "on_validation_model_eval", "on_validation_model_train", "on_validation_model_zero_grad",
+        "on_validation_batch_start", "on_validation_batch_end", *_TRANSFER,
+    ),
+    # between forward and backward
+    "backward": ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward"),
+    # between two batches
+    "validate": ("on_validation_batch_start", "on_validation_batch_end", *_TRANSFER),
+    "test": ("on_test_batch_start", "on_test_batch_end", *_TRANSFER),
+    "predict": ("on_predict_batch_start", "on_predict_batch_end", *_TRANSFER),
+}  # fmt: skip
+
+
+def is_quiet(trainer: pl.Trainer, phase: str) -> bool:
+    """Whether no hook between two steps of a phase (``backward``: between forward and backward) can write weights."""
+    owners: list[tuple[object, type]] = [(trainer.lightning_module, pl.LightningModule)]
+    if trainer.datamodule is not None:
+        owners.append((trainer.datamodule, pl.LightningDataModule))
+    owners += [(each, Callback) for each in trainer.callbacks if type(each) not in WRITE_NO_WEIGHTS]  # type: ignore[attr-defined]
+    return not any(
+        is_overridden(hook, owner, parent=parent)  # type: ignore[arg-type]
+        for owner, parent in owners
+        for hook in _HOOKS[phase]
+        if hasattr(parent, hook)
+    )
