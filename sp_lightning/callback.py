@@ -64,7 +64,7 @@ class SuperpipelineCallback(Callback):
         self._show_plan()
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Any, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._strategy.expect_next_batch()
         if trainer.loggers and (trainer.global_step + 1) % max(trainer.log_every_n_steps, 1) == 0:

@@ -27,15 +27,18 @@ class Gate:
         self._keeper = keeper
         self._module = module
         self._visits = visits
+        self._entered = 0  # calls under way; a call that was refused is not left
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook."""
         if module is self._module and self._keeper is not None:
             self._keeper.enter(self._visits)
+            self._entered += 1
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook, called after an exception too."""
-        if module is self._module and self._keeper is not None:
+        if module is self._module and self._keeper is not None and self._entered:
+            self._entered -= 1
             self._keeper.leave(self._visits, output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gate:

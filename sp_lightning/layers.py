@@ -256,7 +256,7 @@ def _aside(module: nn.Module) -> dict[nn.Module, str]:
 
 def _is_subclass(parameter: nn.Parameter) -> bool:
     kind = type(parameter)
-    own_dispatch = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[comparison-overlap]
+    own_dispatch = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
     return own_dispatch or kind.__torch_function__ != nn.Parameter.__torch_function__
 
 

@@ -86,7 +86,7 @@ class Packing:
         layer = self._lent_at(tensor.untyped_storage().data_ptr())
         if layer is None:
             return None
-        offset = tensor.storage_offset() * tensor.element_size()
+        offset = int(tensor.storage_offset()) * tensor.element_size()
         parameter = self._covering(layer, offset)
         saved = -1 if parameter is None else version(parameter)
         return _Packed(layer, parameter, saved, offset, tensor.dtype, tensor.shape, tensor.stride())

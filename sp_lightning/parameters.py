@@ -25,9 +25,10 @@ from torch.utils.hooks import RemovableHandle
 from sp_lightning.memory import Span, view
 
 _Untouched = torch._C.DisableTorchFunctionSubclass  # reads of a stand-in itself, not of the weight that it stands for
-_tensor_data = torch._C.TensorBase.data  # type: ignore[attr-defined]
-_tensor_grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
-_tensor_requires_grad = torch._C.TensorBase.requires_grad  # type: ignore[attr-defined]
+# The attributes of the tensor itself, which DeviceParameter hides behind its own.
+_tensor_data: Any = torch._C.TensorBase.data
+_tensor_grad: Any = torch._C.TensorBase.grad
+_tensor_requires_grad: Any = torch._C.TensorBase.requires_grad
 
 
 class DeviceParameter(nn.Parameter):
@@ -63,7 +64,7 @@ class DeviceParameter(nn.Parameter):
         return self._of.hosts[self._index]
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         # Writes through .data bump no version, and may come as long as somebody holds what is returned here.
         self._of.bring_for(self)
         self._of.exposed.add(self._index)
@@ -76,7 +77,7 @@ class DeviceParameter(nn.Parameter):
         _tensor_data.__set__(self, value)
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         return self.host.grad
 
     @grad.setter
@@ -88,7 +89,7 @@ class DeviceParameter(nn.Parameter):
         self.host.grad = None
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         return self.host.requires_grad
 
     @requires_grad.setter

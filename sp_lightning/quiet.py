@@ -6,6 +6,8 @@ data module or any callback runs that is not known to leave weights alone.
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
     Callback,
@@ -46,14 +48,14 @@ _HOOKS = {
 }  # fmt: skip
 
 
-def is_quiet(trainer: pl.Trainer, phase: str) -> bool:
+def is_quiet(trainer: Any, phase: str) -> bool:
     """Whether no hook between two steps of a phase (``backward``: between forward and backward) can write weights."""
     owners: list[tuple[object, type]] = [(trainer.lightning_module, pl.LightningModule)]
     if trainer.datamodule is not None:
         owners.append((trainer.datamodule, pl.LightningDataModule))
-    owners += [(each, Callback) for each in trainer.callbacks if type(each) not in WRITE_NO_WEIGHTS]  # type: ignore[attr-defined]
+    owners += [(each, Callback) for each in trainer.callbacks if type(each) not in WRITE_NO_WEIGHTS]
     return not any(
-        is_overridden(hook, owner, parent=parent)  # type: ignore[arg-type]
+        is_overridden(hook, owner, parent=parent)
         for owner, parent in owners
         for hook in _HOOKS[phase]
         if hasattr(parent, hook)

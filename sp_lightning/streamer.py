@@ -398,7 +398,7 @@ class Streamer:
                 return
             self._tasks.append(task)
         end = _BackwardEnd(self._backward_ends, task)
-        torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _backward_ends(self, task: int) -> None:
         """(9) All gradients are on the host; after the outermost one the modules hold the host's parameters again."""
@@ -611,8 +611,9 @@ class Streamer:
     def _push_hooks(self) -> None:
         """Calls outside a step, and recomputes inside backward, build graphs too."""
         if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
-            self._own_hooks = self._packing.hooks()
-            self._own_hooks.__enter__()
+            hooks = self._packing.hooks()
+            hooks.__enter__()
+            self._own_hooks = hooks
 
     def _pop_hooks(self) -> None:
         if self._own_hooks is not None:
@@ -621,8 +622,8 @@ class Streamer:
 
     def _refuse_transforms(self, visits: Sequence[int]) -> None:
         stack = torch._C._functorch.get_interpreter_stack() or ()
-        if visits and any(level.key() in _DIFFERENTIATING for level in stack):
-            name = self.plan.layers[visits[0]].name
+        if self.plan.layers and any(level.key() in _DIFFERENTIATING for level in stack):
+            name = self.plan.layers[visits[0] if visits else 0].name
             raise RuntimeError(
                 f"torch.func.grad (or vjp, jacrev, jvp) reached the streamed layer {name!r}: these transforms keep weights "
                 f"where they cannot be streamed. Use torch.autograd.grad(..., create_graph=True), or keep the layer on "

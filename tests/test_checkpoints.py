@@ -17,7 +17,7 @@ from tests.support.runs import assert_equal, fit, loader, superpipeline, trainer
 
 def save(name: str, strategy: Any, folder: Path) -> Path:
     """Train one epoch of a case and return the checkpoint's path."""
-    saver = ModelCheckpoint(folder, filename="one", save_on_train_epoch_end=True)
+    saver = ModelCheckpoint(folder, filename="one", save_on_train_epoch_end=True, save_top_k=-1)
     fit(
         CASES[name].make, CASES[name].batches(), strategy, callbacks=[saver], enable_checkpointing=True,
         accumulate_grad_batches=2,
@@ -29,7 +29,7 @@ def resume(name: str, strategy: Any, checkpoint: Path) -> dict[str, Any]:
     """Train a fresh module from a checkpoint for a second epoch."""
     torch.manual_seed(99)
     module = CASES[name].make()
-    saver = ModelCheckpoint(checkpoint.parent / "resumed", save_on_train_epoch_end=True)
+    saver = ModelCheckpoint(checkpoint.parent, filename="resumed", save_on_train_epoch_end=True, save_top_k=-1)
     trainer = trainer_for(
         strategy, max_epochs=2, accumulate_grad_batches=2, callbacks=[saver], enable_checkpointing=True
     )

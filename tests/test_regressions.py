@@ -193,7 +193,7 @@ class HookedGradients(Module):
 class SometimesNoBackward(Module):
     def __init__(self) -> None:
         super().__init__(Scaled())
-        self.seen = []
+        self.seen: list[Any] = []
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if self.trainer.fit_loop.epoch_loop.batch_idx != 1:

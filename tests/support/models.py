@@ -363,6 +363,9 @@ class Gan(pl.LightningModule):
         self.discriminator = Stack(3)
         self.automatic_optimization = False
 
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.discriminator(self.generator(batch)).mean(), batch_size=2)
+
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         first, second = self.optimizers()
         self.toggle_optimizer(first)

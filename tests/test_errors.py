@@ -1,0 +1,429 @@
+"""Bad input gets a clear error: what was found, what was expected, the name, a remedy."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import BitsandbytesPrecision, TransformerEnginePrecision
+from torch import Tensor, nn
+
+import sp_lightning
+from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
+from sp_lightning.device import Device
+from tests.support.models import Block, Module, Stack, llama, tokens, vectors
+from tests.support.runs import assert_equal, fit, loader, superpipeline, trainer_for
+
+
+@pytest.mark.parametrize("option", ["k", "k_prime"])
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (0, ValueError, "must be at least 1, found 0"),
+        (-3, ValueError, "must be at least 1, found -3"),
+        (1.5, TypeError, "whole number of layers, found 1.5"),
+        ("2", TypeError, "whole number of layers, found '2'"),
+        (True, TypeError, "whole number of layers, found True"),
+        (None, TypeError, "whole number of layers, found None"),
+    ],
+)
+def test_k_and_k_prime(option: str, value: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"{option} must be.*{re.escape(message.split(' ')[-1])}"):
+        SuperpipelineStrategy(**{option: value})
+
+
+def test_options_are_keyword_only() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        SuperpipelineStrategy(2)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"layers": 5}, TypeError, r"layers= takes names.*found int"),
+        ({"layers": [5]}, TypeError, r"layers= takes names.*found 5"),
+        ({"layers": []}, ValueError, r"layers= is empty"),
+        ({"layers": nn.Linear(1, 1)}, TypeError, r"layers= takes names.*found Linear"),
+        ({"resident": None}, TypeError, r"resident= takes names or glob patterns, found None"),
+        ({"resident": [3]}, TypeError, r"resident= takes names or glob patterns"),
+    ],
+)
+def test_patterns_of_the_wrong_kind(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        SuperpipelineStrategy(**options)
+
+
+def start(strategy: Any, module: pl.LightningModule | None = None, **options: Any) -> None:
+    trainer_for(strategy, **options).fit(module or Module(Stack()), loader(vectors()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"layers": ["net.block.*"]},
+            r"layers='net\.block\.\*' matches nothing in Module\. Closest names: \['net\.blocks.*Largest modules: \['net'",
+        ),
+        ({"resident": ["net.haed"]}, r"resident='net\.haed' matches nothing.*net\.head"),
+        ({"layers": [nn.Conv2d]}, r"layers= names the class Conv2d, which the module has none of\. It has: .*Stack"),
+        ({"layers": ["net.blocks.*", "net.blocks.0.inner"]}, r"Overlapping layers: 'net\.blocks\.0\.inner' is inside"),
+        (
+            {"layers": ["net.head"], "resident": ["net.head"]},
+            r"Overlapping layers: 'net\.head' is chosen by layers= and",
+        ),
+    ],
+)
+def test_patterns_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        start(SuperpipelineStrategy(**options))
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "message"),
+    [
+        (None, TypeError, "returned NoneType; expected a list"),
+        ("net.head", TypeError, "returned str; expected a list"),
+        ([nn.Linear(1, 1)], ValueError, "returned a Linear that is not part of the module"),
+    ],
+)
+def test_a_callable_that_returns_the_wrong_thing(returned: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        start(SuperpipelineStrategy(layers=lambda module: returned))
+
+
+@pytest.mark.parametrize(
+    ("layers", "names"),
+    [
+        (["net.blocks.*"], {"net.blocks.0", "net.blocks.4"}),
+        ("net.blocks.?", {"net.blocks.0", "net.blocks.4"}),
+        ([Block], {"net.blocks.0", "net.blocks.4"}),
+        (Block, {"net.blocks.0", "net.blocks.4"}),
+        (lambda module: [module.net.blocks[1], "net.blocks.2.inner"], {"net.blocks.1", "net.blocks.2.inner"}),
+        (["**.inner"], {"net.blocks.0.inner", "net.blocks.0.outer", "net.head"}),
+    ],
+)
+def test_layers_can_be_chosen(layers: Any, names: set[str]) -> None:
+    strategy = SuperpipelineStrategy(layers=layers)
+    ours = fit(lambda: Module(Stack()), vectors(), strategy)
+    assert names <= {layer.name for layer in strategy.plan.layers}
+    assert_equal(ours.state, fit(lambda: Module(Stack()), vectors()).state, "state")
+
+
+def test_residents_can_be_chosen() -> None:
+    strategy = SuperpipelineStrategy(resident=["net.head", "net.blocks.1.inner.weight"])
+    fit(lambda: Module(Stack()), vectors(), strategy)
+    assert {span.name for span in strategy.plan.residents.spans} == {
+        "net.head.weight", "net.head.bias", "net.blocks.1.inner.weight",
+    }  # fmt: skip
+
+
+class SmallDevice(Device):
+    """A device with little memory."""
+
+    free = 0
+
+    def free_bytes(self) -> int | None:
+        return self.free
+
+
+@pytest.mark.parametrize(
+    ("free", "message"),
+    [
+        (4096, r"Layer 'net\.blocks\.0' needs 5120 bytes \(5\.0 KiB\), more than the 4096 bytes .*layers=\["),
+        (16384, r"need 25\.0 KiB on cpu with k=2 and k_prime=1, and 16\.0 KiB are free.*k=1, k_prime=1"),
+    ],
+)
+def test_too_large_for_the_device(free: int, message: str) -> None:
+    module = Module(Stack())
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with (
+        mock.patch.object(SmallDevice, "free", free),
+        mock.patch("sp_lightning.strategy.device_for", lambda device: SmallDevice(device)),
+        pytest.raises(ValueError, match=message),
+    ):
+        start(SuperpipelineStrategy(), module)
+    assert_equal(dict(module.state_dict()), before, "nothing is lost")
+
+
+def test_more_than_one_device() -> None:
+    with pytest.raises(ValueError, match=r"runs on one device; the trainer chose 2.*devices=1"):
+        pl.Trainer(strategy="superpipeline", accelerator="cpu", devices=2)
+
+
+@pytest.mark.parametrize("kind", [TransformerEnginePrecision, BitsandbytesPrecision])
+def test_precision_plugins_that_cannot_work(kind: Any) -> None:
+    plugin = kind.__new__(kind)  # their packages need a GPU to be imported
+    with pytest.raises(ValueError, match=f"cannot work with {kind.__name__}.*bf16-mixed"):
+        SuperpipelineStrategy(precision_plugin=plugin)
+
+
+def test_devices_without_streams() -> None:
+    from sp_lightning.device import device_for
+
+    with pytest.raises(ValueError, match=r"cannot use device 'meta'.*accelerator="):
+        device_for(torch.device("meta"))
+
+
+def test_lazy_modules() -> None:
+    with pytest.raises(ValueError, match=r"'net\.1\.weight' has no shape yet.*Run one batch"):
+        start(superpipeline(), Module(nn.Sequential(nn.Linear(16, 16), nn.LazyLinear(4))))
+
+
+def test_meta_modules() -> None:
+    with torch.device("meta"):
+        module = Module(Stack())
+    with pytest.raises(ValueError, match=r"'net\.stem\.weight' is on the meta device.*to_empty"):
+        start(superpipeline(), module)
+
+
+def test_parameters_over_the_same_memory() -> None:
+    net = Stack()
+    net.stem.weight.data = net.head.weight.data
+    with pytest.raises(ValueError, match=r"two Parameter objects over the same memory.*module_b\.weight = module_a"):
+        start(superpipeline(), Module(net))
+
+
+@pytest.mark.parametrize("change", ["to", "assign", "replace", "double"])
+def test_weights_rebound_behind_our_back_are_absorbed_again(change: str) -> None:
+    class Rebinds(Module):
+        def on_train_epoch_start(self) -> None:
+            net: Any = self.net
+            if self.current_epoch != 1:
+                return
+            if change == "to":
+                net.blocks[1].to(torch.float64).to(torch.float32)
+            elif change == "assign":
+                other = Stack()
+                torch.manual_seed(5)
+                for p in other.parameters():
+                    nn.init.normal_(p, std=0.1)
+                net.load_state_dict(other.state_dict(), assign=True)
+            elif change == "replace":
+                net.blocks[2] = Block().requires_grad_(False)
+            elif change == "double":
+                net.double()
+
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss(batch.to(next(self.net.parameters()).dtype))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    make = lambda: Rebinds(Stack())  # noqa: E731
+    ours, plain = (fit(make, vectors(), strategy, max_epochs=3) for strategy in (superpipeline(k=1), "auto"))
+    assert_equal(ours.state, plain.state, change)
+    assert_equal(ours.losses, plain.losses, change)
+
+
+def test_a_weight_written_between_forward_and_backward_is_autograds_own_error() -> None:
+    class Writes(Module):
+        def loss(self, batch: Any) -> Tensor:
+            loss = super().loss(batch)
+            net: Any = self.net
+            with torch.no_grad():
+                net.blocks[1].inner.weight.mul_(2)
+            return loss
+
+    for strategy in ("auto", superpipeline(), superpipeline(k=99)):
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation: \[torch\.\w*FloatTensor \[16, 32\]"):
+            start(strategy, Writes(Stack()))
+
+
+def test_an_optimizer_step_between_forward_and_backward_is_autograds_own_error() -> None:
+    class Steps(Module):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            loss = self.loss(batch)
+            self.manual_backward(loss, retain_graph=True)
+            optimizer.step()
+            self.manual_backward(loss)
+
+    for strategy in ("auto", superpipeline(), superpipeline(k=99)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            start(strategy, Steps(Stack()))
+
+
+def test_an_activation_written_in_place_is_autograds_own_error() -> None:
+    """Where saved-tensor hooks are active autograd leaves the check out; without ours this was silent."""
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.exp(self.linear(x))
+            return y.add_(1).sum()
+
+    for strategy in ("auto", superpipeline()):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            start(strategy, Module(Writes()))
+
+
+def test_torch_func_grad_through_a_streamed_layer() -> None:
+    class Transforms(Module):
+        def loss(self, batch: Any) -> Tensor:
+            return torch.func.grad(lambda x: self.net(x).sum())(batch).sum()
+
+    with pytest.raises(RuntimeError, match=r"torch\.func\.grad.*create_graph=True.*resident="):
+        start(superpipeline(), Transforms(Stack()))
+
+
+def test_torch_func_grad_outside_a_step_names_the_layer() -> None:
+    class Transforms(Module):
+        def on_train_epoch_start(self) -> None:
+            torch.func.grad(lambda x: self.net(x).sum())(torch.ones(2, 16))
+
+    with pytest.raises(RuntimeError, match=r"reached the streamed layer 'net\.stem'.*resident=\['net\.stem'\]"):
+        start(superpipeline(), Transforms(Stack()))
+
+
+def test_gradients_with_a_graph_of_their_own() -> None:
+    class Graph(Module):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.loss(batch).backward(create_graph=True)
+
+    with (
+        pytest.warns(UserWarning, match="create_graph=True"),
+        pytest.raises(RuntimeError, match=r"The gradient of 'net\..*create_graph=True.*torch\.autograd\.grad"),
+    ):
+        start(superpipeline(), Graph(Stack()))
+
+
+class RefusesPinning(Device):
+    def pin(self, memory: Tensor) -> bool:
+        return False
+
+
+def test_refused_pinning_warns_once_and_goes_on() -> None:
+    from sp_lightning.layers import find_layers
+    from sp_lightning.plan import make_plan
+    from sp_lightning.streamer import Streamer
+
+    module = Stack()
+    found = find_layers(module)
+    with pytest.warns(UserWarning, match=r"GiB of host memory could not be page-locked.*pin_memory=False") as caught:
+        streamer = Streamer(
+            module, found, make_plan(found, k=1, k_prime=1), RefusesPinning(torch.device("cpu")), pin=True
+        )
+    assert len(caught) == 1
+    assert module(torch.ones(1, 16)).isfinite().all()
+    streamer.close()
+
+
+def test_plan_and_stats_before_setup() -> None:
+    strategy = SuperpipelineStrategy()
+    with pytest.raises(RuntimeError, match="no plan yet"):
+        _ = strategy.plan
+    with pytest.raises(RuntimeError, match="no counters yet"):
+        strategy.stats()
+
+
+def test_the_callback_needs_the_strategy() -> None:
+    with pytest.raises(ValueError, match=r"SuperpipelineCallback works with SuperpipelineStrategy only.*SingleDevice"):
+        start("auto", callbacks=[SuperpipelineCallback()])
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "after_backward", "optimizer", "validation", "interrupt"])
+def test_after_a_failure_the_module_is_whole(where: str) -> None:
+    """Host parameters are back in the modules, finite, and a new run is equal to plain."""
+
+    class Fails(Module):
+        broken = True
+
+        def loss(self, batch: Any) -> Tensor:
+            if self.broken and where == "forward":
+                self.net(batch)
+                raise KeyError(where)
+            if self.broken and where == "interrupt":
+                raise SystemExit(where)
+            loss = super().loss(batch)
+            if self.broken and where == "backward":
+                loss.register_hook(lambda _: (_ for _ in ()).throw(KeyError(where)))
+            return loss
+
+        def on_after_backward(self) -> None:
+            if self.broken and where == "after_backward":
+                raise KeyError(where)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if self.broken and where == "optimizer":
+                raise KeyError(where)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            if self.broken and where == "validation":
+                raise KeyError(where)
+
+    def run(strategy: Any) -> Any:
+        pl.seed_everything(5, verbose=False)
+        module = Fails(Stack())
+        trainer = trainer_for(strategy)
+        with pytest.raises((KeyError, SystemExit), match=where):
+            trainer.fit(module, loader(vectors()), loader(vectors()))
+        assert all(type(p) is nn.Parameter and p.isfinite().all() for p in module.parameters())
+        assert not any(m._forward_hooks for m in module.modules())
+        broken = {name: value.clone() for name, value in module.state_dict().items()}
+        module.broken = False
+        trainer = trainer_for(superpipeline() if strategy != "auto" else "auto")
+        trainer.fit(module, loader(vectors()), loader(vectors()))
+        return broken, dict(module.state_dict())
+
+    assert_equal(run(superpipeline(k=1)), run("auto"), where)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+def test_modules_that_are_never_cut() -> None:
+    """Attention reads a child's weight without calling it, ScriptModules take no hooks: whole, and equal."""
+
+    def make() -> Module:
+        scripted = torch.jit.script(nn.Linear(16, 16))
+        return Module(nn.Sequential(nn.Linear(16, 16), scripted, SelfAttention(), Block()))
+
+    strategy = superpipeline(k=1)
+    ours = fit(make, vectors(), strategy)
+    assert_equal(ours.state, fit(make, vectors()).state, "state")
+    assert any("ScriptModule" in note for note in strategy.plan.notes)
+    assert not any("out_proj" in layer.name for layer in strategy.plan.layers)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+def test_nothing_to_stream_just_runs() -> None:
+    class NoParameters(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            return None
+
+        def configure_optimizers(self) -> Any:
+            return None
+
+    strategy = superpipeline()
+    trainer_for(strategy).validate(NoParameters(nn.Tanh()), loader(vectors()), verbose=False)
+    assert strategy.plan.layers == ()
+    everything = SuperpipelineStrategy(resident=["**"])
+    ours = fit(llama, tokens(), everything)
+    assert everything.plan.layers == ()
+    assert_equal(ours.state, fit(llama, tokens()).state, "state")
+
+
+def test_the_name_is_registered() -> None:
+    trainer = pl.Trainer(strategy="superpipeline", accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert isinstance(trainer.strategy, SuperpipelineStrategy)
+    assert trainer.strategy.root_device.type == "cpu"
+    assert "superpipeline" in pl.strategies.StrategyRegistry
+    assert sp_lightning.__version__

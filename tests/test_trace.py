@@ -1,0 +1,47 @@
+"""The trace drives prefetch; a wrong one costs a fetch, never a result."""
+
+from __future__ import annotations
+
+import math
+
+from sp_lightning.trace import Trace
+
+
+def test_follows_what_was_recorded() -> None:
+    trace = Trace([0, 1, 2, 2, 1, 0])
+    assert list(trace.upcoming()) == [0, 1, 2]
+    assert trace.next_uses(0) == (0, 5)
+    for layer in (0, 2, 2, 0):
+        trace.visit(layer)
+    trace.start()
+    assert list(trace.upcoming()) == [0, 2]
+    assert trace.next_use(1) == math.inf
+
+
+def test_a_layer_that_was_skipped_is_jumped_over() -> None:
+    trace = Trace([0, 1, 2, 3])
+    trace.visit(0)
+    trace.visit(2)
+    assert list(trace.upcoming()) == [3]
+
+
+def test_a_layer_that_was_not_expected_changes_nothing() -> None:
+    trace = Trace([0, 1, 2])
+    trace.visit(0)
+    trace.visit(7)
+    assert list(trace.upcoming()) == [1, 2]
+
+
+def test_round_and_round_where_copies_stay_valid() -> None:
+    trace = Trace([0, 1, 2])
+    trace.visit(0)
+    assert trace.next_use(0) == math.inf
+    trace.cyclic = True
+    assert trace.next_uses(0)[0] == 2
+    assert list(trace.upcoming()) == [1, 2, 0]
+
+
+def test_an_empty_batch_keeps_the_order() -> None:
+    trace = Trace([0, 1])
+    trace.start()
+    assert list(trace.upcoming()) == [0, 1]
