@@ -123,6 +123,7 @@ class Streamer:
         self._resident_memory = device.empty(plan.residents.nbytes)
         self._parameters[self._residents].attach(self._resident_memory)
         self._resident_current = False
+        self._residents_sent: Any = None
         self._swaps = self._pair_places()
         self._layer_of = {id(each): i for i, group in enumerate(self._parameters) for each in group.all}
         self._packing = Packing(self._parameters, self._slots.lent_at, self._reach)
@@ -235,7 +236,7 @@ class Streamer:
         """Host weights are about to be written: nothing may read them meanwhile."""
         with self._lock:
             self._take_back_writes()
-            self._slots.synchronize()
+            self._synchronize_uploads()
 
     def forget(self) -> None:
         """Host weights have been or may have been written: copies on the device are out of date."""
@@ -411,7 +412,7 @@ class Streamer:
         if self._tasks:
             return
         with self._lock:
-            self._slots.synchronize()
+            self._synchronize_uploads()
             accumulated, self._accumulates = self._accumulates, False
             if not self._in_step or (accumulated and self._ends_with_backward):
                 self.end()
@@ -488,6 +489,8 @@ class Streamer:
             if layer is not None and layer not in self._used:
                 spans = self._parameters[layer].spans
                 written = self._parameters[layer].take_written()
+                if written:
+                    self._device.wait(Stream.COMPUTE, slot.filled)
                 with torch.inference_mode(False):
                     self._write_back(layer, ((index, view(slot.memory, spans[index])) for index in written))
 
@@ -575,11 +578,16 @@ class Streamer:
         self._blocks[self._residents].adopt()
         source = self._blocks[self._residents].weights
         self._device.copy(self._resident_memory, source, Stream.UPLOAD)
-        sent = self._device.record(Stream.UPLOAD)
-        self._device.wait(Stream.COMPUTE, sent)
+        self._residents_sent = self._device.record(Stream.UPLOAD)
+        self._device.wait(Stream.COMPUTE, self._residents_sent)
         residents.fetched()
         residents.sync_requires_grad()
         self._resident_current = True
+
+    def _synchronize_uploads(self) -> None:
+        """The host waits until no transfer reads its weights any more."""
+        self._slots.synchronize()
+        self._device.synchronize(self._residents_sent)
 
     def _take_back_writes(self) -> None:
         """Every weight that was written on the device is the host's now."""

@@ -8,7 +8,7 @@ import pytest
 
 from examples import finetune_llm
 
-SIZE = "--layers 2 --hidden 32 --length 16 --batch-size 2".split()
+SIZE = ["--layers", "2", "--hidden", "32", "--length", "16", "--batch-size", "2"]
 
 
 def test_trains_saves_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,7 +22,7 @@ def test_trains_saves_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_continues_from_a_local_folder(tmp_path: Path) -> None:
     first = finetune_llm.main(["--steps", "4", *SIZE, "--output", str(tmp_path / "run")])
-    size = "--length 16 --batch-size 2".split()
+    size = ["--length", "16", "--batch-size", "2"]
     second = finetune_llm.main(
         ["--steps", "4", "--model", str(tmp_path / "run" / "model"), *size, "--output", str(tmp_path / "again")]
     )
