@@ -28,6 +28,24 @@ class Stream(enum.Enum):
     DOWNLOAD = "device to host"
 
 
+class Wait(enum.Enum):
+    """Every wait of the engine, and what would go wrong without it. ``tests/test_waits.py`` leaves out each in turn."""
+
+    FETCH_AFTER_USE = "a slot is overwritten after the last kernel that read it"
+    USE_AFTER_FETCH = "a layer is read after its transfer"
+    WRITE_BACK_AFTER_FETCH = "what is written back from a slot has come into it before"
+    RESIDENTS_AFTER_USE = "residents are sent again after the last kernel that read them"
+    USE_AFTER_RESIDENTS = "residents are read after their transfer"
+    DRAIN_AFTER_GRADIENT = "a gradient leaves after the kernel that wrote it"
+    REUSE_AFTER_DRAIN = "a gradient's device memory is used again after its copy"
+    APPLY_AFTER_DRAIN = "the host reads a gradient after its copy"
+    DROP_AFTER_DRAIN = "the host uses a dropped gradient's memory again after its copy"
+    UPDATE_AFTER_FETCH = "the host writes weights after the transfers that read them"
+    UPDATE_AFTER_RESIDENTS = "the host writes residents after the transfer that reads them"
+    FREE_AFTER_FETCH = "an extra slot is freed after the transfer into it"
+    CLOSE_AFTER_FETCH = "slots and host blocks are freed after the last transfer"
+
+
 class Device:
     """A device whose copies are synchronous: the CPU.
 
@@ -71,11 +89,17 @@ class Device:
         """An event that has happened once everything issued to ``stream`` so far is done."""
         return None
 
-    def wait(self, stream: Stream, event: Any) -> None:
+    def wait(self, stream: Stream, event: Any, why: Wait) -> None:
         """Let ``stream`` wait for ``event``; the host goes on."""
 
-    def synchronize(self, event: Any) -> None:
+    def synchronize(self, event: Any, why: Wait) -> None:
         """Let the host wait for ``event``."""
+
+    def access(self, memory: Tensor, by: Stream | None, *, write: bool) -> None:
+        """Say that ``memory`` is read or written by a stream (None: the host) now. Nothing but a declaration.
+
+        :meth:`copy` declares for itself. A simulated device checks that each access is ordered after those before.
+        """
 
     def free_bytes(self) -> int | None:
         """Device memory that can still be had, in bytes; None where that is not a limit (CPU)."""
@@ -126,7 +150,7 @@ class Accelerator(Device):
         event.record(self._stream(stream))
         return event
 
-    def wait(self, stream: Stream, event: torch.Event | None) -> None:
+    def wait(self, stream: Stream, event: torch.Event | None, why: Wait) -> None:
         if event is None or event.query():
             return
         waiting = self._stream(stream)
@@ -141,7 +165,7 @@ class Accelerator(Device):
         if len(self._waits) > 512:
             self._sum_waits()
 
-    def synchronize(self, event: torch.Event | None) -> None:
+    def synchronize(self, event: torch.Event | None, why: Wait) -> None:
         if event is not None:
             event.synchronize()
 

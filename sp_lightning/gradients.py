@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device import Device, PinnedMemory, Stream
+from sp_lightning.device import Device, PinnedMemory, Stream, Wait
 from sp_lightning.host import HostBlock, Staging
 from sp_lightning.memory import strided
 
@@ -90,6 +90,7 @@ class Gradients:
             self.drain(layer)
             waiting = self._arrived.setdefault(layer, {})
         waiting[index] = gradient
+        self._device.access(gradient, Stream.COMPUTE, write=True)
         self.device_bytes += gradient.nbytes if gradient.layout is torch.strided else 0
         complete = len(waiting) == sum(parameter.requires_grad for parameter in block.parameters)
         if complete and layer != self._residents:
@@ -103,7 +104,7 @@ class Gradients:
         block = self._blocks[layer]
         staging: PinnedMemory | None = None
         landings = []
-        self._device.wait(Stream.DOWNLOAD, self._device.record(Stream.COMPUTE))
+        self._device.wait(Stream.DOWNLOAD, self._device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
         for index, gradient in gradients.items():
             if gradient.layout is not torch.strided:  # sparse: of no fixed size, as nn.Embedding(sparse=True) makes
                 landings.append(_Landing(index, gradient.to("cpu"), own=True))
@@ -133,7 +134,9 @@ class Gradients:
         """Free the device memory of all but the ``keep`` latest transfers; compute waits for the others."""
         while len(self._flying) > keep:
             drain = self._flying.popleft()
-            self._device.wait(Stream.COMPUTE, drain.landed)
+            self._device.wait(Stream.COMPUTE, drain.landed, Wait.REUSE_AFTER_DRAIN)
+            for gradient in drain.gradients:
+                self._device.access(gradient, Stream.COMPUTE, write=True)  # whatever compute puts there next
             drain.gradients.clear()
             self.device_bytes -= drain.nbytes
             self._landed.append(drain)
@@ -151,7 +154,9 @@ class Gradients:
     def drop(self) -> None:
         """Forget gradients that did not reach the host: backward failed."""
         for drain in (*self._flying, *self._landed):
-            self._device.synchronize(drain.landed)
+            self._device.synchronize(drain.landed, Wait.DROP_AFTER_DRAIN)
+            for landing in drain.landings:
+                self._device.access(landing.memory, None, write=True)
             if drain.staging is not None:
                 self._staging.give_back(drain.staging)
         self._arrived.clear()
@@ -160,9 +165,10 @@ class Gradients:
         self.device_bytes = 0
 
     def _apply(self, drain: _Drain) -> None:
-        self._device.synchronize(drain.landed)
+        self._device.synchronize(drain.landed, Wait.APPLY_AFTER_DRAIN)
         try:
             for landing in drain.landings:
+                self._device.access(landing.memory, None, write=True)  # it may become param.grad, which the user writes
                 accumulate(drain.block.parameters[landing.index], landing.memory, own=landing.own)
         finally:
             if drain.staging is not None:

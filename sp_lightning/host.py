@@ -51,6 +51,7 @@ class HostBlock:
     def write(self, index: int, value: Tensor) -> None:
         """Take over a weight that was written on the device; synchronous, and visible as an in-place write."""
         target = self.parameters[index]
+        self._device.access(self.weights, None, write=True)
         with torch.inference_mode(False), torch.no_grad():
             target.copy_(value)
 
@@ -92,6 +93,7 @@ class HostBlock:
     def _take(self, index: int) -> None:
         parameter = self.parameters[index]
         target = self._part(self._weights.bytes, index)
+        self._device.access(self.weights, None, write=True)
         with torch.inference_mode(False), torch.no_grad():
             target.copy_(parameter.data)
             parameter.data = target

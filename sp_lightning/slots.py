@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sp_lightning.device import Device, Stream
+from sp_lightning.device import Device, Stream, Wait
 from sp_lightning.host import HostBlock
 from sp_lightning.memory import lend
 from sp_lightning.plan import Plan
@@ -142,7 +142,7 @@ class Slots:
                 self._at.pop(slot.layer, None)
             # A slot that was held after its release has no event of its own: nobody knows when its last view went.
             idle = slot.idle if slot.idle is not None else self._device.record(Stream.COMPUTE)
-            self._device.wait(Stream.UPLOAD, idle)
+            self._device.wait(Stream.UPLOAD, idle, Wait.FETCH_AFTER_USE)
             source = self._blocks[layer].weights
             self._device.copy(slot.memory[: source.nbytes], source, Stream.UPLOAD)
             slot.layer = layer
@@ -158,7 +158,8 @@ class Slots:
     def use(self, layer: int) -> Slot:
         """Lend a fetched layer's memory to compute, which waits for the transfer. The slot's ``lent`` is the loan."""
         slot = self._at[layer]
-        self._device.wait(Stream.COMPUTE, slot.filled)
+        self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
+        self._device.access(slot.memory, Stream.COMPUTE, write=False)
         if slot.lent is None:
             slot.lent = lend(slot.memory)
             slot.last_lent = [storage for storage in slot.last_lent if not storage.expired()]
@@ -168,6 +169,7 @@ class Slots:
 
     def release(self, slot: Slot) -> None:
         """The use is over. Device parameters have let go of the memory; others may still hold views of it."""
+        self._device.access(slot.memory, Stream.COMPUTE, write=False)
         slot.lent = None
         if slot.state is not SlotState.HELD:
             slot.idle = self._device.record(Stream.COMPUTE)
@@ -185,17 +187,20 @@ class Slots:
             if slot.overwritable:
                 if slot.layer is not None:
                     self._at.pop(slot.layer, None)
-                self._device.wait(Stream.COMPUTE, slot.filled)
+                self._device.wait(Stream.COMPUTE, slot.filled, Wait.FREE_AFTER_FETCH)
+                self._device.access(slot.memory, Stream.COMPUTE, write=True)
                 self.all.remove(slot)
 
-    def synchronize(self) -> None:
+    def synchronize(self, why: Wait) -> None:
         """The host waits until no transfer reads its weights any more."""
         for slot in self.all:
-            self._device.synchronize(slot.filled)
+            self._device.synchronize(slot.filled, why)
 
     def close(self) -> None:
         """Free all slots."""
-        self.synchronize()
+        self.synchronize(Wait.CLOSE_AFTER_FETCH)
+        for slot in self.all:
+            self._device.access(slot.memory, None, write=True)
         self._at.clear()
         self.all.clear()
 

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from sp_lightning.device import Device, Stream
+from sp_lightning.device import Device, Stream, Wait
 from sp_lightning.gates import attach_gates
 from sp_lightning.gradients import Gradients
 from sp_lightning.host import HostBlock
@@ -490,7 +490,8 @@ class Streamer:
                 spans = self._parameters[layer].spans
                 written = self._parameters[layer].take_written()
                 if written:
-                    self._device.wait(Stream.COMPUTE, slot.filled)
+                    self._device.wait(Stream.COMPUTE, slot.filled, Wait.WRITE_BACK_AFTER_FETCH)
+                    self._device.access(slot.memory, Stream.COMPUTE, write=False)
                 with torch.inference_mode(False):
                     self._write_back(layer, ((index, view(slot.memory, spans[index])) for index in written))
 
@@ -574,20 +575,24 @@ class Streamer:
 
     def _send_residents(self) -> None:
         residents = self._parameters[self._residents]
-        self._device.wait(Stream.UPLOAD, self._device.record(Stream.COMPUTE))
+        self._device.access(self._resident_memory, Stream.COMPUTE, write=False)
+        self._device.wait(Stream.UPLOAD, self._device.record(Stream.COMPUTE), Wait.RESIDENTS_AFTER_USE)
         self._blocks[self._residents].adopt()
         source = self._blocks[self._residents].weights
         self._device.copy(self._resident_memory, source, Stream.UPLOAD)
         self._residents_sent = self._device.record(Stream.UPLOAD)
-        self._device.wait(Stream.COMPUTE, self._residents_sent)
+        self._device.wait(Stream.COMPUTE, self._residents_sent, Wait.USE_AFTER_RESIDENTS)
+        self._device.access(self._resident_memory, Stream.COMPUTE, write=False)
         residents.fetched()
         residents.sync_requires_grad()
         self._resident_current = True
 
     def _synchronize_uploads(self) -> None:
         """The host waits until no transfer reads its weights any more."""
-        self._slots.synchronize()
-        self._device.synchronize(self._residents_sent)
+        self._slots.synchronize(Wait.UPDATE_AFTER_FETCH)
+        self._device.synchronize(self._residents_sent, Wait.UPDATE_AFTER_RESIDENTS)
+        for block in self._blocks:
+            self._device.access(block.weights, None, write=True)  # by whatever comes now: optimizer, hooks, callbacks
 
     def _take_back_writes(self) -> None:
         """Every weight that was written on the device is the host's now."""
