@@ -33,7 +33,7 @@ class Wait(enum.Enum):
 
     FETCH_AFTER_USE = "a slot is overwritten after the last kernel that read it"
     USE_AFTER_FETCH = "a layer is read after its transfer"
-    WRITE_BACK_AFTER_FETCH = "what is written back from a slot has come into it before"
+    WRITE_BACK_AFTER_USE = "the host takes a weight after the kernels that wrote it on the device"
     RESIDENTS_AFTER_USE = "residents are sent again after the last kernel that read them"
     USE_AFTER_RESIDENTS = "residents are read after their transfer"
     DRAIN_AFTER_GRADIENT = "a gradient leaves after the kernel that wrote it"
@@ -42,7 +42,6 @@ class Wait(enum.Enum):
     DROP_AFTER_DRAIN = "the host uses a dropped gradient's memory again after its copy"
     UPDATE_AFTER_FETCH = "the host writes weights after the transfers that read them"
     UPDATE_AFTER_RESIDENTS = "the host writes residents after the transfer that reads them"
-    FREE_AFTER_FETCH = "an extra slot is freed after the transfer into it"
     CLOSE_AFTER_FETCH = "slots and host blocks are freed after the last transfer"
 
 

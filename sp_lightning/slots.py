@@ -182,12 +182,11 @@ class Slots:
                 slot.layer = None
 
     def give_back_extra(self) -> None:
-        """Free the extra slots that nobody holds."""
+        """Free the extra slots that nobody holds. They are fetched into on demand only, so compute has waited."""
         for slot in [each for each in self.all if each.extra]:
             if slot.overwritable:
                 if slot.layer is not None:
                     self._at.pop(slot.layer, None)
-                self._device.wait(Stream.COMPUTE, slot.filled, Wait.FREE_AFTER_FETCH)
                 self._device.access(slot.memory, Stream.COMPUTE, write=True)
                 self.all.remove(slot)
 
@@ -200,7 +199,7 @@ class Slots:
         """Free all slots."""
         self.synchronize(Wait.CLOSE_AFTER_FETCH)
         for slot in self.all:
-            self._device.access(slot.memory, None, write=True)
+            self._device.access(slot.memory, Stream.COMPUTE, write=True)
         self._at.clear()
         self.all.clear()
 

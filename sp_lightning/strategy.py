@@ -252,8 +252,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             return super().optimizer_step(optimizer, closed, *args, **kwargs)
 
     def on_exception(self, exception: BaseException) -> None:
-        if self._streamer is not None:
-            self._streamer.abort()
+        self._abort()
         super().on_exception(exception)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -307,11 +306,18 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         try:
             yield
         except BaseException as error:
-            if self._streamer is not None:
-                self._streamer.abort()
+            self._abort()
             if isinstance(error, RuntimeError) and "don't yet support saved tensor hooks" in str(error):
                 raise RuntimeError(_TRANSFORMS) from error
             raise
+
+    def _abort(self) -> None:
+        """Make the module whole; a failure in this must not hide the error that is under way."""
+        try:
+            if self._streamer is not None:
+                self._streamer.abort()
+        except Exception:
+            log.exception("Superpipeline could not put the host's parameters back after the error that follows.")
 
     # ------------------------------------------------------------------ the engine
 

@@ -408,9 +408,14 @@ class Streamer:
                 return
             self._tasks = self._tasks[: self._tasks.index(task)]
             self._release_loose()
-        self._gradients.settle()
-        if self._tasks:
-            return
+        try:
+            self._gradients.settle()
+        finally:  # where a user's hook raised, plain autograd would have computed no further either
+            self._gradients.drop()
+            if not self._tasks:
+                self._outermost_backward_ended()
+
+    def _outermost_backward_ended(self) -> None:
         with self._lock:
             self._synchronize_uploads()
             accumulated, self._accumulates = self._accumulates, False
@@ -479,6 +484,7 @@ class Streamer:
     def _write_back(self, layer: int, written: Iterable[tuple[int, Tensor]]) -> None:
         """Weights that were written in place on the device become the host's."""
         for index, value in written:
+            self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
             self._blocks[layer].write(index, value)
             self._parameters[layer].written_back()
 
@@ -486,11 +492,10 @@ class Streamer:
         """A view that outlived its layer's release may have been written since; its memory is the slot's still."""
         for slot in slots:
             layer = slot.layer
-            if layer is not None and layer not in self._used:
+            if layer is not None and layer not in self._used and slot.last_lent:  # lent since it was filled
                 spans = self._parameters[layer].spans
                 written = self._parameters[layer].take_written()
                 if written:
-                    self._device.wait(Stream.COMPUTE, slot.filled, Wait.WRITE_BACK_AFTER_FETCH)
                     self._device.access(slot.memory, Stream.COMPUTE, write=False)
                 with torch.inference_mode(False):
                     self._write_back(layer, ((index, view(slot.memory, spans[index])) for index in written))
@@ -516,7 +521,7 @@ class Streamer:
         size = min(self.plan.k_prime, self.plan.rings[ring].slots)
         absent = (x for x in self._trace.upcoming() if x not in self._slots and self._slots.ring_of(x) == ring)
         wanted = list(islice(absent, size))
-        slots = self._slots.of_ring(ring)
+        slots = [slot for slot in self._slots.of_ring(ring) if not slot.extra]
         pairs: list[tuple[int, Slot]] = []
         for layer in wanted:
             needed = self._trace.next_use(layer)

@@ -1,0 +1,322 @@
+"""A simulated accelerator: asynchronous copies, poisoned memory and vector clocks, on CPU tensors.
+
+What a synchronous CPU hides shows here, every time and not only when a race is lost:
+
+- **Lazy streams.** A copy runs only when somebody waits for it, as late as allowed; until then its target is poison.
+- **Vector clocks.** Host, compute, upload and download are agents. An agent's clock says what it knows of the others:
+  issuing work orders a stream after the host, a wait orders it after the event. Each access to memory must be ordered
+  after the conflicting ones before it; otherwise :class:`Race` names both and the missing edge. Compute runs eagerly
+  here, so that late copies alone would miss every wait *of* a copy stream; the clocks do not.
+- **Watch.** A dispatch mode that sees every operator: what touches a slot is an access by compute, what touches the
+  host store one by the host, whether the engine declared it or not; an operator that takes both raises :class:`Mixed`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sp_lightning.device import Device, Stream, Wait
+from sp_lightning.host import HostBlock
+
+HOST = "host"
+Agent = Stream | str
+Clock = dict[Agent, int]
+
+
+class Race(AssertionError):
+    """Two accesses to the same memory, and nothing orders the second after the first."""
+
+
+class Mixed(AssertionError):
+    """One operator takes memory of the host store and memory of the device: on a real device an error."""
+
+
+@dataclass
+class SimEvent:
+    """What a stream had issued when it was recorded, and what it knew."""
+
+    stream: Stream
+    issued: int
+    clock: Clock
+
+
+@dataclass
+class Access:
+    """One access, as it is remembered."""
+
+    by: Agent
+    at: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.what} by {self.by.value if isinstance(self.by, Stream) else self.by} at {self.at}"
+
+
+@dataclass
+class Region:
+    """The accesses to one stretch of memory."""
+
+    start: int
+    end: int
+    alive: StorageWeakRef
+    write: Access | None = None
+    reads: dict[Agent, Access] = field(default_factory=dict)
+
+
+class SimDevice(Device):
+    """Plugs into the engine's one seam.
+
+    Args:
+        device: the CPU.
+        omit: a wait that is left out, to show that it is needed.
+    """
+
+    def __init__(self, device: torch.device, omit: Wait | None = None) -> None:
+        super().__init__(device)
+        self.omit = omit
+        self.waits: list[Wait] = []
+        self.clocks: dict[Agent, Clock] = {agent: {} for agent in (HOST, *Stream)}
+        self.on_device: list[tuple[int, int, StorageWeakRef]] = []
+        self.on_host: list[tuple[int, int, StorageWeakRef]] = []
+        self.inside = False  # the engine's own copies are no operators of the model
+        self._regions: list[Region] = []
+        self._queues: dict[Stream, deque[tuple[int, Callable[[], None]]]] = {s: deque() for s in Stream}
+        self._issued = dict.fromkeys(Stream, 0)
+
+    # ------------------------------------------------------------------ the seam
+
+    def empty(self, nbytes: int) -> Tensor:
+        memory = super().empty(nbytes)
+        poison(memory)
+        self.on_device.append((*_range(memory), StorageWeakRef(memory.untyped_storage())))
+        return memory
+
+    def host_empty(self, nbytes: int) -> Tensor:
+        memory = super().host_empty(nbytes)
+        poison(memory)
+        self.on_host.append((*_range(memory), StorageWeakRef(memory.untyped_storage())))
+        return memory
+
+    def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
+        self._issue(stream)
+        self._check(source, stream, write=False, what="copied from")
+        self._check(target, stream, write=True, what="copied to")
+        with self.engine():
+            poison(target)
+        self._queues[stream].append((self._issued[stream], lambda: self._run_copy(target, source)))
+
+    def record(self, stream: Stream) -> SimEvent:
+        self._issue(stream)
+        return SimEvent(stream, self._issued[stream], dict(self.clocks[stream]))
+
+    def wait(self, stream: Stream, event: SimEvent | None, why: Wait) -> None:
+        self.waits.append(why)
+        if event is None or why is self.omit:
+            return
+        self._issue(stream)
+        self._learn(stream, event.clock)
+        if stream is Stream.COMPUTE:
+            self._run(event)  # compute is eager: what it waits for must be there
+        else:
+            self._queues[stream].append((self._issued[stream], lambda: self._run(event)))
+
+    def synchronize(self, event: SimEvent | None, why: Wait) -> None:
+        self.waits.append(why)
+        if event is None or why is self.omit:
+            return
+        self._learn(HOST, event.clock)
+        self._run(event)
+
+    def access(self, memory: Tensor, by: Stream | None, *, write: bool) -> None:
+        agent: Agent = HOST if by is None else by
+        if by is not None:
+            self._issue(by)
+        self._check(memory, agent, write=write, what="written" if write else "read")
+
+    # ------------------------------------------------------------------ streams
+
+    def _issue(self, stream: Stream) -> None:
+        """The host issues something to a stream, which from then on knows what the host knows."""
+        self._learn(stream, self.clocks[HOST])
+        self._issued[stream] += 1
+
+    def _learn(self, agent: Agent, clock: Clock) -> None:
+        mine = self.clocks[agent]
+        for other, at in clock.items():
+            mine[other] = max(mine.get(other, 0), at)
+
+    def _run(self, event: SimEvent) -> None:
+        queue = self._queues[event.stream]
+        while queue and queue[0][0] <= event.issued:
+            queue.popleft()[1]()
+
+    def _run_copy(self, target: Tensor, source: Tensor) -> None:
+        with self.engine(), torch.inference_mode(False), torch.no_grad():
+            target.copy_(source)
+
+    @contextmanager
+    def engine(self) -> Iterator[None]:
+        """What runs inside is no operator of the model's."""
+        before, self.inside = self.inside, True
+        try:
+            yield
+        finally:
+            self.inside = before
+
+    # ------------------------------------------------------------------ clocks
+
+    def _check(self, memory: Tensor, agent: Agent, *, write: bool, what: str) -> None:
+        if memory.layout is not torch.strided or not memory.numel():
+            return
+        self.clocks[agent][agent] = self.clocks[agent].get(agent, 0) + 1
+        access = Access(agent, self.clocks[agent][agent], what)
+        start, end = _range(memory)
+        self._regions = [region for region in self._regions if not region.alive.expired()]
+        own = None
+        for region in self._regions:
+            if region.start < end and start < region.end:
+                before = [region.write, *(region.reads.values() if write else ())]
+                for earlier in before:
+                    if earlier is not None and self.clocks[agent].get(earlier.by, 0) < earlier.at:
+                        raise Race(f"memory {start:#x}: {access} is not ordered after {earlier}")
+                if (region.start, region.end) == (start, end):
+                    own = region
+        if own is None:
+            own = Region(start, end, StorageWeakRef(memory.untyped_storage()))
+            self._regions.append(own)
+        if write:
+            own.write = access
+            own.reads.clear()
+        else:
+            own.reads[agent] = access
+
+
+def poison(memory: Tensor) -> None:
+    """NaN in every float type; the smallest number elsewhere."""
+    with torch.inference_mode(False), torch.no_grad():
+        if memory.dtype == torch.uint8:
+            memory.fill_(0xFF)
+        elif memory.is_floating_point() or memory.is_complex():
+            memory.fill_(float("nan"))
+        elif memory.dtype != torch.bool:
+            memory.fill_(torch.iinfo(memory.dtype).min)
+
+
+def _range(memory: Tensor) -> tuple[int, int]:
+    start = memory.data_ptr()
+    extent = sum((size - 1) * stride for size, stride in zip(memory.shape, memory.stride(), strict=True)) + 1
+    return start, start + (extent * memory.element_size() if memory.numel() else 0)
+
+
+class Watch(TorchDispatchMode):
+    """Sees every operator; see the module's docstring."""
+
+    def __init__(self, device: SimDevice) -> None:
+        super().__init__()
+        self._device = device
+        self._derived: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._device.inside or _is_view(func):
+            return func(*args, **kwargs)
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        device = [each for each in tensors if self._on_device(each)]
+        host = [each for each in tensors if _within(each, self._device.on_host) and each.ndim]
+        derived = [each for each in tensors if self._is_derived(each)]
+        if host and (device or derived):
+            raise Mixed(
+                f"{func} takes memory of the host store {_shapes(host)} and of the device {_shapes(device + derived)}"
+            )
+        written = {id(args[i]) for i, each in enumerate(func._schema.arguments[: len(args)]) if _is_written(each)}
+        for each in device:
+            self._device.access(each, Stream.COMPUTE, write=id(each) in written)
+        for each in host:
+            self._device.access(each, None, write=id(each) in written)
+        result = func(*args, **kwargs)
+        if device or derived:
+            for each in tree_leaves(result):
+                if (
+                    isinstance(each, Tensor)
+                    and each.layout is torch.strided
+                    and each.ndim
+                    and not self._on_device(each)
+                ):
+                    self._derived[each.untyped_storage()._cdata] = StorageWeakRef(each.untyped_storage())
+        return result
+
+    def _on_device(self, tensor: Tensor) -> bool:
+        return _within(tensor, self._device.on_device)
+
+    def _is_derived(self, tensor: Tensor) -> bool:
+        if tensor.layout is not torch.strided or not tensor.ndim:
+            return False
+        known = self._derived.get(tensor.untyped_storage()._cdata)
+        return known is not None and not known.expired()
+
+
+def _within(tensor: Tensor, ranges: list[tuple[int, int, StorageWeakRef]]) -> bool:
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    address = tensor.data_ptr()
+    return any(start <= address < end and not alive.expired() for start, end, alive in ranges)
+
+
+def _is_view(func: Any) -> bool:
+    """A view, or ``set_``: no data is touched."""
+    returns = [each.alias_info for each in func._schema.returns]
+    return func._schema.name == "aten::set_" or any(info is not None and not info.is_write for info in returns)
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _shapes(tensors: list[Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(each.shape) for each in tensors]
+
+
+@contextmanager
+def simulated(omit: Wait | None = None, *, watch: bool = True) -> Iterator[list[SimDevice]]:
+    """Every strategy inside runs on a simulated device; the list is of those that were made."""
+    made: list[SimDevice] = []
+    write, take = HostBlock.write, HostBlock._take
+
+    def make(device: torch.device) -> SimDevice:
+        made.append(SimDevice(device, omit))
+        if watch:
+            mode = Watch(made[-1])
+            mode.__enter__()
+            modes.append(mode)
+        return made[-1]
+
+    def engine_write(self: HostBlock, index: int, value: Tensor) -> None:
+        with self._device.engine():  # type: ignore[attr-defined]
+            write(self, index, value)
+
+    def engine_take(self: HostBlock, index: int) -> None:
+        with self._device.engine():  # type: ignore[attr-defined]
+            take(self, index)
+
+    modes: list[Watch] = []
+    with (
+        mock.patch("sp_lightning.strategy.device_for", make),
+        mock.patch.object(HostBlock, "write", engine_write),
+        mock.patch.object(HostBlock, "_take", engine_take),
+    ):
+        try:
+            yield made
+        finally:
+            for mode in reversed(modes):
+                mode.__exit__(None, None, None)

@@ -1,0 +1,31 @@
+"""The same cases on the simulated device: nothing races, nothing mixes, and the result is the same to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.models import CASES
+from tests.support.runs import Outcome, assert_same, fit, superpipeline
+from tests.support.simdevice import simulated
+
+_plain: dict[str, Outcome] = {}
+
+
+def run(name: str, strategy: Any) -> Outcome:
+    case = CASES[name]
+    batches = case.batches()
+    val = None if any(getattr(batch, "requires_grad", False) for batch in batches) else case.batches()[:2]
+    options = {} if name in ("gan", "lbfgs") else {"accumulate_grad_batches": 2, "max_epochs": 2}
+    return fit(case.make, batches, strategy, val=val, **options)
+
+
+@pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 2), (99, 1)])
+@pytest.mark.parametrize("name", CASES)
+def test_no_race(name: str, k: int, k_prime: int) -> None:
+    if name not in _plain:
+        _plain[name] = run(name, "auto")
+    with simulated():
+        ours = run(name, superpipeline(k=k, k_prime=k_prime))
+    assert_same(ours, _plain[name])

@@ -1,0 +1,154 @@
+"""The simulation has tests of its own: it must notice what it is for."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from sp_lightning.device import Stream, Wait
+from sp_lightning.slots import Slots
+from sp_lightning.streamer import Streamer
+from tests.support.models import Module, Stack, vectors
+from tests.support.runs import fit, superpipeline
+from tests.support.simdevice import Mixed, Race, SimDevice, Watch, simulated
+
+WHY = Wait.USE_AFTER_FETCH  # any
+
+
+def make() -> tuple[SimDevice, torch.Tensor, torch.Tensor]:
+    device = SimDevice(torch.device("cpu"))
+    slot, host = device.empty(64), device.host_empty(64)[:64]
+    host.fill_(7)
+    device.access(host, None, write=True)
+    return device, slot, host
+
+
+def test_a_copy_runs_only_when_somebody_waits() -> None:
+    device, slot, host = make()
+    device.copy(slot, host, Stream.UPLOAD)
+    event = device.record(Stream.UPLOAD)
+    assert slot.tolist() == [0xFF] * 64, "poison until then"
+    device.wait(Stream.COMPUTE, event, WHY)
+    assert slot.tolist() == [7] * 64
+
+
+def test_copies_run_in_order_and_only_up_to_the_event() -> None:
+    device, slot, host = make()
+    other = device.empty(64)
+    device.copy(slot, host, Stream.UPLOAD)
+    event = device.record(Stream.UPLOAD)
+    device.copy(other, host, Stream.UPLOAD)
+    device.synchronize(event, WHY)
+    assert slot.tolist() == [7] * 64
+    assert other.tolist() == [0xFF] * 64
+
+
+def test_reading_before_the_copy_is_a_race() -> None:
+    device, slot, host = make()
+    device.copy(slot, host, Stream.UPLOAD)
+    with pytest.raises(Race, match=r"read by compute at .* is not ordered after copied to by host to device"):
+        device.access(slot, Stream.COMPUTE, write=False)
+
+
+def test_overwriting_what_compute_reads_is_a_race() -> None:
+    device, slot, host = make()
+    device.copy(slot, host, Stream.UPLOAD)
+    device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), WHY)
+    device.access(slot, Stream.COMPUTE, write=False)
+    with pytest.raises(Race, match=r"copied to by host to device at .* is not ordered after read by compute"):
+        device.copy(slot, host, Stream.UPLOAD)
+
+
+def test_overwriting_after_the_event_is_none() -> None:
+    device, slot, host = make()
+    for _ in range(3):
+        device.copy(slot, host, Stream.UPLOAD)
+        device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), WHY)
+        device.access(slot, Stream.COMPUTE, write=False)
+        device.wait(Stream.UPLOAD, device.record(Stream.COMPUTE), WHY)
+
+
+def test_an_event_covers_only_what_came_before_it() -> None:
+    device, slot, host = make()
+    device.copy(slot, host, Stream.UPLOAD)
+    device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), WHY)
+    early = device.record(Stream.COMPUTE)
+    device.access(slot, Stream.COMPUTE, write=False)
+    device.wait(Stream.UPLOAD, early, WHY)
+    with pytest.raises(Race):
+        device.copy(slot, host, Stream.UPLOAD)
+
+
+def test_the_host_may_not_write_what_an_upload_reads() -> None:
+    device, slot, host = make()
+    device.copy(slot, host, Stream.UPLOAD)
+    with pytest.raises(Race, match=r"written by host at .* is not ordered after copied from by host to device"):
+        device.access(host, None, write=True)
+
+
+def test_the_host_may_once_it_has_waited() -> None:
+    device, slot, host = make()
+    device.copy(slot, host, Stream.UPLOAD)
+    device.synchronize(device.record(Stream.UPLOAD), WHY)
+    device.access(host, None, write=True)
+
+
+def test_parts_of_memory_are_told_apart() -> None:
+    device, slot, host = make()
+    device.copy(slot[:32], host[:32], Stream.UPLOAD)
+    device.access(slot[32:], Stream.COMPUTE, write=True)
+    with pytest.raises(Race):
+        device.access(slot[16:48], Stream.COMPUTE, write=True)
+
+
+def test_an_operator_that_mixes_is_refused() -> None:
+    device, slot, host = make()
+    device.copy(slot, host, Stream.UPLOAD)
+    device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), WHY)
+    with Watch(device):
+        derived = slot.float() * 2
+        with pytest.raises(Mixed, match="host store"):
+            torch.add(derived, host)
+        torch.add(derived, host[0])  # 0-dim is allowed on every device
+
+
+@pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True`` raised")
+def test_an_operator_that_nobody_declared_is_noticed() -> None:
+    """Slots and host store are the doors to memory; what goes past them is seen by the watch."""
+
+    def undeclared(self: Slots, layer: int) -> Any:
+        device, wait, access = self._device, self._device.wait, self._device.access
+        with (
+            mock.patch.object(device, "wait", lambda *a: wait(*a) if a[2] is not Wait.USE_AFTER_FETCH else None),
+            mock.patch.object(
+                device, "access", lambda m, by, write: None if by is Stream.COMPUTE else access(m, by, write=write)
+            ),
+        ):
+            return use(self, layer)
+
+    use = Slots.use
+    with (
+        simulated(),
+        mock.patch.object(Slots, "use", undeclared),
+        pytest.raises(Race, match=r"read by compute"),
+    ):
+        fit(lambda: Module(Stack()), vectors(1), superpipeline())
+
+
+def test_weights_of_the_host_in_the_model_are_noticed() -> None:
+    """Were the modules' parameters not exchanged, a CPU would compute with the host's and say nothing."""
+
+    def forgetful(self: Streamer) -> None:
+        activate(self)
+        self._active = False
+        for place, device, host in self._swaps:
+            if place.module._parameters[place.attribute] is device and "blocks.2" in str(self.found.layers[3].name):
+                place.module._parameters[place.attribute] = host if host.shape == (16, 32) else device
+        self._active = True
+
+    activate = Streamer._activate
+    with simulated(), mock.patch.object(Streamer, "_activate", forgetful), pytest.raises(Mixed):
+        fit(lambda: Module(Stack()), vectors(1), superpipeline())

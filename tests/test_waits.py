@@ -1,0 +1,126 @@
+"""The omission matrix: leave out each wait of the engine in turn, and something here must fail.
+
+The rows are the engine's own list (:class:`sp_lightning.device.Wait`), so a new wait without its scenario fails. A wait
+whose omission nothing notices is not needed, and goes: two went that way.
+
+| wait | scenario that fails without it |
+|---|---|
+| FETCH_AFTER_USE, USE_AFTER_FETCH | training |
+| DRAIN_AFTER_GRADIENT, REUSE_AFTER_DRAIN, APPLY_AFTER_DRAIN | training |
+| UPDATE_AFTER_FETCH, CLOSE_AFTER_FETCH | training |
+| RESIDENTS_AFTER_USE, USE_AFTER_RESIDENTS | training, with residents |
+| UPDATE_AFTER_RESIDENTS | an optimizer step before any forward, in manual optimization |
+| WRITE_BACK_AFTER_USE | weights written in place on the device |
+| DROP_AFTER_DRAIN | a hook that raises while gradients are applied |
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
+
+from sp_lightning.device import Wait
+from tests.support.models import CASES, Module, Stack, vectors
+from tests.support.runs import Outcome, assert_same, fit, superpipeline
+from tests.support.simdevice import Mixed, Race, simulated
+
+
+def training(strategy: Any) -> Outcome:
+    case = CASES["vit"]  # it has residents
+    return fit(case.make, case.batches(), strategy, val=case.batches()[:2], accumulate_grad_batches=2)
+
+
+def written_in_place(strategy: Any) -> Outcome:
+    case = CASES["rescaled-in-eval"]
+    return fit(case.make, case.batches(), strategy, val=case.batches()[:2])
+
+
+class StepsFirst(Module):
+    """Applies the last batch's gradients before anything else."""
+
+    def __init__(self) -> None:
+        super().__init__(CASES["vit"].make().net)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.manual_backward(loss)
+        return loss
+
+
+def steps_first(strategy: Any) -> Outcome:
+    return fit(StepsFirst, CASES["vit"].batches(), strategy)
+
+
+class RaisesWhileApplying(Module):
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.automatic_optimization = False
+        net: Any = self.net
+        net.blocks[0].inner.weight.register_post_accumulate_grad_hook(self.fail)  # the stem's is still on its way
+
+    def fail(self, parameter: Tensor) -> None:
+        if self.trainer.global_step == 0 and not hasattr(self, "failed"):
+            self.failed = True
+            raise KeyError("in a hook")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        try:
+            self.manual_backward(self.loss(batch))
+        except KeyError:
+            self.zero_grad()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+def raises_while_applying(strategy: Any) -> Outcome:
+    return fit(RaisesWhileApplying, vectors(), strategy)
+
+
+SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {
+    Wait.FETCH_AFTER_USE: training,
+    Wait.USE_AFTER_FETCH: training,
+    Wait.WRITE_BACK_AFTER_USE: written_in_place,
+    Wait.RESIDENTS_AFTER_USE: training,
+    Wait.USE_AFTER_RESIDENTS: training,
+    Wait.DRAIN_AFTER_GRADIENT: training,
+    Wait.REUSE_AFTER_DRAIN: training,
+    Wait.APPLY_AFTER_DRAIN: training,
+    Wait.DROP_AFTER_DRAIN: raises_while_applying,
+    Wait.UPDATE_AFTER_FETCH: training,
+    Wait.UPDATE_AFTER_RESIDENTS: steps_first,
+    Wait.CLOSE_AFTER_FETCH: training,
+}
+
+
+@pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True`` raised")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a failed backward that fails to end
+@pytest.mark.parametrize("wait", Wait, ids=lambda wait: wait.name)
+def test_every_wait_is_needed(wait: Wait) -> None:
+    assert wait in SCENARIOS, f"{wait} needs a scenario that fails without it"
+    scenario = SCENARIOS[wait]
+    with simulated() as made:
+        ours = scenario(superpipeline(k=1))
+    assert wait in made[0].waits, "the scenario does not come past this wait"
+    assert_same(ours, scenario("auto"))
+    logging.getLogger("lightning.pytorch.superpipeline").setLevel(logging.CRITICAL)
+    try:
+        with simulated(wait), pytest.raises((Race, Mixed, AssertionError)):
+            assert_same(scenario(superpipeline(k=1)), ours)
+    finally:  # a race in tearing down leaves hooks, which is no matter here
+        torch_optimizer._global_optimizer_pre_hooks.clear()
+        torch_optimizer._global_optimizer_post_hooks.clear()
+        logging.getLogger("lightning.pytorch.superpipeline").setLevel(logging.NOTSET)
