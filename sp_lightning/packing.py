@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning.memory import strided
-from sp_lightning.parameters import DeviceParameter, DeviceParameters, version
+from sp_lightning.parameters import DeviceParameter, DeviceParameters
 
 
 class _Packed(NamedTuple):
     """A saved tensor that lay in a slot: where it was, not what."""
 
     layer: int
-    parameter: DeviceParameter | None
+    which: int | None
     version: int
     offset: int
     dtype: torch.dtype
@@ -42,6 +43,20 @@ class _Outer(NamedTuple):
 
     packed: Any
     unpack: Callable[[Any], Tensor]
+
+
+_our_packs: WeakSet[Callable[..., Any]] = WeakSet()
+
+
+def _ours(pack: Callable[..., Any]) -> Callable[..., Any]:
+    _our_packs.add(pack)
+    return pack
+
+
+def packs() -> bool:
+    """Whether what autograd saves now is packed by us: no user's hooks and no checkpoint's recompute in between."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return top is not None and top[0] in _our_packs
 
 
 class Packing:
@@ -67,6 +82,7 @@ class Packing:
         """Pack while this is active; what is no weight goes to the hooks that were active before."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
+        @_ours
         def pack(tensor: Tensor) -> _Packed | _Kept | _Outer:
             packed = self._pack(tensor)
             if packed is not None:
@@ -87,9 +103,9 @@ class Packing:
         if layer is None:
             return None
         offset = int(tensor.storage_offset()) * tensor.element_size()
-        parameter = self._covering(layer, offset)
-        saved = -1 if parameter is None else version(parameter)
-        return _Packed(layer, parameter, saved, offset, tensor.dtype, tensor.shape, tensor.stride())
+        index = self._covering(layer, offset)
+        saved = -1 if index is None else self._parameters[layer].version(index)
+        return _Packed(layer, index, saved, offset, tensor.dtype, tensor.shape, tensor.stride())
 
     def _unpack(self, packed: _Packed | _Kept | _Outer) -> Tensor:
         if isinstance(packed, _Outer):
@@ -100,15 +116,14 @@ class Packing:
         with torch.inference_mode(False), torch.no_grad():
             memory = self._reach(packed.layer)
             tensor = strided(memory, packed.offset, packed.dtype, packed.shape, packed.stride)
-        if packed.parameter is not None:
-            _check_version(tensor, version(packed.parameter), packed.version)
+        if packed.which is not None:
+            _check_version(tensor, self._parameters[packed.layer].version(packed.which), packed.version)
         return tensor
 
-    def _covering(self, layer: int, offset: int) -> DeviceParameter | None:
-        group = self._parameters[layer]
-        for parameter, span in zip(group.all, group.spans, strict=True):
+    def _covering(self, layer: int, offset: int) -> int | None:
+        for index, span in enumerate(self._parameters[layer].spans):
             if span.offset <= offset < span.offset + span.nbytes:
-                return parameter
+                return index
         return None
 
 

@@ -11,6 +11,7 @@ What belongs to the host's parameter goes there: ``.grad``, ``requires_grad_``, 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.memory import Span, view
@@ -132,6 +133,8 @@ class StandIn(DeviceParameter):
             return _grad_by_edges(*args, **kwargs)
         away = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)]
         with away[0]._of.together(away):
+            if away[0]._of.kept_raw():
+                args, kwargs = tree_map_only(DeviceParameter, _alias, (args, kwargs))
             return func(*args, **kwargs)
 
 
@@ -141,24 +144,32 @@ class DeviceParameters:
     They are there (:meth:`attach`) while the layer is used, and away (:meth:`detach`) otherwise.
 
     Args:
+        layer: index of the layer.
         spans: where each parameter lies in the layer's memory.
         hosts: the user's parameters, in the same order.
         device: of the slots.
-        bring: called with the stand-ins that something wants to compute with; a context during which they are there.
-        arrived: called with an index when autograd has put a gradient on that device parameter.
+        together: called with the stand-ins that something wants to compute with; a context during which they are there.
+        kept_raw: whether autograd would save tensors as they are now, and not as our hooks pack them.
+        arrived: called with an index and a device parameter when autograd has put a gradient there.
     """
 
     def __init__(
         self,
+        layer: int,
         spans: Sequence[Span],
         hosts: Sequence[nn.Parameter],
         device: torch.device,
-        bring: Callable[[Sequence[DeviceParameter]], AbstractContextManager[None]],
-        arrived: Callable[[int], None],
+        *,
+        together: Callable[[Sequence[DeviceParameter]], AbstractContextManager[None]],
+        kept_raw: Callable[[], bool],
+        arrived: Callable[[int, int, Tensor], None],
     ) -> None:
+        self.layer = layer
         self.spans = spans
         self.hosts = hosts
-        self.together = bring
+        self.together = together
+        self.kept_raw = kept_raw
+        self._arrived = arrived
         self.exposed: set[int] = set()  # whose .data was handed out: nobody knows when it is written
         self.attached = False
         self._handles: list[RemovableHandle] = []
@@ -167,19 +178,26 @@ class DeviceParameters:
                 torch.full((), _nothing(span.dtype), dtype=span.dtype, device=device).expand(span.shape)
                 for span in spans
             ]
-            self.all = [self._make(index, arrived) for index in range(len(spans))]
-        self._versions = [version(parameter) for parameter in self.all]
+            self.all = [self._make(index) for index in range(len(spans))]
+        # An accumulator that lives keeps the count of references the same, whether a graph is alive or not.
+        self._accumulators: list[GradientEdge | None] = [None] * len(spans)
+        self._references: list[int] = []
+        self._earlier = [0] * len(spans)  # versions of device parameters that were replaced
+        self._versions = [self.version(index) for index in range(len(spans))]
         self._host_versions = [host._version for host in hosts]
         self._addresses = [host.data_ptr() for host in hosts]
 
-    def _make(self, index: int, arrived: Callable[[int], None]) -> DeviceParameter:
+    def _make(self, index: int) -> DeviceParameter:
         host = self.hosts[index]
         takes_gradient = host.is_floating_point() or host.is_complex()
-        parameter: Any = nn.Parameter(self._away[index], requires_grad=takes_gradient)
+        away = self._away[index].new_empty(()).expand(self.spans[index].shape)  # not _away: it would share its version
+        parameter: Any = nn.Parameter(away, requires_grad=takes_gradient)
+        _tensor_data.__set__(parameter, self._away[index])
         if takes_gradient:
             # The user's hooks run where they do on a plain parameter, with torch.autograd.grad as well.
             self._handles.append(parameter.register_hook(lambda gradient: _run_hooks(host, gradient)))
-            self._handles.append(parameter.register_post_accumulate_grad_hook(lambda _: arrived(index)))
+            arrived, layer = self._arrived, self.layer
+            self._handles.append(parameter.register_post_accumulate_grad_hook(lambda p: arrived(layer, index, p)))
             parameter.requires_grad_(host.requires_grad)
         object.__setattr__(parameter, "_of", self)
         object.__setattr__(parameter, "_index", index)
@@ -193,20 +211,45 @@ class DeviceParameters:
                 _tensor_data.__set__(parameter, view(memory, span))
             parameter.__class__ = _with_user_class(DeviceParameter, type(parameter.host))
         self.attached = True
+        self.sync_requires_grad()
+        self._references = self._count_references()
 
-    def detach(self) -> None:
-        """The layer's slot may be reused."""
-        for parameter, away in zip(self.all, self._away, strict=True):
-            _tensor_data.__set__(parameter, away)
-            parameter.__class__ = _with_user_class(StandIn, type(parameter.host))
+    def detach(self) -> list[tuple[DeviceParameter, DeviceParameter]]:
+        """The layer's slot may be reused.
+
+        A device parameter that somebody has kept since :meth:`attach` as it is stays as it is, a view of the slot's
+        memory, and another one takes its place: a checkpoint's recompute keeps frozen weights so, and so do saved-tensor
+        hooks that return what they are given. Autograd would read it without asking. Returns (kept, in its place).
+        """
+        replaced = []
+        grown = [now > before for now, before in zip(self._count_references(), self._references, strict=True)]
+        for index, away in enumerate(self._away):
+            parameter = self.all[index]
+            if grown[index]:
+                self._earlier[index] = self.version(index)
+                self._accumulators[index] = None
+                self.all[index] = self._make(index)
+                replaced.append((parameter, self.all[index]))
+            else:
+                _tensor_data.__set__(parameter, away)
+                parameter.__class__ = _with_user_class(StandIn, type(parameter.host))
         self.attached = False
+        return replaced
+
+    def version(self, index: int) -> int:
+        """How often a weight was written, on the host or on the device, as far as versions show it."""
+        with _Untouched():
+            return self._earlier[index] + self.all[index]._version
+
+    def _count_references(self) -> list[int]:
+        return [sys.getrefcount(parameter) for parameter in self.all]
 
     def take_written(self) -> list[int]:
         """The weights that were, or through ``.data`` may have been, written since the last call.
 
         Written while the layer was there, or afterwards through a view that somebody still holds.
         """
-        versions = [version(parameter) for parameter in self.all]
+        versions = [self.version(index) for index in range(len(self.all))]
         changed = {i for i, (old, new) in enumerate(zip(self._versions, versions, strict=True)) if old != new}
         self._versions = versions
         return sorted(changed | self.exposed)
@@ -217,9 +260,13 @@ class DeviceParameters:
 
     def sync_requires_grad(self) -> None:
         """Follow the user, who may freeze and unfreeze between two forwards."""
-        for parameter, host in zip(self.all, self.hosts, strict=True):
+        for index, (parameter, host) in enumerate(zip(self.all, self.hosts, strict=True)):
             if requires_grad(parameter) != host.requires_grad:
                 set_requires_grad(parameter, host.requires_grad)
+            if host.requires_grad != (self._accumulators[index] is not None):
+                self._accumulators[index] = _edge(parameter) if host.requires_grad else None
+                if self._references:
+                    self._references[index] += 1 if host.requires_grad else -1
 
     @property
     def stale(self) -> bool:
@@ -250,6 +297,7 @@ class DeviceParameters:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._accumulators.clear()
         self.all.clear()
 
     def bring_for(self, parameter: DeviceParameter) -> None:
@@ -270,12 +318,6 @@ def _run_hooks(host: nn.Parameter, gradient: Tensor) -> Tensor:
         replaced = hook(gradient)
         gradient = gradient if replaced is None else replaced
     return gradient
-
-
-def version(parameter: Tensor) -> int:
-    """The version of a device parameter, whether its layer is there or not."""
-    with _Untouched():
-        return parameter._version
 
 
 def requires_grad(parameter: Tensor) -> bool:
@@ -316,6 +358,12 @@ def _grad_by_edges(outputs: Any, inputs: Any, *args: Any, materialize_grads: boo
         torch.zeros(each.shape, dtype=each.dtype, device=each.device) if gradient is None else gradient
         for gradient, each in zip(found, inputs, strict=True)
     )
+
+
+def _alias(parameter: DeviceParameter) -> Tensor:
+    """The weight under another tensor, which whoever keeps it keeps with its memory."""
+    wanted = torch.is_grad_enabled() and requires_grad(parameter)
+    return parameter.view_as(parameter) if wanted else parameter.detach()
 
 
 def _edge(parameter: DeviceParameter) -> GradientEdge:

@@ -20,6 +20,7 @@ that moment, through one of four doors, and all four end in :meth:`Streamer._use
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import warnings
 from collections import Counter
@@ -40,7 +41,7 @@ from sp_lightning.gradients import Gradients
 from sp_lightning.host import HostBlock
 from sp_lightning.layers import Found, Place
 from sp_lightning.memory import view
-from sp_lightning.packing import Packing
+from sp_lightning.packing import Packing, packs
 from sp_lightning.parameters import DeviceParameter, DeviceParameters, take_gradient
 from sp_lightning.plan import Plan, schedule
 from sp_lightning.slots import Slot, Slots
@@ -115,9 +116,15 @@ class Streamer:
         self._gradients = Gradients(self._blocks, device, in_flight=plan.k_prime + 1, pin=pin)
         self._parameters = [
             DeviceParameters(
-                block.planned.spans, block.parameters, device.device, self._together, partial(self._arrived, i)
+                index,
+                block.planned.spans,
+                block.parameters,
+                device.device,
+                together=self._together,
+                kept_raw=_kept_raw,
+                arrived=self._arrived,
             )
-            for i, block in enumerate(self._blocks)
+            for index, block in enumerate(self._blocks)
         ]
         self._residents = len(plan.layers)
         self._resident_memory = device.empty(plan.residents.nbytes)
@@ -125,7 +132,6 @@ class Streamer:
         self._resident_current = False
         self._residents_sent: Any = None
         self._swaps = self._pair_places()
-        self._layer_of = {id(each): i for i, group in enumerate(self._parameters) for each in group.all}
         self._packing = Packing(self._parameters, self._slots.lent_at, self._reach)
         self._gates = attach_gates(self, found.visits)
         self._modules = list(module.modules())
@@ -312,7 +318,8 @@ class Streamer:
                 self._watch(visits, output)
             for layer in visits:
                 self._pins[layer] -= 1
-                if self._pins[layer] <= 0 and layer in self._used:
+                # While an exception is under way its frames hold the weights; checkpoints stop their recompute by one.
+                if self._pins[layer] <= 0 and layer in self._used and sys.exception() is None:
                     self._release(layer)  # (5)
             if self._depth == 0:
                 self._pop_hooks()
@@ -358,7 +365,7 @@ class Streamer:
     @contextmanager
     def _together(self, parameters: Sequence[DeviceParameter]) -> Iterator[None]:
         """These device parameters are there for one operation."""
-        layers = sorted({self._layer_of[id(parameter)] for parameter in parameters})
+        layers = sorted({parameter._of.layer for parameter in parameters})
         with self._lock:
             self._hold(layers)
         if self._tasks:
@@ -369,13 +376,15 @@ class Streamer:
             with self._lock:
                 for layer in layers:
                     self._pins[layer] -= 1
+                if _kept_raw():  # the next operation is to come through this door as well
+                    self._release_loose()
                 self._prefetch()
 
     # ------------------------------------------------------------------ backward
 
-    def _arrived(self, layer: int, index: int) -> None:
+    def _arrived(self, layer: int, index: int, parameter: Tensor) -> None:
         """(7) Autograd has put a gradient on a device parameter; (8) it leaves for the host."""
-        gradient = take_gradient(self._parameters[layer].all[index])
+        gradient = take_gradient(parameter)
         if gradient is None:
             return
         self._join_backward()
@@ -468,11 +477,20 @@ class Streamer:
                 written = group.take_written()
                 moved = any(group.value(i).untyped_storage().data_ptr() != slot.memory.data_ptr() for i in written)
                 self._write_back(layer, ((index, group.value(index)) for index in written))
-                group.detach()
+                replaced = group.detach()
+            if replaced:
+                self._replace(replaced)
             if moved:  # param.data = another tensor: the slot does not have it
                 self._slots.forget([layer])
                 group.exposed.clear()
         self._slots.release(slot)
+
+    def _replace(self, replaced: Sequence[tuple[DeviceParameter, DeviceParameter]]) -> None:
+        """Somebody has kept these device parameters as they are: others take their places."""
+        new = {id(old): by for old, by in replaced}
+        if self._active:
+            _swap((place, new[id(device)], device) for place, device, _ in self._swaps if id(device) in new)
+        self._swaps = [(place, new.get(id(device), device), host) for place, device, host in self._swaps]
 
     def _release_loose(self, keep: Sequence[int] = ()) -> bool:
         """Release what no running call pins. Returns whether anything was."""
@@ -656,6 +674,10 @@ _DIFFERENTIATING = (
     torch._C._functorch.TransformType.Grad,
     torch._C._functorch.TransformType.Jvp,
 )
+
+
+def _kept_raw() -> bool:
+    return torch.is_grad_enabled() and not packs()
 
 
 def _swap(swaps: Iterable[tuple[Place, nn.Parameter, nn.Parameter]]) -> None:

@@ -1,0 +1,90 @@
+"""The engine without Lightning: a module streamed over any device, and a record of what happens when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from sp_lightning.device import Device
+from sp_lightning.gradients import Gradients
+from sp_lightning.layers import find_layers
+from sp_lightning.plan import make_plan
+from sp_lightning.slots import Slot, Slots
+from sp_lightning.streamer import Streamer
+
+
+@contextmanager
+def streamed(module: nn.Module, device: Device, *, k: int, k_prime: int) -> Iterator[Streamer]:
+    """Stream a module; host parameters are back in it afterwards."""
+    found = find_layers(module)
+    streamer = Streamer(module, found, make_plan(found, k=k, k_prime=k_prime), device, pin=False)
+    try:
+        yield streamer
+    finally:
+        streamer.close()
+
+
+def step(streamer: Streamer, run: Callable[[], Any], *, training: bool = True) -> Any:
+    """One step, as the strategy does it in manual optimization."""
+    streamer.begin("train" if training else "predict", training=training)
+    with streamer.saving():
+        result = run()
+    streamer.end()
+    return result
+
+
+def update(streamer: Streamer, optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer's step, as the strategy's hooks on it do."""
+    streamer.before_update()
+    optimizer.step()
+    streamer.forget()
+
+
+@contextmanager
+def events() -> Iterator[list[str]]:
+    """What happens to which layer, in order: one word and the layer's index, ``R`` for the residents."""
+    happened: list[str] = []
+    fetch, use, release = Slots.fetch, Slots.use, Slots.release
+    drain, apply, hold = Gradients.drain, Gradients._apply, Streamer.enter
+    residents = "R"
+
+    def note_fetch(self: Slots, pairs: Sequence[tuple[int, Slot]]) -> None:
+        happened.append("fetch " + "+".join(str(layer) for layer, _ in pairs))
+        fetch(self, pairs)
+
+    def note_use(self: Slots, layer: int) -> Slot:
+        happened.append(f"use {layer}")
+        return use(self, layer)
+
+    def note_release(self: Slots, slot: Slot) -> None:
+        happened.append(f"release {slot.layer}")
+        release(self, slot)
+
+    def note_enter(self: Streamer, visits: Sequence[int]) -> None:
+        hold(self, visits)
+        happened.extend(f"forward {layer}" for layer in visits)
+
+    def note_drain(self: Gradients, layer: int) -> None:
+        if layer in self._arrived:
+            happened.append(f"drain {residents if layer == self._residents else layer}")
+        drain(self, layer)
+
+    def note_apply(self: Gradients, landed: Any) -> None:
+        layer = self._blocks.index(landed.block)
+        happened.append(f"apply {residents if layer == self._residents else layer}")
+        apply(self, landed)
+
+    with (
+        mock.patch.object(Slots, "fetch", note_fetch),
+        mock.patch.object(Slots, "use", note_use),
+        mock.patch.object(Slots, "release", note_release),
+        mock.patch.object(Streamer, "enter", note_enter),
+        mock.patch.object(Gradients, "drain", note_drain),
+        mock.patch.object(Gradients, "_apply", note_apply),
+    ):
+        yield happened
