@@ -211,18 +211,22 @@ class DeviceParameters:
                 _tensor_data.__set__(parameter, view(memory, span))
             parameter.__class__ = _with_user_class(DeviceParameter, type(parameter.host))
         self.attached = True
-        self.sync_requires_grad()
+
+    def watch(self) -> None:
+        """The layer's own forward begins: whoever keeps a device parameter from here on may be autograd's hooks."""
         self._references = self._count_references()
 
     def detach(self) -> list[tuple[DeviceParameter, DeviceParameter]]:
         """The layer's slot may be reused.
 
-        A device parameter that somebody has kept since :meth:`attach` as it is stays as it is, a view of the slot's
+        A device parameter that somebody has kept since :meth:`watch` as it is stays as it is, a view of the slot's
         memory, and another one takes its place: a checkpoint's recompute keeps frozen weights so, and so do saved-tensor
         hooks that return what they are given. Autograd would read it without asking. Returns (kept, in its place).
         """
         replaced = []
-        grown = [now > before for now, before in zip(self._count_references(), self._references, strict=True)]
+        before = self._references or [sys.maxsize] * len(self.all)
+        grown = [now > then for now, then in zip(self._count_references(), before, strict=True)]
+        self._references = []
         for index, away in enumerate(self._away):
             parameter = self.all[index]
             if grown[index]:
@@ -367,7 +371,7 @@ def _alias(parameter: DeviceParameter) -> Tensor:
 
 
 def _edge(parameter: DeviceParameter) -> GradientEdge:
-    with _Untouched():
+    with _Untouched(), torch.inference_mode(False), torch.enable_grad():
         return get_gradient_edge(parameter)
 
 

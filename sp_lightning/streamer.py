@@ -308,7 +308,10 @@ class Streamer:
                 self._push_hooks()
             self._activate()
             self._parameters[self._residents].sync_requires_grad()
+            entered = [layer for layer in visits if not self._pins[layer]]
             self._hold(visits)  # (1) (2) (3)
+            for layer in entered:
+                self._parameters[layer].watch()
 
     def leave(self, visits: Sequence[int], output: Any) -> None:
         """The call has returned (4) or raised: its layers may go."""

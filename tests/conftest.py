@@ -5,13 +5,25 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, settings
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
+
+COMMON: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+    "print_blob": True,
+    "phases": [Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
+}
+settings.register_profile("ci", max_examples=300, derandomize=True, **COMMON)
+settings.register_profile("long", max_examples=5000, **COMMON)
+settings.load_profile("ci")
 
 # Models are tiny: a second thread costs more than it brings, and very much more on a busy machine.
 torch.set_num_threads(1)

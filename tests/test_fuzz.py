@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -21,15 +21,6 @@ from tests.support.runs import assert_equal
 from tests.support.simdevice import SimDevice, Watch
 
 WIDTH = 8
-COMMON: dict[str, Any] = {
-    "deadline": None,
-    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
-    "print_blob": True,
-    "phases": [Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
-}
-settings.register_profile("default", max_examples=300, derandomize=True, **COMMON)
-settings.register_profile("long", max_examples=5000, **COMMON)
-settings.load_profile("default")
 
 
 @dataclass(frozen=True)

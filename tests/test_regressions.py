@@ -15,9 +15,20 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.streamer import Streamer
-from tests.support.models import CASES, Block, Module, Stack, llama, tokens, vectors
+from tests.support.models import (
+    CASES,
+    Block,
+    CheckpointedCalls,
+    InsideCheckpoint,
+    Module,
+    Stack,
+    llama,
+    tokens,
+    vectors,
+)
 from tests.support.runs import assert_equal, loader, superpipeline, trainer_for
 
 
@@ -234,6 +245,46 @@ class OwnParameters(Stack):
         return iter([p for _, p in self.named_parameters()])
 
 
+class FrozenAndCheckpointed(Module):
+    """A recompute keeps frozen weights as they are; autograd read NaN from them once their layer had gone.
+
+    Found by fuzzing. Adapters on a checkpointed, frozen base are this case.
+    """
+
+    def __init__(self, net: nn.Module, *, manual: bool = False) -> None:
+        super().__init__(net)
+        self.automatic_optimization = not manual
+        for block in self.net.blocks:
+            block.inner.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+
+class InsideReentrant(Stack):
+    """No gate is passed when this is recomputed, and no hooks are active."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block.forward, x, use_reentrant=True)
+        return self.head(x)
+
+
+class KeepsWhatIsSaved(Module):
+    """Hooks that return what they are given, as activation offloading does with parameters."""
+
+    def loss(self, batch: Any) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            return super().loss(batch)
+
+
 class FunctionalCall(Module):
     """Weights that are computed lie in no slot, and no gate tells that a layer's backward begins."""
 
@@ -263,12 +314,21 @@ class FunctionalCall(Module):
         (lambda: Module(nn.Sequential(FrozenAttributes(16, 16), Block(), Block())), {}),
         (lambda: Module(OwnParameters()), {}),
         (lambda: FunctionalCall(Stack()), {}),
+        (lambda: FrozenAndCheckpointed(CheckpointedCalls(False)), {}),
+        (lambda: FrozenAndCheckpointed(CheckpointedCalls(False), manual=True), {}),
+        (lambda: FrozenAndCheckpointed(CheckpointedCalls(True), manual=True), {}),
+        (lambda: FrozenAndCheckpointed(InsideCheckpoint()), {}),
+        (lambda: FrozenAndCheckpointed(InsideCheckpoint(), manual=True), {}),
+        (lambda: FrozenAndCheckpointed(InsideReentrant()), {}),
+        (lambda: KeepsWhatIsSaved(Stack()), {}),
     ],
     ids=[
         "steps-by-hand", "clamps-after-backward", "own-optimizer-step", "writes-between-forward-and-backward",
         "line-search", "rebinds-then-calls", "retries-after-failure", "writes-through-old-views", "looks-parameters-up",
         "own-parameter-class", "hooked-gradients", "no-backward", "no-backward-accumulating", "ties-in-forward",
-        "frozen-attributes", "own-parameters-method", "functional-call",
+        "frozen-attributes", "own-parameters-method", "functional-call", "frozen-checkpoint",
+        "frozen-checkpoint-manual", "frozen-checkpoint-reentrant", "frozen-checkpoint-inside",
+        "frozen-checkpoint-inside-manual", "frozen-checkpoint-inside-reentrant", "keeps-what-is-saved",
     ],
 )  # fmt: skip
 def test_like_plain(make: Callable[[], pl.LightningModule], options: dict[str, Any]) -> None:
