@@ -24,12 +24,13 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from sp_lightning import Plan, SuperpipelineStrategy
-from sp_lightning.callback import human_bytes, plan_table
+from sp_lightning.plan import human_bytes
 
 HEAD = 32  # numbers per attention head of the default model
 VOCABULARY = 1024  # tokens of the default model
@@ -83,7 +84,9 @@ def main(argv: Sequence[str] | None = None) -> Result:
         windows = cut(tokenizer, text, length=options.length, batch_size=options.batch_size)
         make_model = model_maker(options, tokenizer)
         checkpoint, folder = prepare_output(options.output)
-    except (ValueError, OSError) as error:
+        console = ConsoleLogger(options.steps)
+        trainer, strategy = make_trainer(options, console, checkpoint.parent, epochs=1)
+    except (ValueError, OSError, MisconfigurationException) as error:
         parser.error(str(error))
 
     held_out = torch.arange(len(windows)) % HELD_OUT == 0
@@ -103,10 +106,9 @@ def main(argv: Sequence[str] | None = None) -> Result:
     say(f"Text: {len(text):,} characters = {len(windows):,} windows of {options.length} tokens")
     pl.seed_everything(options.seed, verbose=False)
     module = CausalLM(make_model(), options.lr, settings)
-    console = ConsoleLogger(options.steps)
-    trainer, strategy = make_trainer(options, console, checkpoint.parent, epochs=1)
     before = sample(trainer, module)
-    say(f"\n{plan_table(strategy.plan)}\n\nBefore training:\n{indent(before)}\n")
+    checkpoint.unlink(missing_ok=True)
+    say(f"\n{strategy.plan}\n\nBefore training:\n{indent(before)}\n")
     trainer.fit(module, batches(first_part, seed=1), validation)
     peak, allocated = strategy.stats().peak_device_bytes, cuda_peak(trainer)
     say(f"Checkpoint after step {trainer.global_step}: {checkpoint} ({human_bytes(checkpoint.stat().st_size)})")
@@ -475,14 +477,13 @@ def check_model(model: str) -> None:
 
 
 def prepare_output(output: Path) -> tuple[Path, Path]:
-    """The checkpoint's file and the model's folder; an earlier checkpoint is removed."""
+    """The checkpoint's file and the model's folder; an earlier run's stay until this one trains."""
     if output.exists() and not output.is_dir():
         raise ValueError(f"--output {output}: is a file. Give a folder; it is made if there is none.")
     checkpoint = output / "checkpoint" / "last.ckpt"
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(checkpoint.parent, os.W_OK):
         raise ValueError(f"--output {output}: cannot be written to. Give another folder.")
-    checkpoint.unlink(missing_ok=True)
     return checkpoint, output / "model"
 
 

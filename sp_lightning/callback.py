@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-from sp_lightning.plan import Plan
+from sp_lightning.plan import Plan, human_bytes
 from sp_lightning.quiet import WRITE_NO_WEIGHTS
 from sp_lightning.streamer import Stats
 
@@ -81,30 +81,7 @@ class SuperpipelineCallback(Callback):
         self._counted = True
         if self._shown != self._strategy.plan:
             self._shown = self._strategy.plan
-            log.info("\n%s", plan_table(self._shown))
-
-
-def plan_table(plan: Plan, *, longest: int = 12) -> str:
-    """The plan as text: one line for each layer (the middle ones left out beyond ``longest``), then the totals."""
-    width = max([len(layer.name) for layer in plan.layers] + [24])
-    lines = [f"Superpipeline: {len(plan.layers)} layers, k = {plan.k}, k' = {plan.k_prime}"]
-    shown = list(plan.layers)
-    if len(shown) > longest:
-        half = longest // 2
-        shown = shown[:half] + shown[-half:]
-    for index, layer in enumerate(shown):
-        if len(plan.layers) > longest and index == longest // 2:
-            lines.append(f"  … {len(plan.layers) - longest} more")
-        lines.append(f"  {layer.name:<{width}} {human_bytes(layer.nbytes):>10}")
-    slots = " + ".join(f"{ring.slots} × {human_bytes(ring.nbytes)}" for ring in plan.rings) or "none"
-    lines += [
-        f"  {'slots':<{width}} {human_bytes(plan.slot_bytes):>10}   {slots}",
-        f"  {'resident':<{width}} {human_bytes(plan.resident_bytes):>10}",
-        f"  {'gradients in flight':<{width}} {human_bytes(plan.gradient_bytes):>10}",
-        f"  {'peak on the device':<{width}} {human_bytes(plan.peak_device_bytes):>10}   weights and gradients",
-        f"  {'host':<{width}} {human_bytes(plan.host_bytes):>10}   weights and gradients",
-    ]
-    return "\n".join(lines + [f"  note: {note}" for note in plan.notes])
+            log.info("\n%s", self._shown)
 
 
 def counters_line(stats: Stats) -> str:
@@ -114,15 +91,6 @@ def counters_line(stats: Stats) -> str:
         f"transfers, {stats.demand_fetches} on demand; {human_bytes(stats.drained_bytes)} of gradients drained; peak of "
         f"weights and gradients {human_bytes(stats.peak_device_bytes)}; compute waited {stats.stall_seconds:.2f} s."
     )
-
-
-def human_bytes(nbytes: float) -> str:
-    """Bytes with a unit that reads well."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
 
 
 WRITE_NO_WEIGHTS.add(SuperpipelineCallback)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -29,12 +30,14 @@ class Gate:
         self._visits = visits
         self._entered = 0  # calls under way; a call that was refused is not left
 
+    @torch.compiler.disable  # the engine is no part of a graph
     def before(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook."""
         if module is self._module and self._keeper is not None:
             self._keeper.enter(self._visits)
             self._entered += 1
 
+    @torch.compiler.disable
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook, called after an exception too."""
         if module is self._module and self._keeper is not None and self._entered:

@@ -12,12 +12,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 
-LayerChoice = Sequence[str | type[nn.Module]] | Callable[[nn.Module], Iterable[str | nn.Module]] | None
+LayerChoice = str | type[nn.Module] | Sequence[str | type[nn.Module]] | Callable[[nn.Module], Iterable[Any]] | None
 """What ``layers=`` takes: names or glob patterns, module classes, a callable, or None (found)."""
 
 _Thing = TypeVar("_Thing")
@@ -151,7 +152,7 @@ def find_layers(module: nn.Module, *, layers: LayerChoice = None, resident: Sequ
         visits={each: () if each in above else _visits(each, owner) for each in modules},
         places=places,
         aside=tuple((name, each) for each, name in aside.items()),
-        notes=_notes(walk, found, aside),
+        notes=_notes(walk, [(unit.name, unit.module) for unit in units], found, aside),
     )
 
 
@@ -176,6 +177,8 @@ def _units(module: nn.Module, name: str, walk: _Walk, *, block: bool = False) ->
 
 
 def _is_cut(module: nn.Module, walk: _Walk, *, block: bool) -> bool:
+    if _is_compiled(module):
+        return False
     if any(child in walk.chosen for child in module.modules()):
         return True
     if isinstance(module, _UNDIVIDED) or not _composite(module):
@@ -183,9 +186,14 @@ def _is_cut(module: nn.Module, walk: _Walk, *, block: bool) -> bool:
     if not walk.above or type(module) in _CONTAINERS:  # the root is no layer while it has parts
         return True
     large = sum(_nbytes(p) for p in module.parameters()) > _LARGE_SHARE * walk.total
-    if any(_is_repeated(child) for child in module.modules()):
+    if _blocks_in(module):
         return large or not block
     return large and not block
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """One graph: ``torch.compile(module)`` or ``module.compile()``. Nothing can come and go inside."""
+    return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _composite(module: nn.Module) -> bool:
@@ -306,8 +314,11 @@ def _chosen(module: nn.Module, layers: LayerChoice, names: dict[nn.Module, str])
     if layers is None:
         return set()
     chosen: dict[nn.Module, None] = {}
-    picks = layers(module) if callable(layers) else layers
-    if isinstance(picks, (str, nn.Module)) or not isinstance(picks, Iterable):
+    if isinstance(layers, (str, type)):
+        picks: Any = (layers,)
+    else:
+        picks = layers(module) if callable(layers) else layers
+    if isinstance(picks, str) or not isinstance(picks, Iterable):
         raise TypeError(
             f"The callable given as layers= returned {type(picks).__name__}; expected a list of names or modules, "
             f"for example: lambda module: list(module.model.layers)."
@@ -369,14 +380,22 @@ def _glob(pattern: str) -> str:
     return "".join(out)
 
 
-def _notes(walk: _Walk, found: list[Layer], aside: dict[nn.Module, str]) -> tuple[str, ...]:
+def _blocks_in(module: nn.Module) -> bool:
+    return any(_is_repeated(child) for child in module.modules())
+
+
+def _notes(
+    walk: _Walk, units: list[tuple[str, nn.Module | None]], found: list[Layer], aside: dict[nn.Module, str]
+) -> tuple[str, ...]:
     notes = []
     for module, name in aside.items():
         script = isinstance(module, torch.jit.ScriptModule)
         why = "is a ScriptModule" if script else "has tensor-subclass parameters"
         notes.append(f"{name!r} {why}: it stays on the device whole.")
+    compiled = [name for name, each in units if each is not None and _is_compiled(each) and _blocks_in(each)]
+    notes += [f"{name!r} is compiled as a whole and moves as one. Compile its layers instead." for name in compiled]
     streamed = sum(layer.nbytes for layer in found)
-    if found and streamed < 0.95 * walk.total:
+    if walk.total and streamed < 0.95 * walk.total:
         notes.append(f"only {streamed / walk.total:.0%} of the parameter bytes are streamed; the rest is resident.")
     return tuple(notes)
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning.memory import strided
-from sp_lightning.parameters import DeviceParameter, DeviceParameters
+from sp_lightning.parameters import DeviceParameters
 
 
 class _Packed(NamedTuple):
@@ -94,18 +94,19 @@ class Packing:
         return saved_tensors_hooks(pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> _Packed | None:
-        plain = type(tensor) in (Tensor, nn.Parameter) or isinstance(tensor, DeviceParameter)
-        if not plain or tensor.layout is not torch.strided:
+        try:
+            layer = self._lent_at(tensor.untyped_storage().data_ptr())
+        except (RuntimeError, NotImplementedError):  # it has no memory of its own: sparse, wrapped by a transform, fake
             return None
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.is_conj() or tensor.is_neg():
-            return None
-        layer = self._lent_at(tensor.untyped_storage().data_ptr())
-        if layer is None:
+        if layer is None or tensor.is_conj() or tensor.is_neg():
             return None
         offset = int(tensor.storage_offset()) * tensor.element_size()
-        index = self._covering(layer, offset)
-        saved = -1 if index is None else self._parameters[layer].version(index)
-        return _Packed(layer, index, saved, offset, tensor.dtype, tensor.shape, tensor.stride())
+        group = self._parameters[layer]
+        which = self._covering(layer, offset)
+        if which is not None and tensor._version != group.all[which]._version:
+            which = None  # of .data, say: a version counter of its own, which autograd does not hold against the weight
+        saved = -1 if which is None else group.version(which)
+        return _Packed(layer, which, saved, offset, tensor.dtype, tensor.shape, tensor.stride())
 
     def _unpack(self, packed: _Packed | _Kept | _Outer) -> Tensor:
         if isinstance(packed, _Outer):

@@ -131,6 +131,9 @@ class StandIn(DeviceParameter):
                 return func(*args, **kwargs)
         if func is torch.autograd.grad:
             return _grad_by_edges(*args, **kwargs)
+        if func in (torch.autograd.backward, Tensor.backward):  # backward(inputs=…)
+            args, kwargs = tree_map_only(DeviceParameter, _edge, (args, kwargs))
+            return func(*args, **kwargs)
         away = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)]
         with away[0]._of.together(away):
             if away[0]._of.kept_raw():

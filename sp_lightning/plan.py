@@ -8,7 +8,7 @@ Memory on the device for weights and gradients, which is the plan's promise::
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from sp_lightning.layers import Found, Layer
@@ -19,6 +19,8 @@ _MOST_RINGS = 4
 _WORTH = 9 / 10
 # So many sizes are looked at; between them layers are put with the next larger ones.
 _MOST_SIZES = 64
+# So many lines of layers are printed.
+_LONGEST = 12
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,45 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of weights and gradients (optimizer state comes on top)."""
+        """Host memory of weights and gradients; optimizer state comes on top. Plain training has them on the device."""
         return sum(layer.nbytes + layer.gradient_bytes for layer in (*self.layers, self.residents))
+
+    def __str__(self) -> str:
+        """As a table: a line for each layer, the middle ones left out if there are many, then the totals."""
+        width = max([len(layer.name) for layer in self.layers] + [24])
+        shown = [f"  {layer.name:<{width}} {human_bytes(layer.nbytes):>10}" for layer in self.layers]
+        if len(shown) > _LONGEST:
+            half = _LONGEST // 2
+            shown[half:-half] = [f"  … {len(shown) - 2 * half} more"]
+        slots = " + ".join(f"{ring.slots} × {human_bytes(ring.nbytes)}" for ring in self.rings) or "none"
+        totals = {
+            "slots": (self.slot_bytes, slots),
+            "resident": (self.resident_bytes, ""),
+            "gradients in flight": (self.gradient_bytes, ""),
+            "peak on the device": (
+                self.peak_device_bytes,
+                f"weights and gradients; plain {human_bytes(self.host_bytes)}",
+            ),
+            "host": (self.host_bytes, "weights and gradients"),
+        }
+        count = f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"
+        return "\n".join(
+            [
+                f"Superpipeline: {count}, k = {self.k}, k' = {self.k_prime}",
+                *shown,
+                *(f"  {name:<{width}} {human_bytes(n):>10}   {more}".rstrip() for name, (n, more) in totals.items()),
+                *(f"  note: {note}" for note in self.notes),
+            ]
+        )
+
+
+def human_bytes(nbytes: float) -> str:
+    """Bytes with a unit that reads well."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
 
 
 def make_plan(found: Found, *, k: int, k_prime: int) -> Plan:
@@ -106,7 +145,7 @@ def make_plan(found: Found, *, k: int, k_prime: int) -> Plan:
     sizes = [total_bytes(lay_out(layer.parameters)) for layer in found.layers]
     together = {used for used in found.visits.values() if len(used) > 1}
     rings, ring_of = _rings(sizes, k + k_prime, together)
-    return Plan(
+    plan = Plan(
         k=k,
         k_prime=k_prime,
         layers=tuple(_planned(layer, ring=ring) for layer, ring in zip(found.layers, ring_of, strict=True)),
@@ -114,6 +153,10 @@ def make_plan(found: Found, *, k: int, k_prime: int) -> Plan:
         residents=_planned(found.residents, ring=-1),
         notes=found.notes,
     )
+    if plan.host_bytes and plan.peak_device_bytes >= plan.host_bytes:
+        saves_nothing = "this takes no less device memory than plain training: lower k, or choose smaller layers."
+        return replace(plan, notes=(*plan.notes, saves_nothing))
+    return plan
 
 
 def schedule(plan: Plan, *, training: bool) -> Iterator[int]:

@@ -92,6 +92,7 @@ class Slots:
             Slot(index, device.empty(ring.nbytes)) for index, ring in enumerate(plan.rings) for _ in range(ring.slots)
         ]
         self._at: dict[int, Slot] = {}
+        self._by_address = {slot.memory.data_ptr(): slot for slot in self.all if slot.memory.nbytes}
         self.fetched_layers = 0
         self.fetched_bytes = 0
         self.transfers = 0
@@ -111,10 +112,8 @@ class Slots:
 
     def lent_at(self, address: int) -> int | None:
         """The layer whose weights lie in the slot that begins at ``address``; None if there is none, or out of date."""
-        for slot in self.all:
-            if slot.memory.data_ptr() == address and slot.memory.nbytes:
-                return slot.layer
-        return None
+        slot = self._by_address.get(address)
+        return None if slot is None else slot.layer
 
     def ring_of(self, layer: int) -> int:
         """Index of the ring that a layer passes through."""
@@ -129,6 +128,7 @@ class Slots:
         self.extra_slots += 1
         slot = Slot(ring, self._device.empty(self._plan.rings[ring].nbytes), extra=True)
         self.all.append(slot)
+        self._by_address[slot.memory.data_ptr()] = slot
         return slot
 
     def fetch(self, pairs: Sequence[tuple[int, Slot]]) -> None:
@@ -189,6 +189,7 @@ class Slots:
                     self._at.pop(slot.layer, None)
                 self._device.access(slot.memory, Stream.COMPUTE, write=True)
                 self.all.remove(slot)
+                del self._by_address[slot.memory.data_ptr()]
 
     def synchronize(self, why: Wait) -> None:
         """The host waits until no transfer reads its weights any more."""
@@ -201,6 +202,7 @@ class Slots:
         for slot in self.all:
             self._device.access(slot.memory, Stream.COMPUTE, write=True)
         self._at.clear()
+        self._by_address.clear()
         self.all.clear()
 
 

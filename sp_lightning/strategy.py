@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.callback import SuperpipelineCallback, human_bytes
+from sp_lightning.callback import SuperpipelineCallback
 from sp_lightning.device import Device, device_for
 from sp_lightning.layers import Found, LayerChoice, find_layers
-from sp_lightning.plan import Plan, make_plan
+from sp_lightning.plan import Plan, human_bytes, make_plan
 from sp_lightning.quiet import is_quiet
 from sp_lightning.step import HostGradScaler
 from sp_lightning.streamer import Stats, Streamer
@@ -66,7 +66,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         k: int = 2,
         k_prime: int = 1,
         layers: LayerChoice = None,
-        resident: Sequence[str] = (),
+        resident: str | Sequence[str] = (),
         pin_memory: bool = True,
         callback: bool = True,
         device: str | int | torch.device | None = None,
@@ -80,8 +80,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._k_prime = int(k_prime)
         self._layers = _checked_layers(layers)
         self._resident = _checked_patterns("resident", resident)
-        self._pin_memory = pin_memory
-        self._callback = callback
+        self._pin_memory = _checked_switch("pin_memory", pin_memory)
+        self._callback = _checked_switch("callback", callback)
         self._device_given = device is not None
         self._streamer: Streamer | None = None
         self._plan: Plan | None = None
@@ -136,6 +136,18 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
                 f"Pass Trainer(devices=1), or devices=[{devices[0].index or 0}] for a certain one."
             )
         self._root_device = devices[0]
+
+    @property
+    def num_nodes(self) -> int:
+        """One; Lightning hands the trainer's number to strategies that have this attribute."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, number: int) -> None:
+        if number != 1:
+            raise ValueError(
+                f"superpipeline runs on one node; the trainer was given {number}. Pass Trainer(num_nodes=1)."
+            )
 
     @property
     def precision_plugin(self) -> Precision:
@@ -211,11 +223,13 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        automatic = self.lightning_module.automatic_optimization
-        with self._step("train", training=True, ends_with_backward=automatic) as streamer:
+        manual = not self.lightning_module.automatic_optimization
+        with self._step("train", training=True, manual=manual) as streamer:
             output = super().training_step(*args, **kwargs)
-            if not automatic or output is None:
+            if manual or output is None:
                 streamer.end()
+            else:
+                streamer.await_backward()
             return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -256,9 +270,10 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         super().on_exception(exception)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._streamer is not None:
-            self._streamer.end()  # a checkpoint holds the host's parameters, whenever it is taken
-        return super().lightning_module_state_dict()
+        if self._streamer is None:
+            return super().lightning_module_state_dict()
+        with self._streamer.reading():  # a checkpoint holds the host's parameters, whenever it is taken
+            return super().lightning_module_state_dict()
 
     def expect_next_batch(self) -> None:
         """The batch is over: where nothing writes weights before the next one, its first layers may come now."""
@@ -266,15 +281,14 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             self._streamer.expect("train", training=True)
 
     @contextmanager
-    def _step(
-        self, phase: str, *, training: bool = False, ends_with_backward: bool = False
-    ) -> Generator[Streamer, None, None]:
-        streamer = self._current()
+    def _step(self, phase: str, *, training: bool = False, manual: bool = False) -> Generator[Streamer, None, None]:
+        assert self._streamer is not None
+        streamer = self._streamer if training else self._current()  # on_train_batch_start has looked
         # A loop's first batch trusts no copy: hooks have run since the last step, whatever that was.
         quiet = training or (phase == self._last_phase and self._is_quiet(phase))
         self._last_phase = phase
         with self._whole_after_failure():
-            streamer.begin(phase, training=training, ends_with_backward=ends_with_backward, quiet=quiet)
+            streamer.begin(phase, training=training, manual=manual, quiet=quiet)
             with streamer.saving():
                 yield streamer
 
@@ -382,6 +396,12 @@ def _check_count(option: str, value: Any) -> None:
         raise TypeError(f"{option} must be a whole number of layers, found {value!r}. For example {option}=2.")
     if value < 1:
         raise ValueError(f"{option} must be at least 1, found {value}. For example {option}=1.")
+
+
+def _checked_switch(option: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{option} must be True or False, found {value!r}.")
+    return value
 
 
 def _checked_layers(layers: Any) -> LayerChoice:

@@ -143,10 +143,11 @@ class Streamer:
         self._active = False
         self._in_step = False
         self._training = False
+        self._manual = False
         self._ends_with_backward = False
         # the call: how deep, hooks of its own, what is lent, what running calls pin
         self._depth = 0
-        self._own_hooks: AbstractContextManager[None] | None = None
+        self._calls = threading.local()  # of each thread: how deep, and hooks of its own
         self._used: dict[int, Slot] = {}
         self._pins: Counter[int] = Counter()
         # the backward: open graph tasks, outermost first, and whether gradients are accumulated
@@ -158,13 +159,13 @@ class Streamer:
 
     # ------------------------------------------------------------------ the life of a step
 
-    def begin(self, phase: str, *, training: bool, ends_with_backward: bool = False, quiet: bool = False) -> None:
+    def begin(self, phase: str, *, training: bool, manual: bool = False, quiet: bool = False) -> None:
         """A step begins: device parameters go into the modules, the first layers are fetched.
 
         Args:
             phase: name of the trace to follow.
             training: whether a backward is expected.
-            ends_with_backward: whether the step is over once a backward has ended (automatic optimization).
+            manual: whether user code reads gradients and writes weights within the step (manual optimization).
             quiet: whether nothing can have written weights since the last step or :meth:`expect`.
         """
         with self._lock:
@@ -177,7 +178,8 @@ class Streamer:
             self._expected = None
             self._in_step = True
             self._training = training
-            self._ends_with_backward = ends_with_backward
+            self._manual = manual
+            self._ends_with_backward = False
             self._activate()
             self._prefetch()
 
@@ -188,14 +190,28 @@ class Streamer:
             self._expected = phase
             self._prefetch()
 
+    def await_backward(self) -> None:
+        """User code has returned a loss; the step is over once its backward has ended (automatic optimization)."""
+        self._ends_with_backward = True
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around code that reads the module from outside, in the middle of a step, too: it finds the host's parameters."""
+        with self._lock:
+            active = self._active
+            self._take_back_writes()
+            self._deactivate()
+        yield
+        with self._lock:
+            if active and self._in_step:
+                self._activate()
+
     def end(self) -> None:
         """The step is over: host parameters are back in the modules."""
         with self._lock:
             self._in_step = False
             self._pins.clear()
             self._take_back_writes()
-            for group in self._parameters:
-                group.exposed.clear()
             self._deactivate()
             if self._training:
                 self.forget()  # from here on hooks and optimizers may write weights unseen, through .data
@@ -207,7 +223,7 @@ class Streamer:
             if self._closed:
                 return
             self._depth = 0
-            self._pop_hooks()
+            self._pop_hooks(all_calls=True)
             self.abandon_backward()
             self.end()
             self.forget()
@@ -248,11 +264,12 @@ class Streamer:
         """Host weights have been or may have been written: copies on the device are out of date."""
         with self._lock:
             self._release_loose()
+            self._write_back_residents()  # an optimizer may have been given device parameters
             self._slots.forget(layer for layer in range(self._residents) if layer not in self._used)
             self._resident_current = False
             self._expected = None
-            if self._in_step and not self._ends_with_backward:
-                self._activate()  # manual optimization goes on after the optimizer's step
+            if self._in_step and self._manual:
+                self._activate()  # the step goes on after the optimizer's
 
     def changed(self) -> bool:
         """Whether modules or parameters were exchanged, or parameters changed their dtype or shape."""
@@ -304,8 +321,7 @@ class Streamer:
                 self.forget()  # a call outside any step: nobody knows what was written since
                 self._start_trace("outside", training=False)
             self._depth += 1
-            if self._depth == 1:
-                self._push_hooks()
+            self._push_hooks()
             self._activate()
             self._parameters[self._residents].sync_requires_grad()
             entered = [layer for layer in visits if not self._pins[layer]]
@@ -324,10 +340,9 @@ class Streamer:
                 # While an exception is under way its frames hold the weights; checkpoints stop their recompute by one.
                 if self._pins[layer] <= 0 and layer in self._used and sys.exception() is None:
                     self._release(layer)  # (5)
-            if self._depth == 0:
-                self._pop_hooks()
-                if not self._in_step and not self._tasks:
-                    self.end()
+            self._pop_hooks()
+            if self._depth == 0 and not self._in_step and not self._tasks:
+                self.end()
             if visits:
                 self._prefetch()
 
@@ -379,7 +394,7 @@ class Streamer:
             with self._lock:
                 for layer in layers:
                     self._pins[layer] -= 1
-                if _kept_raw():  # the next operation is to come through this door as well
+                if _kept_raw() or not self._active:  # the next operation is to come through this door as well
                     self._release_loose()
                 self._prefetch()
 
@@ -433,8 +448,8 @@ class Streamer:
             accumulated, self._accumulates = self._accumulates, False
             if not self._in_step or (accumulated and self._ends_with_backward):
                 self.end()
-            elif accumulated:
-                # Manual optimization reads gradients and writes weights now; the next call goes on with the step.
+            elif accumulated and self._manual:
+                # User code reads gradients and writes weights now; the next call goes on with the step.
                 self._take_back_writes()
                 self._deactivate()
                 self._slots.forget()
@@ -542,6 +557,8 @@ class Streamer:
         size = min(self.plan.k_prime, self.plan.rings[ring].slots)
         absent = (x for x in self._trace.upcoming() if x not in self._slots and self._slots.ring_of(x) == ring)
         wanted = list(islice(absent, size))
+        if not wanted:
+            return []
         slots = [slot for slot in self._slots.of_ring(ring) if not slot.extra]
         pairs: list[tuple[int, Slot]] = []
         for layer in wanted:
@@ -601,6 +618,8 @@ class Streamer:
 
     def _send_residents(self) -> None:
         residents = self._parameters[self._residents]
+        if not residents.stale:
+            self._write_back_residents()
         self._device.access(self._resident_memory, Stream.COMPUTE, write=False)
         self._device.wait(Stream.UPLOAD, self._device.record(Stream.COMPUTE), Wait.RESIDENTS_AFTER_USE)
         self._blocks[self._residents].adopt()
@@ -624,6 +643,11 @@ class Streamer:
         """Every weight that was written on the device is the host's now."""
         self._release_loose()
         self._write_back_late(self._slots.all)
+        self._write_back_residents()
+        for group in self._parameters:
+            group.exposed.clear()
+
+    def _write_back_residents(self) -> None:
         residents = self._parameters[self._residents]
         written = residents.take_written()
         if written:
@@ -648,16 +672,20 @@ class Streamer:
     # ------------------------------------------------------------------ small things
 
     def _push_hooks(self) -> None:
-        """Calls outside a step, and recomputes inside backward, build graphs too."""
-        if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        """Calls outside a step, in other threads, and recomputes inside backward build graphs too."""
+        calls = vars(self._calls)
+        calls["depth"] = calls.get("depth", 0) + 1
+        none_active = torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        if calls["depth"] == 1 and torch.is_grad_enabled() and none_active:
             hooks = self._packing.hooks()
             hooks.__enter__()
-            self._own_hooks = hooks
+            calls["hooks"] = hooks
 
-    def _pop_hooks(self) -> None:
-        if self._own_hooks is not None:
-            self._own_hooks.__exit__(None, None, None)
-            self._own_hooks = None
+    def _pop_hooks(self, *, all_calls: bool = False) -> None:
+        calls = vars(self._calls)
+        calls["depth"] = 0 if all_calls else max(calls.get("depth", 0) - 1, 0)
+        if not calls["depth"] and "hooks" in calls:
+            calls.pop("hooks").__exit__(None, None, None)
 
     def _refuse_transforms(self, visits: Sequence[int]) -> None:
         stack = torch._C._functorch.get_interpreter_stack() or ()

@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
-from sp_lightning.callback import human_bytes
+from sp_lightning.plan import human_bytes
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.runs import loader, trainer_for
 

@@ -50,6 +50,8 @@ def test_options_are_keyword_only() -> None:
         ({"layers": nn.Linear(1, 1)}, TypeError, r"layers= takes names.*found Linear"),
         ({"resident": None}, TypeError, r"resident= takes names or glob patterns, found None"),
         ({"resident": [3]}, TypeError, r"resident= takes names or glob patterns"),
+        ({"pin_memory": "no"}, TypeError, r"pin_memory must be True or False, found 'no'"),
+        ({"callback": None}, TypeError, r"callback must be True or False, found None"),
     ],
 )
 def test_patterns_of_the_wrong_kind(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -102,6 +104,7 @@ def test_a_callable_that_returns_the_wrong_thing(returned: Any, error: type[Exce
         ("net.blocks.?", {"net.blocks.0", "net.blocks.4"}),
         ([Block], {"net.blocks.0", "net.blocks.4"}),
         (Block, {"net.blocks.0", "net.blocks.4"}),
+        (lambda module: module.net.blocks, {"net.blocks.0", "net.blocks.4"}),
         (lambda module: [module.net.blocks[1], "net.blocks.2.inner"], {"net.blocks.1", "net.blocks.2.inner"}),
         (["**.inner"], {"net.blocks.0.inner", "net.blocks.0.outer", "net.head"}),
     ],
@@ -152,6 +155,11 @@ def test_too_large_for_the_device(free: int, message: str) -> None:
 def test_more_than_one_device() -> None:
     with pytest.raises(ValueError, match=r"runs on one device; the trainer chose 2.*devices=1"):
         pl.Trainer(strategy="superpipeline", accelerator="cpu", devices=2)
+
+
+def test_more_than_one_node() -> None:
+    with pytest.raises(ValueError, match=r"runs on one node; the trainer was given 2"):
+        pl.Trainer(strategy="superpipeline", accelerator="cpu", devices=1, num_nodes=2)
 
 
 @pytest.mark.parametrize("kind", [TransformerEnginePrecision, BitsandbytesPrecision])
@@ -419,6 +427,34 @@ def test_nothing_to_stream_just_runs() -> None:
     ours = fit(llama, tokens(), everything)
     assert everything.plan.layers == ()
     assert_equal(ours.state, fit(llama, tokens()).state, "state")
+
+
+@pytest.mark.parametrize("options", [{"layers": "net.blocks"}, {"layers": "net"}, {"resident": ["**"]}], ids=str)
+def test_a_plan_that_saves_nothing_says_so(options: dict[str, Any]) -> None:
+    strategy = SuperpipelineStrategy(**options)
+    fit(lambda: Module(Stack()), vectors(1), strategy)
+    assert any("no less device memory than plain training" in note for note in strategy.plan.notes)
+    assert "note:" in str(strategy.plan)
+
+
+def compile_whole(net: nn.Module) -> nn.Module:
+    return torch.compile(net, backend="eager")  # type: ignore[return-value]
+
+
+def compile_layers(net: Any) -> nn.Module:
+    for block in net.blocks:
+        block.compile(backend="eager")
+    return net
+
+
+@pytest.mark.parametrize("compiled", [compile_whole, compile_layers])
+def test_compiled_modules_are_one_layer(compiled: Any) -> None:
+    """Nothing can come and go inside a graph."""
+    strategy = superpipeline(k=1)
+    ours = fit(lambda: Module(compiled(Stack())), vectors(), strategy)
+    assert_equal(ours.state, fit(lambda: Module(compiled(Stack())), vectors()).state, "state")
+    assert len(strategy.plan.layers) == (1 if compiled is compile_whole else 7)
+    assert any("Compile its layers instead" in note for note in strategy.plan.notes) == (compiled is compile_whole)
 
 
 def test_the_name_is_registered() -> None:

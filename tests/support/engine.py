@@ -31,7 +31,7 @@ def streamed(module: nn.Module, device: Device, *, k: int, k_prime: int) -> Iter
 
 def step(streamer: Streamer, run: Callable[[], Any], *, training: bool = True) -> Any:
     """One step, as the strategy does it in manual optimization."""
-    streamer.begin("train" if training else "predict", training=training)
+    streamer.begin("train" if training else "predict", training=training, manual=training)
     with streamer.saving():
         result = run()
     streamer.end()
