@@ -215,6 +215,12 @@ class DeviceParameters:
             parameter.__class__ = _with_user_class(DeviceParameter, type(parameter.host))
         self.attached = True
 
+    def ask(self, before_use: bool) -> None:
+        """Residents never leave; whether each use of them is to be noticed all the same, as that of a stand-in is."""
+        kind = StandIn if before_use else DeviceParameter
+        for parameter in self.all:
+            parameter.__class__ = _with_user_class(kind, type(parameter.host))
+
     def watch(self) -> None:
         """The layer's own forward begins: whoever keeps a device parameter from here on may be autograd's hooks."""
         self._references = self._count_references()
@@ -263,7 +269,8 @@ class DeviceParameters:
 
     def value(self, index: int) -> Tensor:
         """What a device parameter is now; attached."""
-        return _tensor_data.__get__(self.all[index])
+        with _Untouched():
+            return _tensor_data.__get__(self.all[index])
 
     def sync_requires_grad(self) -> None:
         """Follow the user, who may freeze and unfreeze between two forwards."""

@@ -383,8 +383,12 @@ class Streamer:
     @contextmanager
     def _together(self, parameters: Sequence[DeviceParameter]) -> Iterator[None]:
         """These device parameters are there for one operation."""
-        layers = sorted({parameter._of.layer for parameter in parameters})
+        layers = sorted({parameter._of.layer for parameter in parameters} - {self._residents})
+        residents = any(parameter._of.layer == self._residents for parameter in parameters)
         with self._lock:
+            if residents:
+                self._refresh_residents()
+                self._parameters[self._residents].ask(before_use=False)
             self._hold(layers)
         if self._tasks:
             self._gradients.make_room(layers)
@@ -394,6 +398,9 @@ class Streamer:
             with self._lock:
                 for layer in layers:
                     self._pins[layer] -= 1
+                if residents and not self._active:
+                    self._write_back_residents()
+                    self._parameters[self._residents].ask(before_use=True)
                 if _kept_raw() or not self._active:  # the next operation is to come through this door as well
                     self._release_loose()
                 self._prefetch()
@@ -601,23 +608,25 @@ class Streamer:
         """Device parameters into the modules; residents up to date."""
         if not self._active:
             self._active = True
+            self._parameters[self._residents].ask(before_use=False)
             _swap(self._swaps)
-        residents = self._parameters[self._residents]
-        if residents.hosts and (not self._resident_current or residents.stale):
-            self._send_residents()
+        self._refresh_residents()
 
     def _deactivate(self) -> None:
         """Host parameters into the modules."""
         if self._active:
             self._active = False
+            self._parameters[self._residents].ask(before_use=True)
             _swap((place, host, device) for place, device, host in self._swaps)
             for module in self._modules:  # user code may have tied weights meanwhile: b.weight = a.weight
                 for attribute, parameter in module._parameters.items():
                     if isinstance(parameter, DeviceParameter):
                         module._parameters[attribute] = parameter.host
 
-    def _send_residents(self) -> None:
+    def _refresh_residents(self) -> None:
         residents = self._parameters[self._residents]
+        if not residents.hosts or (self._resident_current and not residents.stale):
+            return
         if not residents.stale:
             self._write_back_residents()
         self._device.access(self._resident_memory, Stream.COMPUTE, write=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -285,6 +286,65 @@ class KeepsWhatIsSaved(Module):
             return super().loss(batch)
 
 
+class InnerOptimizer(Manual):
+    """An optimizer over ``self.parameters()`` made inside the step, as meta-learning does: residents kept their value."""
+
+    def __init__(self) -> None:
+        super().__init__(Scaled())
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        inner = torch.optim.SGD(self.parameters(), lr=0.05)
+        for _ in range(2):
+            inner.zero_grad()
+            self.loss(batch).backward()
+            inner.step()
+        kept = list(self.parameters())
+        self.loss(batch).backward()
+        with torch.no_grad():
+            for p in kept:
+                p.sub_(0.05 * p.grad)  # type: ignore[operator]
+        self.seen.append(sum(p.sum().item() for p in self.parameters()))
+        self.zero_grad()
+
+
+class ExtraBackward(Module):
+    """A backward inside ``training_step`` ended the step: what came after it found the host's parameters."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.loss(batch * 0.5).backward()
+        loss = self.loss(batch)
+        grads = torch.autograd.grad(loss, list(self.parameters()), create_graph=True)
+        return loss + sum(g.square().sum() for g in grads)
+
+
+class SavesInside(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        state = self.trainer.strategy.lightning_module_state_dict()
+        assert all(type(value) is Tensor and value.isfinite().all() for value in state.values())
+        loss = self.loss(batch)
+        return loss + sum(
+            g.square().sum() for g in torch.autograd.grad(loss, list(self.parameters()), create_graph=True)
+        )
+
+
+class Threads(Module):
+    """Calls in a thread of its own build graphs too; hooks were pushed on one thread and popped on another."""
+
+    def loss(self, batch: Any) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(super().loss, batch).result()
+        return first + super().loss(batch * 0.5)
+
+
+class BackwardWithInputs(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch), inputs=list(self.parameters())[2:6])
+        self.seen.append([None if p.grad is None else p.grad.clone() for p in self.parameters()])
+        optimizer.step()
+
+
 class FunctionalCall(Module):
     """Weights that are computed lie in no slot, and no gate tells that a layer's backward begins."""
 
@@ -321,6 +381,11 @@ class FunctionalCall(Module):
         (lambda: FrozenAndCheckpointed(InsideCheckpoint(), manual=True), {}),
         (lambda: FrozenAndCheckpointed(InsideReentrant()), {}),
         (lambda: KeepsWhatIsSaved(Stack()), {}),
+        (lambda: InnerOptimizer(), {}),
+        (lambda: ExtraBackward(Stack()), {}),
+        (lambda: SavesInside(Stack()), {}),
+        (lambda: Threads(Stack()), {}),
+        (lambda: BackwardWithInputs(), {}),
     ],
     ids=[
         "steps-by-hand", "clamps-after-backward", "own-optimizer-step", "writes-between-forward-and-backward",
@@ -329,6 +394,7 @@ class FunctionalCall(Module):
         "frozen-attributes", "own-parameters-method", "functional-call", "frozen-checkpoint",
         "frozen-checkpoint-manual", "frozen-checkpoint-reentrant", "frozen-checkpoint-inside",
         "frozen-checkpoint-inside-manual", "frozen-checkpoint-inside-reentrant", "keeps-what-is-saved",
+        "inner-optimizer", "extra-backward", "saves-inside", "threads", "backward-with-inputs",
     ],
 )  # fmt: skip
 def test_like_plain(make: Callable[[], pl.LightningModule], options: dict[str, Any]) -> None:
@@ -408,6 +474,12 @@ def test_bounds_hold_when_layers_thaw() -> None:
     strategy = superpipeline(k=1)
     bare(Thaws, strategy, max_epochs=2)
     assert strategy.stats().peak_device_bytes <= strategy.plan.peak_device_bytes
+
+
+def test_backward_with_inputs_brings_no_layer() -> None:
+    strategy = superpipeline(k=1)
+    bare(BackwardWithInputs, strategy)
+    assert strategy.stats().extra_slots == 0
 
 
 def test_bounds_hold_without_gates() -> None:
