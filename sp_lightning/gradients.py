@@ -92,7 +92,11 @@ class Gradients:
         waiting[index] = gradient
         self._device.access(gradient, Stream.COMPUTE, write=True)
         self.device_bytes += gradient.nbytes if gradient.layout is torch.strided else 0
-        complete = len(waiting) == sum(parameter.requires_grad for parameter in block.parameters)
+
+    def drain_complete(self, layer: int) -> None:
+        """Drain a layer if all its gradients have arrived."""
+        waiting = self._arrived.get(layer, {})
+        complete = len(waiting) == sum(parameter.requires_grad for parameter in self._blocks[layer].parameters)
         if complete and layer != self._residents:
             self.drain(layer)
 

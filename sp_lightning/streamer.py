@@ -417,6 +417,7 @@ class Streamer:
         self._gradients.arrived(layer, index, gradient)
         with self._lock:
             self._peak = max(self._peak, self._device_bytes())
+        self._gradients.drain_complete(layer)
 
     def _backward_begins(self, quiet: bool, gradient: Tensor) -> None:
         self._accumulates = True

@@ -1,0 +1,169 @@
+"""What happens to each layer, event by event, and the bytes that it takes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.device import Device
+from sp_lightning.streamer import Streamer
+from tests.support.engine import events, step, streamed
+from tests.support.simdevice import SimDevice
+
+DEVICES: list[type[Device]] = [Device, SimDevice]
+Run = Callable[[Streamer, Any, Tensor], None]
+
+
+class Three(nn.Module):
+    """Three layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x)))
+
+
+class Reused(Three):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(self.b(self.a(x)))
+
+
+class Conditional(Three):
+    without_b = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.c(x if self.without_b else self.b(x))
+
+
+class Fails(Three):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.b(self.a(x))
+        y.register_hook(lambda _: (_ for _ in ()).throw(KeyError("in backward")))
+        return self.c(y)
+
+
+def train(streamer: Streamer, net: Any, x: Tensor) -> None:
+    step(streamer, lambda: net(x).sum().backward())
+
+
+def train_twice(streamer: Streamer, net: Any, x: Tensor) -> None:
+    train(streamer, net, x)
+    train(streamer, net, x)
+
+
+def predict(streamer: Streamer, net: Any, x: Tensor) -> None:
+    with torch.inference_mode():
+        step(streamer, lambda: net(x), training=False)
+
+
+def validate_within_fit(streamer: Streamer, net: Any, x: Tensor) -> None:
+    train(streamer, net, x)
+    predict(streamer, net, x)
+    train(streamer, net, x)
+
+
+def train_another_way(streamer: Streamer, net: Any, x: Tensor) -> None:
+    train(streamer, net, x)
+    net.without_b = True
+    train(streamer, net, x)
+
+
+def fail(streamer: Streamer, net: Any, x: Tensor) -> None:
+    with suppress(KeyError):
+        train(streamer, net, x)
+    streamer.abort()
+
+
+FORWARD = """
+    fetch 0, fetch 1, use 0, forward 0, release 0, fetch 2, use 1, forward 1, release 1, use 2, forward 2, release 2
+"""
+BACKWARD = """
+    use 2, drain 2, release 2, fetch 0, use 1, drain 1, release 1, use 0, drain 0, release 0, apply 2, apply 1, apply 0
+"""
+
+# With k = 1 and k' = 1 there are two slots for three layers. The last two are still there when backward begins; the
+# first comes again as soon as the last is done.
+SEQUENCES: dict[str, tuple[type[nn.Module], Run, str]] = {
+    "training": (Three, train, f"{FORWARD}, {BACKWARD}"),
+    # Weights may be written after a backward, by hooks that nobody sees: the second forward fetches anew.
+    "accumulation": (Three, train_twice, f"{FORWARD}, {BACKWARD}, {FORWARD}, {BACKWARD}"),
+    "prediction": (Three, predict, FORWARD),
+    "validation": (Three, validate_within_fit, f"{FORWARD}, {BACKWARD}, {FORWARD}, {FORWARD}, {BACKWARD}"),
+    # The trace expected layer 2 (it is never called), so it came for nothing; layer 0 comes again on demand.
+    "reused": (
+        Reused,
+        train,
+        """
+        fetch 0, fetch 1, use 0, forward 0, release 0, fetch 2, use 1, forward 1, release 1, fetch 0, use 0, forward 0,
+        release 0, use 0, release 0, use 1, drain 1, release 1, use 0, drain 0, release 0, apply 1, apply 0
+        """,
+    ),
+    # The second time layer 1 is left out: it has come for nothing, and everything else is as ever.
+    "conditional": (
+        Conditional,
+        train_another_way,
+        f"""
+        {FORWARD}, {BACKWARD},
+        fetch 0, fetch 1, use 0, forward 0, release 0, fetch 2, use 2, forward 2, release 2,
+        use 2, drain 2, release 2, fetch 0, use 0, drain 0, release 0, apply 2, apply 0
+        """,
+    ),
+    # What had arrived before the failure is applied, as plain autograd has it in .grad by then.
+    "failure": (Fails, fail, f"{FORWARD}, use 2, drain 2, release 2, fetch 0, apply 2"),
+}
+
+
+def words(text: str) -> list[str]:
+    return [" ".join(each.split()) for each in text.split(",") if each.strip()]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_sequence(name: str, device: type[Device]) -> None:
+    kind, run, expected = SEQUENCES[name]
+    x = torch.ones(2, 4, requires_grad=True)
+    with events() as happened, streamed(kind(), device(torch.device("cpu")), k=1, k_prime=1) as streamer:
+        run(streamer, streamer._module, x)
+        seen = list(happened)
+    assert seen == words(expected)
+
+
+def test_two_layers_move_as_one_transfer() -> None:
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+    x = torch.ones(2, 4, requires_grad=True)
+    with events() as happened, streamed(net, SimDevice(torch.device("cpu")), k=2, k_prime=2) as streamer:
+        train(streamer, net, x)
+        fetches = [each for each in happened if each.startswith("fetch")]
+    assert fetches == ["fetch 0+1", "fetch 2+3", "fetch 4+5", "fetch 1+0"]
+
+
+@pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 1), (1, 2), (3, 2), (2, 3)])
+def test_the_peak_is_reached_exactly(k: int, k_prime: int) -> None:
+    """For equal layers of which every gradient comes: slots, and gradients of k' + 1 layers."""
+    net = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(9)))
+    x = torch.ones(2, 128, requires_grad=True)
+    with streamed(net, SimDevice(torch.device("cpu")), k=k, k_prime=k_prime) as streamer:
+        train(streamer, net, x)
+        layer = 128 * 128 * 4
+        assert streamer.plan.peak_device_bytes == (k + k_prime) * layer + (k_prime + 1) * layer
+        assert streamer.stats().peak_device_bytes == streamer.plan.peak_device_bytes
+
+
+def test_no_device_memory_outlives_the_engine() -> None:
+    net, device = Three(), SimDevice(torch.device("cpu"))
+    with streamed(net, device, k=2, k_prime=1) as streamer:
+        train(streamer, net, torch.ones(2, 4, requires_grad=True))
+    del streamer
+    gc.collect()
+    assert len(device.on_device) >= 3
+    assert all(storage.expired() for *_, storage in device.on_device)
+    assert not all(storage.expired() for *_, storage in device.on_host), "the parameters still live there"
