@@ -19,7 +19,6 @@ that moment, through one of four doors, and all four end in :meth:`Streamer._use
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 import warnings
@@ -28,7 +27,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -39,13 +37,14 @@ from sp_lightning.device import Device, Stream, Wait
 from sp_lightning.gates import attach_gates
 from sp_lightning.gradients import Gradients
 from sp_lightning.host import HostBlock
-from sp_lightning.layers import Found, Place
+from sp_lightning.layers import Found
 from sp_lightning.memory import view
 from sp_lightning.packing import Packing, packs
 from sp_lightning.parameters import DeviceParameter, DeviceParameters, take_gradient
-from sp_lightning.plan import Plan, schedule
+from sp_lightning.places import Places
+from sp_lightning.plan import Plan
+from sp_lightning.prefetch import Prefetch
 from sp_lightning.slots import Slot, Slots
-from sp_lightning.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -131,16 +130,12 @@ class Streamer:
         self._parameters[self._residents].attach(self._resident_memory)
         self._resident_current = False
         self._residents_sent: Any = None
-        self._swaps = self._pair_places()
+        self._places = Places(module, found.places, self._blocks, self._parameters)
         self._packing = Packing(self._parameters, self._slots.lent_at, self._reach)
         self._gates = attach_gates(self, found.visits)
-        self._modules = list(module.modules())
-        self._fingerprint = self._take_fingerprint()
         # the batch: which trace, which phase was expected, whether modules hold device parameters
-        self._traces: dict[str, Trace] = {}
-        self._trace = Trace(())
+        self._prefetch = Prefetch(plan, self._slots)
         self._expected: str | None = None
-        self._active = False
         self._in_step = False
         self._training = False
         self._manual = False
@@ -173,22 +168,22 @@ class Streamer:
             if not quiet:
                 self.forget()
             if self._expected != phase:
-                self._start_trace(phase, training=training)
-            self._trace.cyclic = quiet and not training
+                self._prefetch.start(phase, training=training)
+            self._prefetch.trace.cyclic = quiet and not training
             self._expected = None
             self._in_step = True
             self._training = training
             self._manual = manual
             self._ends_with_backward = False
             self._activate()
-            self._prefetch()
+            self._fetch_ahead()
 
     def expect(self, phase: str, *, training: bool) -> None:
         """Nothing will write weights before the next step, which is of ``phase``: its first layers may come now."""
         with self._lock:
-            self._start_trace(phase, training=training)
+            self._prefetch.start(phase, training=training)
             self._expected = phase
-            self._prefetch()
+            self._fetch_ahead()
 
     def await_backward(self) -> None:
         """User code has returned a loss; the step is over once its backward has ended (automatic optimization)."""
@@ -198,7 +193,7 @@ class Streamer:
     def reading(self) -> Iterator[None]:
         """Around code that reads the module from outside, in the middle of a step, too: it finds the host's parameters."""
         with self._lock:
-            active = self._active
+            active = self._places.on_device
             self._take_back_writes()
             self._deactivate()
         yield
@@ -272,8 +267,8 @@ class Streamer:
                 self._activate()  # the step goes on after the optimizer's
 
     def changed(self) -> bool:
-        """Whether modules or parameters were exchanged, or parameters changed their dtype or shape."""
-        return self._take_fingerprint() != self._fingerprint
+        """Whether modules or parameters were exchanged behind our back, or changed their dtype or shape."""
+        return self._places.changed()
 
     def thawed(self) -> bool:
         """Whether gradients are expected that the plan did not count: layers have been unfrozen."""
@@ -307,7 +302,7 @@ class Streamer:
             self._resident_memory = self._device.empty(0)
             for group in self._parameters:
                 group.close()
-            self._swaps.clear()
+            self._places.close()
             for block in self._blocks:
                 block.unpin()
 
@@ -319,7 +314,7 @@ class Streamer:
         with self._lock:
             if not (self._in_step or self._tasks or self._depth):
                 self.forget()  # a call outside any step: nobody knows what was written since
-                self._start_trace("outside", training=False)
+                self._prefetch.start("outside", training=False)
             self._depth += 1
             self._push_hooks()
             self._activate()
@@ -344,7 +339,7 @@ class Streamer:
             if self._depth == 0 and not self._in_step and not self._tasks:
                 self.end()
             if visits:
-                self._prefetch()
+                self._fetch_ahead()
 
     def _watch(self, visits: Sequence[int], output: Any) -> None:
         touch = partial(self._touch, tuple(visits))
@@ -358,7 +353,7 @@ class Streamer:
         with self._lock:
             self._activate()
             if self._release_loose(keep=visits):
-                self._prefetch()
+                self._fetch_ahead()
         self._gradients.make_room(visits)
 
     # ------------------------------------------------------------------ doors: saved tensors
@@ -371,7 +366,7 @@ class Streamer:
             if new:
                 self._release_loose()
                 self._use(layer)
-                self._prefetch()
+                self._fetch_ahead()
             lent = self._used[layer].lent
         if new:
             self._gradients.make_room((layer,))
@@ -398,12 +393,12 @@ class Streamer:
             with self._lock:
                 for layer in layers:
                     self._pins[layer] -= 1
-                if residents and not self._active:
+                if residents and not self._places.on_device:
                     self._write_back_residents()
                     self._parameters[self._residents].ask(before_use=True)
-                if _kept_raw() or not self._active:  # the next operation is to come through this door as well
+                if _kept_raw() or not self._places.on_device:  # the next operation is to come through this door as well
                     self._release_loose()
-                self._prefetch()
+                self._fetch_ahead()
 
     # ------------------------------------------------------------------ backward
 
@@ -468,12 +463,12 @@ class Streamer:
         """The layer is on the device now; whoever called is the reason."""
         if layer in self._used:
             return self._used[layer]
-        self._trace.visit(layer)
+        self._prefetch.trace.visit(layer)
         if layer in self._slots and self._parameters[layer].stale:
             self._slots.forget([layer])
         if layer not in self._slots:
             self._demand_fetches += 1
-            self._fetch([(layer, self._slots.find(layer, self._trace.next_use))])
+            self._fetch([(layer, self._slots.find(layer, self._prefetch.trace.next_use))])
         slot = self._slots.use(layer)
         self._used[layer] = slot
         self._peak = max(self._peak, self._device_bytes())
@@ -505,18 +500,11 @@ class Streamer:
                 self._write_back(layer, ((index, group.value(index)) for index in written))
                 replaced = group.detach()
             if replaced:
-                self._replace(replaced)
+                self._places.replace(replaced)
             if moved:  # param.data = another tensor: the slot does not have it
                 self._slots.forget([layer])
                 group.exposed.clear()
         self._slots.release(slot)
-
-    def _replace(self, replaced: Sequence[tuple[DeviceParameter, DeviceParameter]]) -> None:
-        """Somebody has kept these device parameters as they are: others take their places."""
-        new = {id(old): by for old, by in replaced}
-        if self._active:
-            _swap((place, new[id(device)], device) for place, device, _ in self._swaps if id(device) in new)
-        self._swaps = [(place, new.get(id(device), device), host) for place, device, host in self._swaps]
 
     def _release_loose(self, keep: Sequence[int] = ()) -> bool:
         """Release what no running call pins. Returns whether anything was."""
@@ -554,75 +542,25 @@ class Streamer:
         for layer, _ in pairs:
             self._parameters[layer].fetched()
 
-    def _prefetch(self) -> None:
-        """Fetch along the trace, k' layers at a time, into slots whose layers are used later than those."""
-        for ring in range(len(self.plan.rings)):
-            while pairs := self._next_transfer(ring):
-                self._fetch(pairs)
-
-    def _next_transfer(self, ring: int) -> list[tuple[int, Slot]]:
-        """The next k' absent layers of a ring and the slots for them; empty while slots for all of them will come."""
-        size = min(self.plan.k_prime, self.plan.rings[ring].slots)
-        absent = (x for x in self._trace.upcoming() if x not in self._slots and self._slots.ring_of(x) == ring)
-        wanted = list(islice(absent, size))
-        if not wanted:
-            return []
-        slots = [slot for slot in self._slots.of_ring(ring) if not slot.extra]
-        pairs: list[tuple[int, Slot]] = []
-        for layer in wanted:
-            needed = self._trace.next_use(layer)
-            gains = {slot: self._gain(slot, needed) for slot in slots}
-            best = max(gains, key=gains.__getitem__, default=None)
-            if best is None or gains[best][0] <= needed:
-                break  # what is there is used sooner
-            if not gains[best][1]:
-                return []
-            slots.remove(best)
-            pairs.append((layer, best))
-        return pairs
-
-    def _gain(self, slot: Slot, needed: float) -> tuple[float, bool]:
-        """When what a slot holds is used again, if it goes for a layer that is ``needed``; and whether it may go now.
-
-        A layer that is used before counts with the use after that one, if another layer runs in between: the fetch
-        then still has something to hide behind.
-        """
-        if slot.layer is None:
-            return math.inf, slot.overwritable
-        soon, later = self._trace.next_uses(slot.layer)
-        if not slot.overwritable:
-            return (soon if needed >= 1 else -1), False
-        if soon > needed:
-            return soon, True
-        return (later if soon <= needed - 2 else -1), False
-
-    def _start_trace(self, phase: str, *, training: bool) -> None:
-        if phase not in self._traces:
-            self._traces[phase] = Trace(schedule(self.plan, training=training))
-        self._trace = self._traces[phase]
-        self._trace.start()
-        self._trace.cyclic = False
+    def _fetch_ahead(self) -> None:
+        """Fetch along the trace what there are slots for."""
+        for pairs in self._prefetch.transfers():
+            self._fetch(pairs)
 
     # ------------------------------------------------------------------ modules hold one or the other
 
     def _activate(self) -> None:
         """Device parameters into the modules; residents up to date."""
-        if not self._active:
-            self._active = True
+        if not self._places.on_device:
             self._parameters[self._residents].ask(before_use=False)
-            _swap(self._swaps)
+            self._places.hold_device()
         self._refresh_residents()
 
     def _deactivate(self) -> None:
         """Host parameters into the modules."""
-        if self._active:
-            self._active = False
+        if self._places.on_device:
             self._parameters[self._residents].ask(before_use=True)
-            _swap((place, host, device) for place, device, host in self._swaps)
-            for module in self._modules:  # user code may have tied weights meanwhile: b.weight = a.weight
-                for attribute, parameter in module._parameters.items():
-                    if isinstance(parameter, DeviceParameter):
-                        module._parameters[attribute] = parameter.host
+            self._places.hold_host()
 
     def _refresh_residents(self) -> None:
         residents = self._parameters[self._residents]
@@ -665,20 +603,6 @@ class Streamer:
             residents.attach(self._resident_memory)
             self._resident_current = False
 
-    def _pair_places(self) -> list[tuple[Place, nn.Parameter, nn.Parameter]]:
-        return [
-            (place, device, host)
-            for block, group in zip(self._blocks, self._parameters, strict=True)
-            for host, device in zip(block.parameters, group.all, strict=True)
-            for place in self.found.places[host]
-        ]
-
-    def _take_fingerprint(self) -> list[tuple[object, ...]]:
-        return [
-            (id(module), *((id(p), p.dtype, p.shape) for p in module._parameters.values() if p is not None))
-            for module in self._module.modules()
-        ]
-
     # ------------------------------------------------------------------ small things
 
     def _push_hooks(self) -> None:
@@ -719,16 +643,6 @@ _DIFFERENTIATING = (
 
 def _kept_raw() -> bool:
     return torch.is_grad_enabled() and not packs()
-
-
-def _swap(swaps: Iterable[tuple[Place, nn.Parameter, nn.Parameter]]) -> None:
-    """Put ``new`` wherever ``old`` sits; a place that holds something else belongs to somebody else."""
-    for (module, attribute), new, old in swaps:
-        if module._parameters.get(attribute) is old:
-            if isinstance(module, nn.RNNBase):  # it keeps a list beside them
-                setattr(module, attribute, new)
-            else:
-                module._parameters[attribute] = new
 
 
 def _warn_unpinned(blocks: Sequence[HostBlock]) -> None:

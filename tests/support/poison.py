@@ -30,14 +30,14 @@ def poisoned() -> Iterator[None]:
             slot.memory.fill_(0xFF)
 
     def hide(self: Streamer) -> None:
-        if not self._active:
+        if not self._places.on_device:
             for block in self._blocks:
                 stash[block] = block.weights.clone()
                 weights.fget(block).fill_(0xFF)  # type: ignore[attr-defined]
         activate(self)
 
     def show(self: Streamer) -> None:
-        if self._active:
+        if self._places.on_device:
             for block in self._blocks:
                 weights.fget(block).copy_(stash.pop(block))  # type: ignore[attr-defined]
         deactivate(self)

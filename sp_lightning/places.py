@@ -1,0 +1,85 @@
+"""The places where parameters sit in the module tree, which hold the host's or the device's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from sp_lightning.host import HostBlock
+from sp_lightning.layers import Place
+from sp_lightning.parameters import DeviceParameter, DeviceParameters
+
+
+class Places:
+    """All places of all streamed and resident parameters of a module.
+
+    Args:
+        module: the root.
+        places: parameter → where it sits; a shared parameter has several places.
+        blocks, parameters: host's and device's parameters, layer by layer, in the same order.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        places: dict[nn.Parameter, tuple[Place, ...]],
+        blocks: Sequence[HostBlock],
+        parameters: Sequence[DeviceParameters],
+    ) -> None:
+        self._module = module
+        self._modules = list(module.modules())
+        self._swaps: list[tuple[Place, nn.Parameter, nn.Parameter]] = [
+            (place, device, host)
+            for block, group in zip(blocks, parameters, strict=True)
+            for host, device in zip(block.parameters, group.all, strict=True)
+            for place in places[host]
+        ]
+        self._fingerprint = self._take_fingerprint()
+        self.on_device = False
+        """Whether the modules hold device parameters now."""
+
+    def hold_device(self) -> None:
+        """Device parameters into the modules."""
+        self.on_device = True
+        _swap(self._swaps)
+
+    def hold_host(self) -> None:
+        """The host's parameters into the modules."""
+        self.on_device = False
+        _swap((place, host, device) for place, device, host in self._swaps)
+        for module in self._modules:  # user code may have tied weights meanwhile: b.weight = a.weight
+            for attribute, parameter in module._parameters.items():
+                if isinstance(parameter, DeviceParameter):
+                    module._parameters[attribute] = parameter.host
+
+    def replace(self, replaced: Sequence[tuple[DeviceParameter, DeviceParameter]]) -> None:
+        """Other device parameters take the places of some."""
+        new = {id(old): by for old, by in replaced}
+        if self.on_device:
+            _swap((place, new[id(device)], device) for place, device, _ in self._swaps if id(device) in new)
+        self._swaps = [(place, new.get(id(device), device), host) for place, device, host in self._swaps]
+
+    def changed(self) -> bool:
+        """Whether modules or parameters were exchanged, or parameters changed their dtype or shape."""
+        return self._take_fingerprint() != self._fingerprint
+
+    def close(self) -> None:
+        """Let go of the device parameters."""
+        self._swaps.clear()
+
+    def _take_fingerprint(self) -> list[tuple[object, ...]]:
+        return [
+            (id(module), *((id(p), p.dtype, p.shape) for p in module._parameters.values() if p is not None))
+            for module in self._module.modules()
+        ]
+
+
+def _swap(swaps: Iterable[tuple[Place, nn.Parameter, nn.Parameter]]) -> None:
+    """Put ``new`` wherever ``old`` sits; a place that holds something else belongs to somebody else."""
+    for (module, attribute), new, old in swaps:
+        if module._parameters.get(attribute) is old:
+            if isinstance(module, nn.RNNBase):  # it keeps a list beside them
+                setattr(module, attribute, new)
+            else:
+                module._parameters[attribute] = new
