@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_lightning.memory import normal_mode
+
 PAGE = 4096
 
 
@@ -58,12 +60,12 @@ class Device:
 
     def empty(self, nbytes: int) -> Tensor:
         """Uninitialised device memory, shape ``(nbytes,)``, ``uint8``, usable in and out of inference mode."""
-        with torch.inference_mode(False):
+        with normal_mode():
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def host_empty(self, nbytes: int) -> Tensor:
         """Uninitialised page-aligned, page-padded host memory of at least ``nbytes`` bytes, ``uint8``."""
-        with torch.inference_mode(False):
+        with normal_mode():
             padded = math.ceil(max(nbytes, 1) / PAGE) * PAGE
             raw = torch.empty(padded + PAGE, dtype=torch.uint8, device="cpu")
             start = -raw.data_ptr() % PAGE
@@ -79,7 +81,7 @@ class Device:
     def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
         """Copy between host and device in the order of ``stream``; shapes and dtypes are equal."""
         start = time.perf_counter()
-        with torch.inference_mode(False), torch.no_grad():
+        with normal_mode(), torch.no_grad():
             target.copy_(source)
         if stream is Stream.UPLOAD:
             self._stalled += time.perf_counter() - start
@@ -141,7 +143,7 @@ class Accelerator(Device):
             _clear_last_error(self.device)
 
     def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
-        with self._stream(stream), torch.inference_mode(False), torch.no_grad():
+        with self._stream(stream), normal_mode(), torch.no_grad():
             target.copy_(source, non_blocking=True)
 
     def record(self, stream: Stream) -> torch.Event:

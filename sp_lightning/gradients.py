@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sp_lightning.device import Device, PinnedMemory, Stream, Wait
 from sp_lightning.host import HostBlock, Staging
-from sp_lightning.memory import strided
+from sp_lightning.memory import normal_mode, strided
 
 
 @dataclass
@@ -192,7 +192,7 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:
     """
     if not parameter.requires_grad:
         return
-    with torch.inference_mode(False), torch.no_grad():
+    with normal_mode(), torch.no_grad():
         if parameter.grad is None:
             parameter.grad = gradient if own else gradient.clone()
         elif parameter.grad.layout is not torch.strided and gradient.layout is torch.strided:

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.device import Device, PinnedMemory
 from sp_lightning.layers import Layer
-from sp_lightning.memory import lend, strided
+from sp_lightning.memory import lend, normal_mode, strided
 from sp_lightning.plan import PlannedLayer
 
 
@@ -52,7 +52,7 @@ class HostBlock:
         """Take over a weight that was written on the device; synchronous, and visible as an in-place write."""
         target = self.parameters[index]
         self._device.access(self.weights, None, write=True)
-        with torch.inference_mode(False), torch.no_grad():
+        with normal_mode(), torch.no_grad():
             target.copy_(value)
 
     def adopt(self) -> None:
@@ -94,13 +94,13 @@ class HostBlock:
         parameter = self.parameters[index]
         target = self._part(self._weights.bytes, index)
         self._device.access(self.weights, None, write=True)
-        with torch.inference_mode(False), torch.no_grad():
+        with normal_mode(), torch.no_grad():
             target.copy_(parameter.data)
             parameter.data = target
 
     def _part(self, memory: Tensor, index: int) -> Tensor:
         span = self.planned.spans[index]
-        with torch.inference_mode(False):
+        with normal_mode():
             part = lend(memory[span.offset : span.offset + span.nbytes])
             return strided(part, 0, span.dtype, span.shape, span.stride)
 

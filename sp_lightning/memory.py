@@ -8,6 +8,7 @@ later whether anybody still holds it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,11 @@ class Span:
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+
+
+def normal_mode() -> AbstractContextManager[None]:
+    """Outside inference mode, whose tensors could not be saved for a later backward. Costs nothing where that is so."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def aligned(nbytes: int) -> int:

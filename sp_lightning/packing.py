@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from sp_lightning.memory import strided
+from sp_lightning.memory import normal_mode, strided
 from sp_lightning.parameters import DeviceParameters
 
 
@@ -114,7 +114,7 @@ class Packing:
         if isinstance(packed, _Kept):
             _check_version(packed.tensor, packed.tensor._version, packed.version)
             return packed.tensor
-        with torch.inference_mode(False), torch.no_grad():
+        with normal_mode(), torch.no_grad():
             memory = self._reach(packed.layer)
             tensor = strided(memory, packed.offset, packed.dtype, packed.shape, packed.stride)
         if packed.which is not None:

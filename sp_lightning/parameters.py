@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_vers
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.memory import Span, view
+from sp_lightning.memory import Span, normal_mode, view
 
 _Untouched = torch._C.DisableTorchFunctionSubclass  # reads of a stand-in itself, not of the weight that it stands for
 # The attributes of the tensor itself, which DeviceParameter hides behind its own.
@@ -176,7 +176,7 @@ class DeviceParameters:
         self.exposed: set[int] = set()  # whose .data was handed out: nobody knows when it is written
         self.attached = False
         self._handles: list[RemovableHandle] = []
-        with torch.inference_mode(False):
+        with normal_mode():
             self._away = [
                 torch.full((), _nothing(span.dtype), dtype=span.dtype, device=device).expand(span.shape)
                 for span in spans
@@ -297,7 +297,7 @@ class DeviceParameters:
         now = [host._version for host in self.hosts]
         for index, (old, new) in enumerate(zip(self._host_versions, now, strict=True)):
             if old != new:
-                with torch.inference_mode(False), _Untouched():
+                with normal_mode(), _Untouched():
                     increment_version(self.all[index])
                 self._versions[index] += 1
         self._host_versions = now
@@ -381,7 +381,7 @@ def _alias(parameter: DeviceParameter) -> Tensor:
 
 
 def _edge(parameter: DeviceParameter) -> GradientEdge:
-    with _Untouched(), torch.inference_mode(False), torch.enable_grad():
+    with _Untouched(), normal_mode(), torch.enable_grad():
         return get_gradient_edge(parameter)
 
 

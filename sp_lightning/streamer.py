@@ -38,7 +38,7 @@ from sp_lightning.gates import attach_gates
 from sp_lightning.gradients import Gradients
 from sp_lightning.host import HostBlock
 from sp_lightning.layers import Found
-from sp_lightning.memory import view
+from sp_lightning.memory import normal_mode, view
 from sp_lightning.packing import Packing, packs
 from sp_lightning.parameters import DeviceParameter, DeviceParameters, take_gradient
 from sp_lightning.places import Places
@@ -486,7 +486,7 @@ class Streamer:
             lent = self._used[layer].lent
             assert lent is not None
             if not group.attached:
-                with torch.inference_mode(False), torch.no_grad():
+                with normal_mode(), torch.no_grad():
                     group.attach(lent)
             group.sync_requires_grad()
 
@@ -494,7 +494,7 @@ class Streamer:
         slot = self._used.pop(layer)
         group = self._parameters[layer]
         if group.attached:
-            with torch.inference_mode(False), torch.no_grad():
+            with normal_mode(), torch.no_grad():
                 written = group.take_written()
                 moved = any(group.value(i).untyped_storage().data_ptr() != slot.memory.data_ptr() for i in written)
                 self._write_back(layer, ((index, group.value(index)) for index in written))
@@ -529,7 +529,7 @@ class Streamer:
                 written = self._parameters[layer].take_written()
                 if written:
                     self._device.access(slot.memory, Stream.COMPUTE, write=False)
-                with torch.inference_mode(False):
+                with normal_mode():
                     self._write_back(layer, ((index, view(slot.memory, spans[index])) for index in written))
 
     def _fetch(self, pairs: Sequence[tuple[int, Slot]]) -> None:

@@ -1,0 +1,50 @@
+"""Gradient scaling with gradients on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.step import HostGradScaler
+
+
+def train(scaler: torch.amp.GradScaler, gradients: list[float]) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    seen = []
+    for value in gradients:
+        scaler.scale(torch.ones(()))
+        parameter.grad = torch.full((3,), value) * scaler.get_scale()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        seen.append(parameter.detach().clone())
+    return seen, scaler.state_dict()
+
+
+def test_scales_skips_and_grows_as_torchs() -> None:
+    gradients = [1.0, 2.0, float("inf"), 3.0, 4.0]
+    options: dict[str, Any] = {"device": "cpu", "init_scale": 1024.0, "growth_interval": 2}
+    ours, plain = (train(kind(**options), gradients) for kind in (HostGradScaler, torch.amp.GradScaler))
+    assert [value.tolist() for value in ours[0]] == [value.tolist() for value in plain[0]]
+    assert ours[1] == plain[1]
+    assert torch.equal(ours[0][1], ours[0][2]), "the step with an infinite gradient is skipped"
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_scaler_of_16_mixed_is_exchanged(own: bool) -> None:
+    """torch's copies the scale without blocking, and the CPU may read it before it has come."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if own else None
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    strategy = SuperpipelineStrategy(precision_plugin=plugin)
+    assert strategy.precision_plugin is plugin, "checkpoints name the plugin's class"
+    assert type(plugin.scaler) is HostGradScaler
+    assert plugin.scaler.is_enabled()
+    if own:
+        assert plugin.scaler.get_scale() == 64.0
