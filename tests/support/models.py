@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+import peft
 import torch
 import torch.nn.functional as F
 import torchvision
@@ -100,6 +101,14 @@ def bert() -> Transformer:
         max_position_embeddings=32,
     )  # fmt: skip
     return Transformer(transformers.BertForMaskedLM(config))
+
+
+def lora() -> Transformer:
+    """Trainable adapters on a frozen base with checkpoints, whose recompute keeps frozen weights as they are."""
+    module = llama(checkpointing={"use_reentrant": False})
+    module.net.enable_input_require_grads()
+    module.net = peft.get_peft_model(module.net, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    return module
 
 
 def tokens(count: int = 3, length: int = 8) -> Batches:
@@ -454,6 +463,7 @@ CASES: dict[str, Case] = {
     "llama-dropout": Case(llama, tokens),
     "llama-checkpoint": Case(lambda: llama(checkpointing={"use_reentrant": False}), tokens),
     "llama-checkpoint-reentrant": Case(lambda: llama(checkpointing={"use_reentrant": True}), tokens),
+    "lora-checkpoint": Case(lora, tokens),
     "gpt2-tied": Case(gpt2, tokens),
     "t5": Case(t5, tokens),
     "t5-checkpoint": Case(lambda: t5(checkpointing=True), tokens),
