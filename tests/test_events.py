@@ -11,12 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device import Device
+from sp_lightning.device import Accelerator, Device
 from sp_lightning.streamer import Streamer
 from tests.support.engine import events, step, streamed
 from tests.support.simdevice import SimDevice
 
-DEVICES: list[type[Device]] = [Device, SimDevice]
+DEVICES: list[Callable[[], Device]] = [
+    lambda: Device(torch.device("cpu")),
+    lambda: SimDevice(torch.device("cpu")),
+]
+if torch.cuda.is_available():
+    DEVICES.append(lambda: Accelerator(torch.device("cuda")))
 Run = Callable[[Streamer, Any, Tensor], None]
 
 
@@ -126,12 +131,13 @@ def words(text: str) -> list[str]:
     return [" ".join(each.split()) for each in text.split(",") if each.strip()]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("make", DEVICES, ids=["cpu", "simulated", "cuda"][: len(DEVICES)])
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_sequence(name: str, device: type[Device]) -> None:
+def test_sequence(name: str, make: Callable[[], Device]) -> None:
     kind, run, expected = SEQUENCES[name]
-    x = torch.ones(2, 4, requires_grad=True)
-    with events() as happened, streamed(kind(), device(torch.device("cpu")), k=1, k_prime=1) as streamer:
+    device = make()
+    x = torch.ones(2, 4, device=device.device, requires_grad=True)
+    with events() as happened, streamed(kind(), device, k=1, k_prime=1) as streamer:
         run(streamer, streamer._module, x)
         seen = list(happened)
     assert seen == words(expected)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -182,3 +185,34 @@ def test_saved_tensors_are_freed_without_the_garbage_collector() -> None:
         assert [output.expired() for output in module.net.outputs] == [True, True]  # type: ignore[union-attr]
     finally:
         gc.enable()
+
+
+SET_UP = """
+import torch
+from torch import nn
+from sp_lightning.device import Device
+from sp_lightning.layers import find_layers
+from sp_lightning.plan import make_plan
+from sp_lightning.streamer import Streamer
+
+def high_water():
+    status = open("/proc/self/status").read()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+net = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(24)))  # 16 MiB each
+device = Device(torch.device("cpu"))
+found = find_layers(net)
+plan = make_plan(found, k=1, k_prime=1)
+before = high_water()
+streamer = Streamer(net, found, plan, device, pin=False)
+print((high_water() - before) / 2**24)
+"""
+
+
+def test_set_up_peaks_at_the_model_and_one_layer() -> None:
+    """Each original goes as soon as it is absorbed: the whole model is never there twice. Slots are on this host, too."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("reads the high-water mark from /proc")
+    ran = subprocess.run([sys.executable, "-c", SET_UP], capture_output=True, text=True, check=True)
+    layers = float(ran.stdout)
+    assert layers <= 1 + 2 + 1, f"set-up took {layers:.1f} layers beyond the model: one, two slots, and a little"
