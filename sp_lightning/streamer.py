@@ -259,7 +259,6 @@ class Streamer:
         """Host weights have been or may have been written: copies on the device are out of date."""
         with self._lock:
             self._release_loose()
-            self._write_back_residents()  # an optimizer may have been given device parameters
             self._slots.forget(layer for layer in range(self._residents) if layer not in self._used)
             self._resident_current = False
             self._expected = None

@@ -45,7 +45,7 @@ def test_fetches_of_one_forward_and_backward(n: int, k: int, k_prime: int) -> No
     assert len(strategy.plan.layers) == n
     fetched = [new - old for old, new in zip([0, *counter.fetched], counter.fetched, strict=False)]
     assert fetched == [max(n, 2 * n - (k + k_prime))] * 4
-    assert strategy.stats().demand_fetches == 0 or k_prime > 1
+    assert strategy.stats().demand_fetches == 0
     assert strategy.stats().extra_slots == 0
 
 
@@ -178,11 +178,18 @@ class Squashed(nn.Module):
 
 
 def test_saved_tensors_are_freed_without_the_garbage_collector() -> None:
+    class CallsTwice(Module):
+        """Only one of the graphs is gone through, which frees what it saved."""
+
+        def loss(self, batch: Any) -> Tensor:
+            self.net(batch)
+            return super().loss(batch)
+
     gc.collect()
     gc.disable()
     try:
-        module = fit(lambda: Module(Squashed()), vectors(2), superpipeline()).module
-        assert [output.expired() for output in module.net.outputs] == [True, True]  # type: ignore[union-attr]
+        module: Any = fit(lambda: CallsTwice(Squashed()), vectors(2), superpipeline()).module
+        assert [output.expired() for output in module.net.outputs] == [True] * 4
     finally:
         gc.enable()
 

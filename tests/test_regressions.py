@@ -345,6 +345,88 @@ class BackwardWithInputs(Manual):
         optimizer.step()
 
 
+class Normed(nn.Module):
+    """A norm saves its weight as it is, where a linear layer saves a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16)
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.norm(torch.tanh(self.linear(x))))
+
+
+class NormedStack(nn.Module):
+    def __init__(self, how: str, *, frozen: bool) -> None:
+        super().__init__()
+        self.how = how
+        self.blocks = nn.ModuleList(Normed() for _ in range(4))
+        for block in self.blocks:
+            block.norm.requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_() if self.training else x
+        for block in self.blocks:
+            if self.how == "calls":
+                x = checkpoint(block, x, use_reentrant=False)
+            elif self.how == "inside":
+                x = checkpoint(block.forward, x, use_reentrant=False)
+            elif self.how == "all":
+                x = checkpoint(block, x, use_reentrant=False, early_stop=False)
+            else:
+                with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                    x = block(x) if self.how == "kept" else block.forward(x)
+        return x
+
+
+class FreezesBeforeBackward(Module):
+    """A parameter that is frozen between forward and backward takes no gradient, whoever freezes it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        for p in self.trainer.optimizers[0].param_groups[0]["params"][:4]:
+            p.requires_grad_(batch_idx != 1)
+        return loss
+
+
+class Copies(Module):
+    """A copy of a streamed module is a plain module, made inside a step or between two."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.copied = [copy.deepcopy(self.net)]
+        with torch.no_grad():
+            self.seen.append(self.copied[0](batch).clone())
+        assert all(type(p) is nn.Parameter for p in self.copied[0].parameters())
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.seen.append(self.copied[0](batch).clone())
+            self.seen.append(copy.deepcopy(self.net)(batch).clone())
+
+
+class WritesCapturedInPlace(Module):
+    """In-place writes through references from before the step bump a version, and are seen within the step."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.captured = [list(self.net.parameters())]
+
+    def loss(self, batch: Any) -> Tensor:
+        with torch.no_grad():
+            super().loss(batch)
+            for p in self.captured[0]:
+                p.mul_(0.9)
+        return super().loss(batch)
+
+
 class FunctionalCall(Module):
     """Weights that are computed lie in no slot, and no gate tells that a layer's backward begins."""
 
@@ -386,6 +468,9 @@ class FunctionalCall(Module):
         (lambda: SavesInside(Stack()), {}),
         (lambda: Threads(Stack()), {}),
         (lambda: BackwardWithInputs(), {}),
+        (lambda: FreezesBeforeBackward(Stack()), {}),
+        (lambda: Copies(), {}),
+        (lambda: WritesCapturedInPlace(), {}),
     ],
     ids=[
         "steps-by-hand", "clamps-after-backward", "own-optimizer-step", "writes-between-forward-and-backward",
@@ -395,10 +480,17 @@ class FunctionalCall(Module):
         "frozen-checkpoint-manual", "frozen-checkpoint-reentrant", "frozen-checkpoint-inside",
         "frozen-checkpoint-inside-manual", "frozen-checkpoint-inside-reentrant", "keeps-what-is-saved",
         "inner-optimizer", "extra-backward", "saves-inside", "threads", "backward-with-inputs",
+        "freezes-before-backward", "copies", "writes-captured-in-place",
     ],
 )  # fmt: skip
 def test_like_plain(make: Callable[[], pl.LightningModule], options: dict[str, Any]) -> None:
     assert_like_plain(make, **options)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("how", ["calls", "inside", "all", "kept", "kept-inside"])
+def test_weights_that_are_kept_as_they_are(how: str, frozen: bool) -> None:
+    assert_like_plain(lambda: Module(NormedStack(how, frozen=frozen)))
 
 
 def test_optimizer_state_is_found_inside_a_step() -> None:
