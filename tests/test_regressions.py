@@ -493,6 +493,18 @@ def test_weights_that_are_kept_as_they_are(how: str, frozen: bool) -> None:
     assert_like_plain(lambda: Module(NormedStack(how, frozen=frozen)))
 
 
+def test_a_copy_of_a_streamed_module_streams_nothing() -> None:
+    class CallsCopy(Module):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            before = self.trainer.strategy.stats().fetched_layers
+            copy.deepcopy(self.net)(batch)
+            assert self.trainer.strategy.stats().fetched_layers == before
+            self.net(batch)
+            assert self.trainer.strategy.stats().fetched_layers > before
+
+    bare(lambda: CallsCopy(Stack()), superpipeline(k=1))
+
+
 def test_optimizer_state_is_found_inside_a_step() -> None:
     class LooksState(Manual):
         def training_step(self, batch: Any, batch_idx: int) -> None:
