@@ -1,8 +1,8 @@
 """Gradients on their way to the host: drained while backward goes on, applied once they have landed.
 
 ``arrived`` (autograd put one on a device parameter) → ``drain`` (a layer's gradients leave) → ``retire`` (compute has
-waited for the copy, device memory is free) → ``apply`` (the host waits for the copy and adds into
-``param.grad``). At most k' + 1 layers' gradients are on the device at once.
+waited for the copy, device memory is free) → ``apply`` (the host waits for the copy and adds into ``param.grad``).
+At most k' + 1 layers' gradients are on the device at once.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class DeviceParameter(nn.Parameter):
         return hash(self.host)
 
     def __eq__(self, other: object) -> Any:
-        if other is self or other is self.host:
+        if other is self.host:
             return True
         return super().__eq__(other)
 
@@ -135,6 +135,12 @@ class StandIn(DeviceParameter):
             args, kwargs = tree_map_only(DeviceParameter, _edge, (args, kwargs))
             return func(*args, **kwargs)
         away = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)]
+        if not away:
+            raise RuntimeError(
+                f"{getattr(func, '__name__', func)} was given a weight whose layer is away, inside an object of "
+                "a class that is no list, tuple or dictionary. Pass the weight itself, or keep its layer on the device: "
+                "SuperpipelineStrategy(resident=[…])."
+            )
         with away[0]._of.together(away):
             if away[0]._of.kept_raw():
                 args, kwargs = tree_map_only(DeviceParameter, _alias, (args, kwargs))

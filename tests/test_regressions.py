@@ -165,6 +165,7 @@ class LooksParametersUp(Module):
             p.no_decay = p.ndim < 2  # type: ignore[attr-defined]
 
     def loss(self, batch: Any) -> Tensor:
+        assert all((p == p).all() for p in self.parameters()), "compared with itself it is elementwise, as ever"
         decayed = [p for p in self.parameters() if not getattr(p, "no_decay", False)]
         assert len(decayed) == 10
         distance = sum((p - self.start[p]).square().sum() for p in self.parameters())
