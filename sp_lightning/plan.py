@@ -65,6 +65,7 @@ class Plan:
         layers: in the order of the module tree.
         rings: slots by size class; the first is the one that most layers pass through.
         residents: the parameters that stay on the device during a batch, as one more layer without a slot.
+        order: the layers as a forward is expected to use them; one that owns a tied weight comes again.
         notes: what a reader should know about this model.
     """
 
@@ -73,6 +74,7 @@ class Plan:
     layers: tuple[PlannedLayer, ...]
     rings: tuple[Ring, ...]
     residents: PlannedLayer
+    order: tuple[int, ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -151,6 +153,7 @@ def make_plan(found: Found, *, k: int, k_prime: int) -> Plan:
         layers=tuple(_planned(layer, ring=ring) for layer, ring in zip(found.layers, ring_of, strict=True)),
         rings=rings,
         residents=_planned(found.residents, ring=-1),
+        order=_order(found),
         notes=found.notes,
     )
     if plan.host_bytes and plan.peak_device_bytes >= plan.host_bytes:
@@ -161,9 +164,15 @@ def make_plan(found: Found, *, k: int, k_prime: int) -> Plan:
 
 def schedule(plan: Plan, *, training: bool) -> Iterator[int]:
     """The order of layers that is expected before a batch has shown the real one: forward, then backward."""
-    yield from range(len(plan.layers))
+    yield from plan.order
     if training:
-        yield from reversed(range(len(plan.layers)))
+        yield from reversed(plan.order)
+
+
+def _order(found: Found) -> tuple[int, ...]:
+    used = [layer for visits in found.visits.values() for layer in visits]
+    without_module = [layer for layer in range(len(found.layers)) if layer not in used]
+    return (*without_module, *used)
 
 
 def _planned(layer: Layer, *, ring: int) -> PlannedLayer:
