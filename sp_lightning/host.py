@@ -58,6 +58,9 @@ class HostBlock:
     def adopt(self) -> None:
         """Take in what the user put under a parameter (``param.data = other``) since it was absorbed.
 
+        A transfer of the old values may still be under way. It does no harm: what it fills is forgotten, because the
+        address has changed, and the next transfer comes after it on the same stream.
+
         Raises:
             RuntimeError: other dtype or shape, which has no place in the block.
         """

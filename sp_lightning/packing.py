@@ -48,11 +48,6 @@ class _Outer(NamedTuple):
 _our_packs: WeakSet[Callable[..., Any]] = WeakSet()
 
 
-def _ours(pack: Callable[..., Any]) -> Callable[..., Any]:
-    _our_packs.add(pack)
-    return pack
-
-
 def packs() -> bool:
     """Whether what autograd saves now is packed by us: no user's hooks and no checkpoint's recompute in between."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -82,7 +77,6 @@ class Packing:
         """Pack while this is active; what is no weight goes to the hooks that were active before."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
-        @_ours
         def pack(tensor: Tensor) -> _Packed | _Kept | _Outer:
             packed = self._pack(tensor)
             if packed is not None:
@@ -91,6 +85,7 @@ class Packing:
                 return _Outer(outer[0](tensor), outer[1])
             return _Kept(tensor.detach(), tensor._version)
 
+        _our_packs.add(pack)
         return saved_tensors_hooks(pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> _Packed | None:

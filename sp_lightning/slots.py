@@ -124,7 +124,7 @@ class Slots:
         ring = self.ring_of(layer)
         candidates = [slot for slot in self.of_ring(ring) if slot.overwritable]
         if candidates:
-            return max(candidates, key=lambda slot: rank(slot, next_use))
+            return max(candidates, key=lambda slot: _rank(slot, next_use))
         self.extra_slots += 1
         slot = Slot(ring, self._device.empty(self._plan.rings[ring].nbytes), extra=True)
         self.all.append(slot)
@@ -174,9 +174,9 @@ class Slots:
         if slot.state is not SlotState.HELD:
             slot.idle = self._device.record(Stream.COMPUTE)
 
-    def forget(self, layers: Iterable[int] | None = None) -> None:
-        """The host's weights have changed: what is on the device of these layers (default: all) is out of date."""
-        for layer in list(self._at) if layers is None else layers:
+    def forget(self, layers: Iterable[int]) -> None:
+        """The host's weights have changed: what is on the device of these layers is out of date."""
+        for layer in layers:
             slot = self._at.pop(layer, None)
             if slot is not None:
                 slot.layer = None
@@ -206,6 +206,6 @@ class Slots:
         self.all.clear()
 
 
-def rank(slot: Slot, next_use: Callable[[int], float]) -> tuple[bool, float]:
+def _rank(slot: Slot, next_use: Callable[[int], float]) -> tuple[bool, float]:
     """Belady's order of overwriting: what means nothing first, then what is used again last."""
-    return (slot.layer is None, 0.0) if slot.layer is None else (False, next_use(slot.layer))
+    return (True, 0.0) if slot.layer is None else (False, next_use(slot.layer))

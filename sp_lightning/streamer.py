@@ -259,7 +259,7 @@ class Streamer:
         """Host weights have been or may have been written: copies on the device are out of date."""
         with self._lock:
             self._release_loose()
-            self._slots.forget(layer for layer in range(self._residents) if layer not in self._used)
+            self._forget_copies()
             self._resident_current = False
             self._expected = None
             if self._in_step and self._manual:
@@ -418,7 +418,7 @@ class Streamer:
         self._join_backward()
         if not quiet:
             with self._lock:
-                self._slots.forget(layer for layer in range(self._residents) if layer not in self._used)
+                self._forget_copies()
 
     def _join_backward(self) -> None:
         """Have autograd call :meth:`_backward_ends` when the present graph task ends; it may be a nested one."""
@@ -454,7 +454,7 @@ class Streamer:
                 # User code reads gradients and writes weights now; the next call goes on with the step.
                 self._take_back_writes()
                 self._deactivate()
-                self._slots.forget()
+                self._forget_copies()
 
     # ------------------------------------------------------------------ layers come and go
 
@@ -540,6 +540,10 @@ class Streamer:
         self._slots.fetch(pairs)
         for layer, _ in pairs:
             self._parameters[layer].fetched()
+
+    def _forget_copies(self) -> None:
+        """What no running call uses is out of date."""
+        self._slots.forget(layer for layer in range(self._residents) if layer not in self._used)
 
     def _fetch_ahead(self) -> None:
         """Fetch along the trace what there are slots for."""

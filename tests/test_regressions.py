@@ -428,6 +428,17 @@ class WritesCapturedInPlace(Module):
         return super().loss(batch)
 
 
+class KeepsOldGradients(Module):
+    """Gradients that somebody still holds after ``zero_grad`` are not overwritten by the next batch's."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.seen: list[Any] = []
+
+    def on_after_backward(self) -> None:
+        self.seen.append([p.grad for p in self.parameters()])
+
+
 class FunctionalCall(Module):
     """Weights that are computed lie in no slot, and no gate tells that a layer's backward begins."""
 
@@ -472,6 +483,7 @@ class FunctionalCall(Module):
         (lambda: FreezesBeforeBackward(Stack()), {}),
         (lambda: Copies(), {}),
         (lambda: WritesCapturedInPlace(), {}),
+        (lambda: KeepsOldGradients(), {}),
     ],
     ids=[
         "steps-by-hand", "clamps-after-backward", "own-optimizer-step", "writes-between-forward-and-backward",
@@ -481,7 +493,7 @@ class FunctionalCall(Module):
         "frozen-checkpoint-manual", "frozen-checkpoint-reentrant", "frozen-checkpoint-inside",
         "frozen-checkpoint-inside-manual", "frozen-checkpoint-inside-reentrant", "keeps-what-is-saved",
         "inner-optimizer", "extra-backward", "saves-inside", "threads", "backward-with-inputs",
-        "freezes-before-backward", "copies", "writes-captured-in-place",
+        "freezes-before-backward", "copies", "writes-captured-in-place", "keeps-old-gradients",
     ],
 )  # fmt: skip
 def test_like_plain(make: Callable[[], pl.LightningModule], options: dict[str, Any]) -> None:
