@@ -533,9 +533,7 @@ class Streamer:
 
     def _fetch(self, pairs: Sequence[tuple[int, Slot]]) -> None:
         self._write_back_late(slot for _, slot in pairs)
-        for layer, slot in pairs:
-            if slot.layer is not None:
-                self._parameters[slot.layer].exposed.clear()  # nobody holds a view any more
+        for layer, _ in pairs:
             self._blocks[layer].adopt()
         self._slots.fetch(pairs)
         for layer, _ in pairs:

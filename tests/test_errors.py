@@ -227,6 +227,20 @@ def test_weights_rebound_behind_our_back_are_absorbed_again(change: str) -> None
     assert_equal(ours.losses, plain.losses, change)
 
 
+def test_other_dtypes_outside_a_step_are_named() -> None:
+    """Between batches the layers are absorbed again; in the middle of a step or outside any there is no place."""
+
+    class Doubles(Module):
+        def on_fit_start(self) -> None:
+            self.net.double()
+            self.net(torch.ones(2, 16).double())
+
+    with pytest.raises(
+        RuntimeError, match=r"'net\.stem\.weight' was torch\.float32 .* is torch\.float64 .*between two batches"
+    ):
+        start(superpipeline(), Doubles(Stack()))
+
+
 def test_a_weight_written_between_forward_and_backward_is_autograds_own_error() -> None:
     class Writes(Module):
         def loss(self, batch: Any) -> Tensor:

@@ -439,6 +439,45 @@ class KeepsOldGradients(Module):
         self.seen.append([p.grad for p in self.parameters()])
 
 
+class InnerOptimizerWithoutBackward(Manual):
+    """The same with gradients of ``torch.autograd.grad``: no backward puts the host's parameters back in between."""
+
+    def __init__(self) -> None:
+        super().__init__(Scaled())
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        parameters = list(self.parameters())
+        inner = torch.optim.SGD(parameters, lr=0.05)
+        for _ in range(2):
+            for p, gradient in zip(parameters, torch.autograd.grad(self.loss(batch), parameters), strict=True):
+                p.grad = gradient
+            inner.step()
+            self.seen.append(self.loss(batch).item())
+        self.zero_grad()
+
+
+class ThawsWithinStep(Module):
+    """A resident that is unfrozen between two forwards of one step takes the second one's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(Scaled())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (scale,) = (
+            p for p in self.trainer.optimizers[0].param_groups[0]["params"] if p.shape == (16,) and p.mean() == 1
+        )
+        scale.requires_grad_(False)
+        loss = self.loss(batch)
+        scale.requires_grad_(True)
+        return loss + self.loss(batch * 0.5)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen = [None if p.grad is None else p.grad.clone() for p in self.parameters()]
+
+
 class FunctionalCall(Module):
     """Weights that are computed lie in no slot, and no gate tells that a layer's backward begins."""
 
@@ -484,6 +523,8 @@ class FunctionalCall(Module):
         (lambda: Copies(), {}),
         (lambda: WritesCapturedInPlace(), {}),
         (lambda: KeepsOldGradients(), {}),
+        (lambda: ThawsWithinStep(), {}),
+        (lambda: InnerOptimizerWithoutBackward(), {}),
     ],
     ids=[
         "steps-by-hand", "clamps-after-backward", "own-optimizer-step", "writes-between-forward-and-backward",
@@ -493,7 +534,8 @@ class FunctionalCall(Module):
         "frozen-checkpoint-manual", "frozen-checkpoint-reentrant", "frozen-checkpoint-inside",
         "frozen-checkpoint-inside-manual", "frozen-checkpoint-inside-reentrant", "keeps-what-is-saved",
         "inner-optimizer", "extra-backward", "saves-inside", "threads", "backward-with-inputs",
-        "freezes-before-backward", "copies", "writes-captured-in-place", "keeps-old-gradients",
+        "freezes-before-backward", "copies", "writes-captured-in-place", "keeps-old-gradients", "thaws-within-step",
+        "inner-optimizer-without-backward",
     ],
 )  # fmt: skip
 def test_like_plain(make: Callable[[], pl.LightningModule], options: dict[str, Any]) -> None:
