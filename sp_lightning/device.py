@@ -11,6 +11,7 @@ import enum
 import math
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class Device:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stalled = 0.0
+        self._stalled: dict[Wait, float] = dict.fromkeys(Wait, 0.0)
 
     def empty(self, nbytes: int) -> Tensor:
         """Uninitialised device memory, shape ``(nbytes,)``, ``uint8``, usable in and out of inference mode."""
@@ -78,13 +79,15 @@ class Device:
     def unpin(self, memory: Tensor) -> None:
         """Undo :meth:`pin`. The caller has synchronised."""
 
-    def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
-        """Copy between host and device in the order of ``stream``; shapes and dtypes are equal."""
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: Stream) -> None:
+        """Copy between host and device in the order of ``stream``; shapes and dtypes are equal, none requires a gradient."""
         start = time.perf_counter()
-        with normal_mode(), torch.no_grad():
-            target.copy_(source)
-        if stream is Stream.UPLOAD:
-            self._stalled += time.perf_counter() - start
+        with normal_mode():
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+        self._stalled[Wait.USE_AFTER_FETCH if stream is Stream.UPLOAD else Wait.REUSE_AFTER_DRAIN] += (
+            time.perf_counter() - start
+        )
 
     def record(self, stream: Stream) -> Any:
         """An event that has happened once everything issued to ``stream`` so far is done."""
@@ -106,9 +109,9 @@ class Device:
         """Device memory that can still be had, in bytes; None where that is not a limit (CPU)."""
         return None
 
-    def stall_seconds(self) -> float:
-        """Seconds that compute waited for fetches; on the CPU every second of a fetch is one."""
-        return self._stalled
+    def stall_seconds(self, *why: Wait) -> float:
+        """Seconds that compute waited for these reasons; on the CPU every second of a copy is one."""
+        return sum(self._stalled[each] for each in why)
 
 
 class Accelerator(Device):
@@ -122,7 +125,7 @@ class Accelerator(Device):
             device = torch.device(device.type, torch.accelerator.current_device_index())
         super().__init__(device)
         self._side = {stream: torch.Stream(device) for stream in (Stream.UPLOAD, Stream.DOWNLOAD)}
-        self._waits: list[tuple[torch.Event, torch.Event]] = []
+        self._waits: list[tuple[Wait, torch.Event, torch.Event]] = []
 
     def _stream(self, stream: Stream) -> torch.Stream:
         # Never cached: hooks of backward run on autograd's thread, which has a current stream of its own.
@@ -142,9 +145,10 @@ class Accelerator(Device):
         if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())) != 0:
             _clear_last_error(self.device)
 
-    def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
-        with self._stream(stream), normal_mode(), torch.no_grad():
-            target.copy_(source, non_blocking=True)
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: Stream) -> None:
+        with self._stream(stream), normal_mode():
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
 
     def record(self, stream: Stream) -> torch.Event:
         event = torch.Event(self.device)
@@ -162,7 +166,7 @@ class Accelerator(Device):
         before.record(waiting)
         waiting.wait_event(event)
         after.record(waiting)
-        self._waits.append((before, after))
+        self._waits.append((why, before, after))
         if len(self._waits) > 512:
             self._sum_waits()
 
@@ -177,17 +181,17 @@ class Accelerator(Device):
             return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return None
 
-    def stall_seconds(self) -> float:
+    def stall_seconds(self, *why: Wait) -> float:
         self._sum_waits()
-        return self._stalled
+        return super().stall_seconds(*why)
 
     def _sum_waits(self) -> None:
         still_open = []
-        for before, after in self._waits:
+        for why, before, after in self._waits:
             if after.query():
-                self._stalled += before.elapsed_time(after) / 1000
+                self._stalled[why] += before.elapsed_time(after) / 1000
             else:
-                still_open.append((before, after))
+                still_open.append((why, before, after))
         self._waits = still_open
 
 

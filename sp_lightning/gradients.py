@@ -67,13 +67,14 @@ class Gradients:
         largest = max((block.planned.nbytes for block in blocks), default=0)
         self._staging = Staging(device, largest, pin=pin)
         self._arrived: dict[int, dict[int, Tensor]] = {}
+        self._expected: dict[int, int] = {}  # how many gradients a layer that has some is to get
         self._flying: deque[_Drain] = deque()
         self._landed: deque[_Drain] = deque()
         self.device_bytes = 0
         self.drained_bytes = 0
 
-    def arrived(self, layer: int, index: int, gradient: Tensor) -> None:
-        """Autograd finished one gradient; it leaves with its layer's others.
+    def arrived(self, layer: int, index: int, gradient: Tensor) -> bool:
+        """Autograd finished one gradient; it leaves with its layer's others. Returns whether they are all there.
 
         Raises:
             RuntimeError: a gradient with a graph of its own (``backward(create_graph=True)``).
@@ -85,20 +86,15 @@ class Gradients:
                 f"The gradient of {name!r} has a graph of its own (backward(create_graph=True)); it would be lost on "
                 f"the way to the host. Use torch.autograd.grad(loss, parameters, create_graph=True), which keeps it."
             )
-        waiting = self._arrived.setdefault(layer, {})
-        if index in waiting:
+        if index in self._arrived.get(layer, ()):
             self.drain(layer)
-            waiting = self._arrived.setdefault(layer, {})
-        waiting[index] = gradient
+        if layer not in self._arrived:
+            self._arrived[layer] = {}
+            self._expected[layer] = sum(parameter.requires_grad for parameter in block.parameters)
+        self._arrived[layer][index] = gradient
         self._device.access(gradient, Stream.COMPUTE, write=True)
         self.device_bytes += gradient.nbytes if gradient.layout is torch.strided else 0
-
-    def drain_complete(self, layer: int) -> None:
-        """Drain a layer if all its gradients have arrived."""
-        waiting = self._arrived.get(layer, {})
-        complete = len(waiting) == sum(parameter.requires_grad for parameter in self._blocks[layer].parameters)
-        if complete and layer != self._residents:
-            self.drain(layer)
+        return len(self._arrived[layer]) == self._expected[layer] and layer != self._residents
 
     def drain(self, layer: int) -> None:
         """Send what has arrived of one layer to the host; with the next layer's, at most k' + 1 are on the device."""
@@ -108,6 +104,7 @@ class Gradients:
         block = self._blocks[layer]
         staging: PinnedMemory | None = None
         landings = []
+        targets, sources = [], []
         self._device.wait(Stream.DOWNLOAD, self._device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
         for index, gradient in gradients.items():
             if gradient.layout is not torch.strided:  # sparse: of no fixed size, as nn.Embedding(sparse=True) makes
@@ -119,13 +116,14 @@ class Gradients:
                 staging = staging or self._staging.take()
                 span = block.planned.spans[index]
                 target = strided(staging.bytes, span.offset, gradient.dtype, span.shape, span.stride)
-            self._device.copy(target, gradient, Stream.DOWNLOAD)
+            targets.append(target)
+            sources.append(gradient)
             landings.append(_Landing(index, target, own))
-            self.drained_bytes += gradient.nbytes
-        held = list(gradients.values())
-        nbytes = sum(each.nbytes for each in held if each.layout is torch.strided)
+        self._device.copy(targets, sources, Stream.DOWNLOAD)
+        nbytes = sum(gradient.nbytes for gradient in sources)
+        self.drained_bytes += nbytes
         landed = self._device.record(Stream.DOWNLOAD)
-        self._flying.append(_Drain(block, held, nbytes, landings, staging, landed))
+        self._flying.append(_Drain(block, list(gradients.values()), nbytes, landings, staging, landed))
         self.retire(self._in_flight - 1)
 
     def make_room(self, layers: Sequence[int]) -> None:
@@ -192,13 +190,18 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:
     """
     if not parameter.requires_grad:
         return
-    with normal_mode(), torch.no_grad():
-        if parameter.grad is None:
-            parameter.grad = gradient if own else gradient.clone()
-        elif parameter.grad.layout is not torch.strided and gradient.layout is torch.strided:
-            parameter.grad = gradient + parameter.grad
-        else:
-            parameter.grad += gradient
-        after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        for hook in list(after.values()):
-            hook(parameter)
+    if parameter.grad is None and own:
+        parameter.grad = gradient
+    else:
+        with normal_mode(), torch.no_grad():
+            if parameter.grad is None:
+                parameter.grad = gradient.clone()
+            elif parameter.grad.layout is not torch.strided and gradient.layout is torch.strided:
+                parameter.grad = gradient + parameter.grad
+            else:
+                parameter.grad += gradient
+    after = parameter._post_accumulate_grad_hooks
+    if after:
+        with normal_mode(), torch.no_grad():
+            for hook in list(after.values()):
+                hook(parameter)

@@ -7,14 +7,14 @@ callback works on them as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.device import Device, PinnedMemory
 from sp_lightning.layers import Layer
-from sp_lightning.memory import lend, normal_mode, strided
+from sp_lightning.memory import Loan, Span, lend, normal_mode, view
 from sp_lightning.plan import PlannedLayer
 
 
@@ -24,6 +24,7 @@ class HostBlock:
     Attributes:
         planned: where each parameter lies.
         parameters: the user's parameters, in the order of ``planned.spans``.
+        weights: all of them, flat ``uint8`` of ``planned.nbytes`` bytes: what a fetch copies.
     """
 
     def __init__(self, layer: Layer, planned: PlannedLayer, device: Device, *, pin: bool) -> None:
@@ -32,16 +33,13 @@ class HostBlock:
         self._device = device
         self._pin = pin
         self._weights = PinnedMemory(device, planned.nbytes, pin=pin)
+        self.weights = self._weights.bytes[: planned.nbytes]
         self._gradients: PinnedMemory | None = None
-        self._gradients_out: dict[int, StorageWeakRef] = {}
+        self._gradient_loans: list[Loan] = []
+        self._alone = [replace(span, offset=0) for span in planned.spans]  # each in a storage of its own
         for index in range(len(self.parameters)):  # each original goes at once: set-up peaks at model plus one layer
             self._take(index)
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
-
-    @property
-    def weights(self) -> Tensor:
-        """All weights, flat ``uint8`` of ``planned.nbytes`` bytes: what a fetch copies."""
-        return self._weights.bytes[: self.planned.nbytes]
 
     @property
     def pinned(self) -> bool:
@@ -64,6 +62,8 @@ class HostBlock:
         Raises:
             RuntimeError: other dtype or shape, which has no place in the block.
         """
+        if [parameter.data_ptr() for parameter in self.parameters] == self._addresses:
+            return
         for index, (parameter, address) in enumerate(zip(self.parameters, self._addresses, strict=True)):
             if parameter.data_ptr() == address:
                 continue
@@ -78,14 +78,11 @@ class HostBlock:
 
     def gradient_target(self, index: int) -> Tensor | None:
         """Pinned memory that may become ``parameter.grad``; None while somebody still holds what it was lent for."""
-        out = self._gradients_out.get(index)
-        if out is not None and not out.expired():
-            return None
         if self._gradients is None:
             self._gradients = PinnedMemory(self._device, self.planned.nbytes, pin=self._pin)
-        target = self._part(self._gradients.bytes, index)
-        self._gradients_out[index] = StorageWeakRef(target.untyped_storage())
-        return target
+            self._gradient_loans = [Loan(_part(self._gradients.bytes, span)) for span in self.planned.spans]
+        loan = self._gradient_loans[index]
+        return None if loan.held else loan.views(None, [self._alone[index]])[0].data
 
     def unpin(self) -> None:
         """Give the page locks back; parameters and gradients stay where they are. The caller has synchronised."""
@@ -95,17 +92,16 @@ class HostBlock:
 
     def _take(self, index: int) -> None:
         parameter = self.parameters[index]
-        target = self._part(self._weights.bytes, index)
+        with normal_mode():
+            target = view(lend(_part(self._weights.bytes, self.planned.spans[index])), self._alone[index])
         self._device.access(self.weights, None, write=True)
         with normal_mode(), torch.no_grad():
             target.copy_(parameter.data)
             parameter.data = target
 
-    def _part(self, memory: Tensor, index: int) -> Tensor:
-        span = self.planned.spans[index]
-        with normal_mode():
-            part = lend(memory[span.offset : span.offset + span.nbytes])
-            return strided(part, 0, span.dtype, span.shape, span.stride)
+
+def _part(memory: Tensor, span: Span) -> Tensor:
+    return memory[span.offset : span.offset + span.nbytes]
 
 
 class Staging:

@@ -1,13 +1,14 @@
 """How tensors lie in flat memory: spans, alignment, and storages that are lent.
 
 A *block* (host) or a *slot* (device) is one flat ``uint8`` tensor that holds all parameters of one layer. A
-:class:`Span` says where a parameter lies in it; :func:`lend` hands the memory out in such a way that one can tell
-later whether anybody still holds it.
+:class:`Span` says where a parameter lies in it; a :class:`Loan` hands memory out in such a way that one can tell later
+whether anybody still holds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -75,6 +76,39 @@ def lend(memory: Tensor) -> Tensor:
         memory: flat ``uint8`` tensor on any device; it stays alive as long as the new storage does.
     """
     return from_dlpack(to_dlpack(memory))
+
+
+class Loan:
+    """Memory that is handed out under a storage of its own, again and again, while nobody else holds any of it.
+
+    Args:
+        memory: flat ``uint8`` tensor on any device.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        with normal_mode():
+            self.memory = lend(memory)
+        self._storage = self.memory.untyped_storage()
+        self._views: dict[Hashable, list[Tensor]] = {}
+        self._own = self._holders()
+
+    @property
+    def held(self) -> bool:
+        """Whether anybody but this object can reach the memory: any tensor or storage object, in Python or in C++."""
+        return self._holders() != self._own
+
+    def _holders(self) -> tuple[int, int]:
+        storage = self._storage
+        return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+    def views(self, key: Hashable, spans: Sequence[Span]) -> list[Tensor]:
+        """The parameters at ``spans``, made once for each ``key``. Give them to nobody: what is kept of them is not seen."""
+        if key not in self._views:
+            with normal_mode():
+                self._views[key] = [view(self.memory, span) for span in spans]
+            tensors, objects = self._own
+            self._own = tensors + len(spans), objects
+        return self._views[key]
 
 
 def view(memory: Tensor, span: Span) -> Tensor:

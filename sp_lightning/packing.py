@@ -6,7 +6,7 @@ that autograd leaves out where saved-tensor hooks are active are done here, for 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning.memory import normal_mode, strided
 from sp_lightning.parameters import DeviceParameters
+from sp_lightning.slots import Slot
 
 
 class _Packed(NamedTuple):
@@ -31,11 +32,9 @@ class _Packed(NamedTuple):
     stride: tuple[int, ...]
 
 
-class _Kept(NamedTuple):
-    """Any other saved tensor. Detached, because an output that its own node keeps would never be freed."""
-
-    tensor: Tensor
-    version: int
+_Kept = tuple[Tensor, int]
+"""Any other saved tensor, and its version. Detached, because an output that its own node keeps would never be freed.
+A plain tuple: there are many, and each costs the host time."""
 
 
 class _Outer(NamedTuple):
@@ -59,75 +58,68 @@ class Packing:
 
     Args:
         parameters: device parameters by layer.
-        lent_at: storage address → the layer that is lent there, or None.
-        reach: brings a layer and returns its memory (flat ``uint8``, lent).
+        slots: by the address of their memory.
+        reach: brings a layer and returns its memory (flat ``uint8``, lent) and its parameters there.
     """
 
     def __init__(
         self,
         parameters: list[DeviceParameters],
-        lent_at: Callable[[int], int | None],
-        reach: Callable[[int], Tensor],
+        slots: Mapping[int, Slot],
+        reach: Callable[[int], tuple[Tensor, Sequence[Tensor]]],
     ) -> None:
         self._parameters = parameters
-        self._lent_at = lent_at
+        self._slots = slots
         self._reach = reach
 
     def hooks(self) -> AbstractContextManager[None]:
         """Pack while this is active; what is no weight goes to the hooks that were active before."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        slots = self._slots
 
         def pack(tensor: Tensor) -> _Packed | _Kept | _Outer:
-            packed = self._pack(tensor)
-            if packed is not None:
-                return packed
+            try:
+                slot = slots.get(tensor.untyped_storage().data_ptr())
+            except (RuntimeError, NotImplementedError):  # no memory of its own: sparse, wrapped by a transform, fake
+                slot = None
+            if slot is not None and slot.layer is not None and not (tensor.is_conj() or tensor.is_neg()):
+                return self._pack(slot.layer, tensor)
             if outer is not None:
                 return _Outer(outer[0](tensor), outer[1])
-            return _Kept(tensor.detach(), tensor._version)
+            return tensor.detach(), tensor._version
 
         _our_packs.add(pack)
         return saved_tensors_hooks(pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> _Packed | None:
-        try:
-            layer = self._lent_at(tensor.untyped_storage().data_ptr())
-        except (RuntimeError, NotImplementedError):  # it has no memory of its own: sparse, wrapped by a transform, fake
-            return None
-        if layer is None or tensor.is_conj() or tensor.is_neg():
-            return None
+    def _pack(self, layer: int, tensor: Tensor) -> _Packed:
         offset = int(tensor.storage_offset()) * tensor.element_size()
         group = self._parameters[layer]
-        which = self._covering(layer, offset)
-        if which is not None and tensor._version != group.all[which]._version:
+        which = group.at(offset)
+        version = -1 if which is None else group.version(which)
+        if which is not None and tensor._version != version - group.earlier[which]:
             which = None  # of .data, say: a version counter of its own, which autograd does not hold against the weight
-        saved = -1 if which is None else group.version(which)
-        return _Packed(layer, which, saved, offset, tensor.dtype, tensor.shape, tensor.stride())
+        return _Packed(layer, which, version, offset, tensor.dtype, tensor.shape, tensor.stride())
 
     def _unpack(self, packed: _Packed | _Kept | _Outer) -> Tensor:
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
-        if isinstance(packed, _Kept):
-            _check_version(packed.tensor, packed.tensor._version, packed.version)
-            return packed.tensor
-        with normal_mode(), torch.no_grad():
-            memory = self._reach(packed.layer)
-            tensor = strided(memory, packed.offset, packed.dtype, packed.shape, packed.stride)
-        if packed.which is not None:
-            _check_version(tensor, self._parameters[packed.layer].version(packed.which), packed.version)
+        if isinstance(packed, _Packed):
+            layer, which, expected, offset, dtype, shape, stride = packed
+            memory, views = self._reach(layer)
+            with normal_mode():
+                if which is not None and views[which].dtype is dtype:
+                    tensor = views[which].as_strided(shape, stride, offset // dtype.itemsize)
+                else:
+                    tensor = strided(memory, offset, dtype, shape, stride)
+            found = expected if which is None else self._parameters[layer].version(which)
+        else:
+            tensor, expected = packed
+            found = tensor._version
+        if found != expected:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{tensor.type()} {list(tensor.shape)}] is at version {found}; expected version {expected} instead. "
+                "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
+                "torch.autograd.set_detect_anomaly(True)."
+            )
         return tensor
-
-    def _covering(self, layer: int, offset: int) -> int | None:
-        for index, span in enumerate(self._parameters[layer].spans):
-            if span.offset <= offset < span.offset + span.nbytes:
-                return index
-        return None
-
-
-def _check_version(tensor: Tensor, found: int, expected: int) -> None:
-    if found != expected:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {found}; expected version {expected} instead. Hint: "
-            "enable anomaly detection to find the operation that failed to compute its gradient, with "
-            "torch.autograd.set_detect_anomaly(True)."
-        )

@@ -12,9 +12,10 @@ What belongs to the host's parameter goes there: ``.grad``, ``requires_grad_``, 
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_vers
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.memory import Span, normal_mode, view
+from sp_lightning.memory import Span, normal_mode
 
 _Untouched = torch._C.DisableTorchFunctionSubclass  # reads of a stand-in itself, not of the weight that it stands for
 # The attributes of the tensor itself, which DeviceParameter hides behind its own.
@@ -103,7 +104,9 @@ class DeviceParameter(nn.Parameter):
         return self
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        return self.host.register_hook(hook)
+        handle = self.host.register_hook(hook)
+        self._of.sync_hooks()
+        return handle
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         return self.host.register_post_accumulate_grad_hook(hook)
@@ -175,13 +178,17 @@ class DeviceParameters:
     ) -> None:
         self.layer = layer
         self.spans = spans
+        self._offsets = [span.offset for span in spans]
         self.hosts = hosts
         self.together = together
         self.kept_raw = kept_raw
         self._arrived = arrived
         self.exposed: set[int] = set()  # whose .data was handed out: nobody knows when it is written
         self.attached = False
+        self._present = [_with_user_class(DeviceParameter, type(host)) for host in hosts]
+        self._absent = [_with_user_class(StandIn, type(host)) for host in hosts]
         self._handles: list[RemovableHandle] = []
+        self._hooked: set[int] = set()  # device parameters that run their host's hooks
         with normal_mode():
             self._away = [
                 torch.full((), _nothing(span.dtype), dtype=span.dtype, device=device).expand(span.shape)
@@ -190,8 +197,9 @@ class DeviceParameters:
             self.all = [self._make(index) for index in range(len(spans))]
         # An accumulator that lives keeps the count of references the same, whether a graph is alive or not.
         self._accumulators: list[GradientEdge | None] = [None] * len(spans)
+        self._synced: list[bool] | None = None
         self._references: list[int] = []
-        self._earlier = [0] * len(spans)  # versions of device parameters that were replaced
+        self.earlier = [0] * len(spans)  # versions of device parameters that were replaced
         self._versions = [self.version(index) for index in range(len(spans))]
         self._host_versions = [host._version for host in hosts]
         self._addresses = [host.data_ptr() for host in hosts]
@@ -203,29 +211,27 @@ class DeviceParameters:
         parameter: Any = nn.Parameter(away, requires_grad=takes_gradient)
         _tensor_data.__set__(parameter, self._away[index])
         if takes_gradient:
-            # The user's hooks run where they do on a plain parameter, with torch.autograd.grad as well.
-            self._handles.append(parameter.register_hook(lambda gradient: _run_hooks(host, gradient)))
             arrived, layer = self._arrived, self.layer
             self._handles.append(parameter.register_post_accumulate_grad_hook(lambda p: arrived(layer, index, p)))
             parameter.requires_grad_(host.requires_grad)
+            self._hooked.discard(index)
         object.__setattr__(parameter, "_of", self)
         object.__setattr__(parameter, "_index", index)
         parameter.__class__ = _with_user_class(StandIn, type(host))
         return parameter
 
-    def attach(self, memory: Tensor) -> None:
-        """The layer is on the device: every parameter becomes a view of ``memory`` (flat ``uint8``, lent)."""
-        for parameter, span in zip(self.all, self.spans, strict=True):
-            with _Untouched():
-                _tensor_data.__set__(parameter, view(memory, span))
-            parameter.__class__ = _with_user_class(DeviceParameter, type(parameter.host))
+    def attach(self, views: Sequence[Tensor]) -> None:
+        """The layer is on the device: every parameter becomes what ``views`` has for it, on lent memory."""
+        with _Untouched():
+            for parameter, value, kind in zip(self.all, views, self._present, strict=True):
+                _tensor_data.__set__(parameter, value)
+                parameter.__class__ = kind
         self.attached = True
 
     def ask(self, before_use: bool) -> None:
         """Residents never leave; whether each use of them is to be noticed all the same, as that of a stand-in is."""
-        kind = StandIn if before_use else DeviceParameter
-        for parameter in self.all:
-            parameter.__class__ = _with_user_class(kind, type(parameter.host))
+        for parameter, kind in zip(self.all, self._absent if before_use else self._present, strict=True):
+            parameter.__class__ = kind
 
     def watch(self) -> None:
         """The layer's own forward begins: whoever keeps a device parameter from here on may be autograd's hooks."""
@@ -238,27 +244,38 @@ class DeviceParameters:
         memory, and another one takes its place: a checkpoint's recompute keeps frozen weights so, and so do saved-tensor
         hooks that return what they are given. Autograd would read it without asking. Returns (kept, in its place).
         """
-        replaced = []
-        before = self._references or [sys.maxsize] * len(self.all)
-        grown = [now > then for now, then in zip(self._count_references(), before, strict=True)]
-        self._references = []
-        for index, away in enumerate(self._away):
-            parameter = self.all[index]
-            if grown[index]:
-                self._earlier[index] = self.version(index)
-                self._accumulators[index] = None
-                self.all[index] = self._make(index)
-                replaced.append((parameter, self.all[index]))
-            else:
+        kept = self._take_kept()
+        for index in kept:
+            self.earlier[index] = self.version(index)
+            self._accumulators[index] = None
+            self._synced = None
+        replaced = [(self.all[index], self._make(index)) for index in kept]
+        for index, (_, by) in zip(kept, replaced, strict=True):
+            self.all[index] = by
+        with _Untouched():
+            for parameter, away, kind in zip(self.all, self._away, self._absent, strict=True):
                 _tensor_data.__set__(parameter, away)
-                parameter.__class__ = _with_user_class(StandIn, type(parameter.host))
+                parameter.__class__ = kind
         self.attached = False
         return replaced
+
+    def _take_kept(self) -> list[int]:
+        """Which device parameters have more references than at the last :meth:`watch`, which is forgotten."""
+        before, self._references = self._references, []
+        if not before:
+            return []
+        return [index for index, now in enumerate(self._count_references()) if now > before[index]]
+
+    def at(self, offset: int) -> int | None:
+        """The parameter that lies ``offset`` bytes into the layer's memory."""
+        index = bisect_right(self._offsets, offset) - 1
+        span = self.spans[index]
+        return index if offset < span.offset + max(span.nbytes, 1) else None
 
     def version(self, index: int) -> int:
         """How often a weight was written, on the host or on the device, as far as versions show it."""
         with _Untouched():
-            return self._earlier[index] + self.all[index]._version
+            return self.earlier[index] + self.all[index]._version
 
     def _count_references(self) -> list[int]:
         return [sys.getrefcount(parameter) for parameter in self.all]
@@ -268,9 +285,12 @@ class DeviceParameters:
 
         Written while the layer was there, or afterwards through a view that somebody still holds.
         """
-        versions = [self.version(index) for index in range(len(self.all))]
-        changed = {i for i, (old, new) in enumerate(zip(self._versions, versions, strict=True)) if old != new}
-        self._versions = versions
+        with _Untouched():
+            versions = [earlier + each._version for earlier, each in zip(self.earlier, self.all, strict=True)]
+        before, self._versions = self._versions, versions
+        if versions == before:
+            return sorted(self.exposed)
+        changed = {i for i, (old, new) in enumerate(zip(before, versions, strict=True)) if old != new}
         return sorted(changed | self.exposed)
 
     def value(self, index: int) -> Tensor:
@@ -280,6 +300,11 @@ class DeviceParameters:
 
     def sync_requires_grad(self) -> None:
         """Follow the user, who may freeze and unfreeze between two forwards."""
+        self.sync_hooks()
+        wanted = [host.requires_grad for host in self.hosts]
+        if wanted == self._synced:
+            return
+        self._synced = wanted
         for index, (parameter, host) in enumerate(zip(self.all, self.hosts, strict=True)):
             if requires_grad(parameter) != host.requires_grad:
                 set_requires_grad(parameter, host.requires_grad)
@@ -288,11 +313,22 @@ class DeviceParameters:
                 if self._references:
                     self._references[index] += 1 if host.requires_grad else -1
 
+    def sync_hooks(self) -> None:
+        """The user's hooks run where they do on a plain parameter, with ``torch.autograd.grad`` as well."""
+        for index, host in enumerate(self.hosts):
+            if host._backward_hooks and index not in self._hooked:
+                self._hooked.add(index)
+                parameter: Any = self.all[index]
+                kind, parameter.__class__ = type(parameter), nn.Parameter  # whose register_hook is the tensor's own
+                self._handles.append(parameter.register_hook(partial(_run_hooks, host)))
+                parameter.__class__ = kind
+
     @property
     def stale(self) -> bool:
         """Whether a host parameter was written or exchanged since :meth:`fetched`."""
-        states = zip(self.hosts, self._host_versions, self._addresses, strict=True)
-        return any(host._version != old or host.data_ptr() != address for host, old, address in states)
+        return [host._version for host in self.hosts] != self._host_versions or (
+            [host.data_ptr() for host in self.hosts] != self._addresses
+        )
 
     def fetched(self) -> None:
         """The device's copy is that of the host's parameters as they are now.
@@ -301,6 +337,8 @@ class DeviceParameters:
         optimizer step between forward and backward as it would on plain parameters.
         """
         now = [host._version for host in self.hosts]
+        if now == self._host_versions:
+            return
         for index, (old, new) in enumerate(zip(self._host_versions, now, strict=True)):
             if old != new:
                 with normal_mode(), _Untouched():

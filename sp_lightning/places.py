@@ -78,8 +78,8 @@ class Places:
 def _swap(swaps: Iterable[tuple[Place, nn.Parameter, nn.Parameter]]) -> None:
     """Put ``new`` wherever ``old`` sits; a place that holds something else belongs to somebody else."""
     for (module, attribute), new, old in swaps:
-        if module._parameters.get(attribute) is old:
+        parameters = module._parameters
+        if parameters.get(attribute) is old:
+            parameters[attribute] = new
             if isinstance(module, nn.RNNBase):  # it keeps a list beside them
                 setattr(module, attribute, new)
-            else:
-                module._parameters[attribute] = new

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import islice
+from functools import partial
 
 from sp_lightning.plan import Plan, schedule
 from sp_lightning.slots import Slot, Slots
@@ -22,6 +22,7 @@ class Prefetch:
     def __init__(self, plan: Plan, slots: Slots) -> None:
         self._plan = plan
         self._slots = slots
+        self._absent = [partial(slots.wants, ring) for ring in range(len(plan.rings))]
         self._traces: dict[str, Trace] = {}
         self.trace = Trace(())
         """The order of the running batch."""
@@ -42,21 +43,18 @@ class Prefetch:
 
     def _next(self, ring: int) -> list[tuple[int, Slot]]:
         """The next k' absent layers of a ring and the slots for them; empty while slots for all of them will come."""
+        slots = self._slots.planned(ring)
         size = min(self._plan.k_prime, self._plan.rings[ring].slots)
-        absent = (x for x in self.trace.upcoming() if x not in self._slots and self._slots.ring_of(x) == ring)
-        wanted = list(islice(absent, size))
-        if not wanted:
-            return []
-        # Extra slots are given back at the batch's end; nothing comes into them but on demand.
-        slots = [slot for slot in self._slots.of_ring(ring) if not slot.extra]
         pairs: list[tuple[int, Slot]] = []
-        for layer in wanted:
-            needed = self.trace.next_use(layer)
-            gains = {slot: self._gain(slot, needed) for slot in slots}
-            best = max(gains, key=gains.__getitem__, default=None)
-            if best is None or gains[best][0] <= needed:
+        for layer, needed in self.trace.coming(self._absent[ring], size):
+            best, most, may_go = None, float(needed), False
+            for slot in slots:
+                gain, now = self._gain(slot, needed)
+                if gain > most or (gain == most and now and not may_go and best is not None):
+                    best, most, may_go = slot, gain, now
+            if best is None:
                 break  # what is there is used sooner
-            if not gains[best][1]:
+            if not may_go:
                 return []
             slots.remove(best)
             pairs.append((layer, best))
@@ -68,9 +66,9 @@ class Prefetch:
         A layer that is used before counts with the use after that one, if another layer runs in between.
         """
         if slot.layer is None:
-            return math.inf, slot.overwritable
+            return math.inf, not slot.lent
         soon, later = self.trace.next_uses(slot.layer)
-        if not slot.overwritable:
+        if slot.lent:
             return (soon if needed >= 1 else -1), False
         if soon > needed:
             return soon, True

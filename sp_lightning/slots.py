@@ -4,25 +4,24 @@ A slot's life::
 
     FREE ──fetch──▶ FILLED ──use──▶ LENT ──release──▶ FILLED or, while somebody still reads it, HELD ──▶ FREE
 
-Each use lends the slot's memory under a new storage. Once that has expired nobody can read it any more on the host's
-side, and an event recorded then covers the kernels that still run. Until then the slot is not overwritten, whatever
-happens: another one is used, or an extra one is made.
+A slot's memory is lent under a storage of its own. Once nobody holds that nobody can read it any more on the host's side,
+and an event recorded then covers the kernels that still run. Until then the slot is not overwritten, whatever happens:
+another one is used, or an extra one is made.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.device import Device, Stream, Wait
 from sp_lightning.host import HostBlock
-from sp_lightning.memory import lend
-from sp_lightning.plan import Plan
+from sp_lightning.memory import Loan
+from sp_lightning.plan import Plan, PlannedLayer
 
 
 class SlotState(enum.Enum):
@@ -43,36 +42,38 @@ class Slot:
     """Device memory for one layer.
 
     Attributes:
-        memory: flat ``uint8``.
+        memory: flat ``uint8``, as transfers write it.
+        loan: the same memory, as compute has it.
         layer: whose weights are in it; None if they are out of date.
-        lent: the storage under which the present use has it.
-        last_lent: that of the last use, weakly.
+        lent: whether it is in use.
+        escaped: whether views of it outlived its last use.
         filled: event of the transfer into it.
         idle: event after the last kernel that used it.
     """
 
     ring: int
     memory: Tensor
+    loan: Loan
     extra: bool = False
     layer: int | None = None
-    lent: Tensor | None = None
-    last_lent: list[StorageWeakRef] = field(default_factory=list)
+    lent: bool = False
+    escaped: bool = False
     filled: Any = None
     idle: Any = None
 
     @property
     def state(self) -> SlotState:
         """The state now; HELD ends by itself, when the last view is dropped."""
-        if self.lent is not None:
+        if self.lent:
             return SlotState.LENT
-        if any(not storage.expired() for storage in self.last_lent):
+        if self.loan.held:
             return SlotState.HELD
         return SlotState.FREE if self.layer is None else SlotState.FILLED
 
     @property
     def overwritable(self) -> bool:
         """Whether another layer may come in."""
-        return self.state in (SlotState.FREE, SlotState.FILLED)
+        return not self.lent and not self.loan.held
 
 
 class Slots:
@@ -88,48 +89,54 @@ class Slots:
         self._plan = plan
         self._blocks = blocks
         self._device = device
-        self.all = [
-            Slot(index, device.empty(ring.nbytes)) for index, ring in enumerate(plan.rings) for _ in range(ring.slots)
-        ]
+        layouts: dict[Any, int] = {}
+        self._layouts = [layouts.setdefault(_layout(layer), len(layouts)) for layer in plan.layers]
+        self.device_bytes = 0
+        """Bytes of all slots that exist now, extra ones included."""
+        self.all: list[Slot] = []
         self._at: dict[int, Slot] = {}
-        self._by_address = {slot.memory.data_ptr(): slot for slot in self.all if slot.memory.nbytes}
+        self.by_address: dict[int, Slot] = {}
+        """Every slot that has memory, by the address where it begins."""
+        self._planned = [[self._make(index) for _ in range(ring.slots)] for index, ring in enumerate(plan.rings)]
         self.fetched_layers = 0
         self.fetched_bytes = 0
         self.transfers = 0
         self.extra_slots = 0
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of all slots that exist now, extra ones included."""
-        return sum(slot.memory.nbytes for slot in self.all)
-
     def __contains__(self, layer: int) -> bool:
         return layer in self._at
 
-    def of_ring(self, ring: int) -> list[Slot]:
-        """The slots of a ring, those aside that somebody holds after their use."""
-        return [slot for slot in self.all if slot.ring == ring and slot.state is not SlotState.HELD]
+    def _make(self, ring: int, *, extra: bool = False) -> Slot:
+        memory = self._device.empty(self._plan.rings[ring].nbytes)
+        slot = Slot(ring, memory, Loan(memory), extra)
+        self.all.append(slot)
+        self.device_bytes += memory.nbytes
+        if memory.nbytes:
+            self.by_address[memory.data_ptr()] = slot
+        return slot
 
-    def lent_at(self, address: int) -> int | None:
-        """The layer whose weights lie in the slot that begins at ``address``; None if there is none, or out of date."""
-        slot = self._by_address.get(address)
-        return None if slot is None else slot.layer
+    def views(self, slot: Slot) -> list[Tensor]:
+        """The weights of the layer that is in a slot; see :meth:`Loan.views`."""
+        assert slot.layer is not None
+        return slot.loan.views(self._layouts[slot.layer], self._plan.layers[slot.layer].spans)
 
-    def ring_of(self, layer: int) -> int:
-        """Index of the ring that a layer passes through."""
-        return self._plan.layers[layer].ring
+    def wants(self, ring: int, layer: int) -> bool:
+        """Whether a layer that is not there passes through this ring."""
+        return layer not in self._at and self._plan.layers[layer].ring == ring
+
+    def planned(self, ring: int) -> list[Slot]:
+        """The slots of a ring that layers may come to early: those aside that somebody holds after their use, and the
+        extra ones, which are given back at the batch's end."""
+        return [slot for slot in self._planned[ring] if slot.lent or not slot.loan.held]
 
     def find(self, layer: int, next_use: Callable[[int], float]) -> Slot:
         """The slot to overwrite for a layer that is needed at once: a free one, the farthest, or an extra one."""
-        ring = self.ring_of(layer)
-        candidates = [slot for slot in self.of_ring(ring) if slot.overwritable]
+        ring = self._plan.layers[layer].ring
+        candidates = [slot for slot in self.all if slot.ring == ring and slot.overwritable]
         if candidates:
             return max(candidates, key=lambda slot: _rank(slot, next_use))
         self.extra_slots += 1
-        slot = Slot(ring, self._device.empty(self._plan.rings[ring].nbytes), extra=True)
-        self.all.append(slot)
-        self._by_address[slot.memory.data_ptr()] = slot
-        return slot
+        return self._make(ring, extra=True)
 
     def fetch(self, pairs: Sequence[tuple[int, Slot]]) -> None:
         """Overwrite slots with layers: one transfer.
@@ -144,9 +151,10 @@ class Slots:
             idle = slot.idle if slot.idle is not None else self._device.record(Stream.COMPUTE)
             self._device.wait(Stream.UPLOAD, idle, Wait.FETCH_AFTER_USE)
             source = self._blocks[layer].weights
-            self._device.copy(slot.memory[: source.nbytes], source, Stream.UPLOAD)
+            target = slot.memory if slot.memory.nbytes == source.nbytes else slot.memory[: source.nbytes]
+            self._device.copy((target,), (source,), Stream.UPLOAD)
             slot.layer = layer
-            slot.last_lent.clear()
+            slot.escaped = False
             self._at[layer] = slot
             self.fetched_layers += 1
             self.fetched_bytes += source.nbytes
@@ -156,22 +164,20 @@ class Slots:
         self.transfers += 1
 
     def use(self, layer: int) -> Slot:
-        """Lend a fetched layer's memory to compute, which waits for the transfer. The slot's ``lent`` is the loan."""
+        """Lend a fetched layer's memory to compute, which waits for the transfer."""
         slot = self._at[layer]
         self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
-        if slot.lent is None:
-            slot.lent = lend(slot.memory)
-            slot.last_lent = [storage for storage in slot.last_lent if not storage.expired()]
-            slot.last_lent.append(StorageWeakRef(slot.lent.untyped_storage()))
-            slot.idle = None
+        slot.lent = True
+        slot.idle = None
         return slot
 
     def release(self, slot: Slot) -> None:
         """The use is over. Device parameters have let go of the memory; others may still hold views of it."""
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
-        slot.lent = None
-        if slot.state is not SlotState.HELD:
+        slot.lent = False
+        slot.escaped = slot.loan.held
+        if not slot.escaped:
             slot.idle = self._device.record(Stream.COMPUTE)
 
     def forget(self, layers: Iterable[int]) -> None:
@@ -189,7 +195,8 @@ class Slots:
                     self._at.pop(slot.layer, None)
                 self._device.access(slot.memory, Stream.COMPUTE, write=True)
                 self.all.remove(slot)
-                del self._by_address[slot.memory.data_ptr()]
+                self.device_bytes -= slot.memory.nbytes
+                del self.by_address[slot.memory.data_ptr()]
 
     def synchronize(self, why: Wait) -> None:
         """The host waits until no transfer reads its weights any more."""
@@ -202,8 +209,15 @@ class Slots:
         for slot in self.all:
             self._device.access(slot.memory, Stream.COMPUTE, write=True)
         self._at.clear()
-        self._by_address.clear()
+        self.by_address.clear()
+        self._planned.clear()
         self.all.clear()
+        self.device_bytes = 0
+
+
+def _layout(layer: PlannedLayer) -> Hashable:
+    """What layers of one layout have in common: their parameters lie alike in a slot."""
+    return tuple((span.offset, span.shape, span.stride, span.dtype) for span in layer.spans)
 
 
 def _rank(slot: Slot, next_use: Callable[[int], float]) -> tuple[bool, float]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -59,6 +59,7 @@ class Stats:
         extra_slots: slots made beyond the plan because views of weights had escaped.
         peak_device_bytes: most device memory that weights and gradients took.
         stall_seconds: seconds that compute waited for fetches.
+        drain_stall_seconds: seconds that compute waited for gradients to leave.
     """
 
     fetched_layers: int
@@ -69,6 +70,7 @@ class Stats:
     extra_slots: int
     peak_device_bytes: int
     stall_seconds: float
+    drain_stall_seconds: float
 
 
 class _BackwardEnd:
@@ -127,11 +129,11 @@ class Streamer:
         ]
         self._residents = len(plan.layers)
         self._resident_memory = device.empty(plan.residents.nbytes)
-        self._parameters[self._residents].attach(self._resident_memory)
+        self._attach_residents()
         self._resident_current = False
         self._residents_sent: Any = None
         self._places = Places(module, found.places, self._blocks, self._parameters)
-        self._packing = Packing(self._parameters, self._slots.lent_at, self._reach)
+        self._packing = Packing(self._parameters, self._slots.by_address, self._reach)
         self._gates = attach_gates(self, found.visits)
         # the batch: which trace, which phase was expected, whether modules hold device parameters
         self._prefetch = Prefetch(plan, self._slots)
@@ -144,7 +146,7 @@ class Streamer:
         self._depth = 0
         self._calls = threading.local()  # of each thread: how deep, and hooks of its own
         self._used: dict[int, Slot] = {}
-        self._pins: Counter[int] = Counter()
+        self._pins: defaultdict[int, int] = defaultdict(int)
         # the backward: open graph tasks, outermost first, and whether gradients are accumulated
         self._closed = False
         self._tasks: list[int] = []
@@ -279,6 +281,7 @@ class Streamer:
 
     def stats(self) -> Stats:
         """The counters now."""
+        self._note_peak()
         return Stats(
             fetched_layers=self._slots.fetched_layers,
             fetched_bytes=self._slots.fetched_bytes,
@@ -286,8 +289,9 @@ class Streamer:
             transfers=self._slots.transfers,
             demand_fetches=self._demand_fetches,
             extra_slots=self._slots.extra_slots,
-            peak_device_bytes=max(self._peak, self._device_bytes()),
-            stall_seconds=self._device.stall_seconds(),
+            peak_device_bytes=self._peak,
+            stall_seconds=self._device.stall_seconds(Wait.USE_AFTER_FETCH, Wait.USE_AFTER_RESIDENTS),
+            drain_stall_seconds=self._device.stall_seconds(Wait.REUSE_AFTER_DRAIN),
         )
 
     def close(self) -> None:
@@ -342,7 +346,7 @@ class Streamer:
 
     def _watch(self, visits: Sequence[int], output: Any) -> None:
         touch = partial(self._touch, tuple(visits))
-        for tensor in tree_leaves(output):
+        for tensor in (output,) if isinstance(output, Tensor) else tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(touch)
 
@@ -357,20 +361,20 @@ class Streamer:
 
     # ------------------------------------------------------------------ doors: saved tensors
 
-    def _reach(self, layer: int) -> Tensor:
+    def _reach(self, layer: int) -> tuple[Tensor, Sequence[Tensor]]:
         """Autograd unpacks a weight (6)."""
         self._join_backward()
         with self._lock:
             new = layer not in self._used
             if new:
-                self._release_loose()
+                released = self._release_loose()
                 self._use(layer)
-                self._fetch_ahead()
-            lent = self._used[layer].lent
+                if released:
+                    self._fetch_ahead()
+            slot = self._used[layer]
         if new:
             self._gradients.make_room((layer,))
-        assert lent is not None
-        return lent
+        return slot.loan.memory, self._slots.views(slot)
 
     # ------------------------------------------------------------------ doors: weights read elsewhere
 
@@ -408,10 +412,9 @@ class Streamer:
             return
         self._join_backward()
         self._accumulates = True
-        self._gradients.arrived(layer, index, gradient)
-        with self._lock:
-            self._peak = max(self._peak, self._device_bytes())
-        self._gradients.drain_complete(layer)
+        if self._gradients.arrived(layer, index, gradient):
+            self._note_peak()
+            self._gradients.drain(layer)
 
     def _backward_begins(self, quiet: bool, gradient: Tensor) -> None:
         self._accumulates = True
@@ -423,10 +426,14 @@ class Streamer:
     def _join_backward(self) -> None:
         """Have autograd call :meth:`_backward_ends` when the present graph task ends; it may be a nested one."""
         task = torch._C._current_graph_task_id()
+        if task == -1 or task in self._tasks:
+            return
         with self._lock:
-            if task == -1 or task in self._tasks:
+            if task in self._tasks:
                 return
             self._tasks.append(task)
+            for group in self._parameters:
+                group.sync_hooks()  # those that were registered since forward
         end = _BackwardEnd(self._backward_ends, task)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
@@ -470,34 +477,32 @@ class Streamer:
             self._fetch([(layer, self._slots.find(layer, self._prefetch.trace.next_use))])
         slot = self._slots.use(layer)
         self._used[layer] = slot
-        self._peak = max(self._peak, self._device_bytes())
+        self._note_peak()
         return slot
 
     def _hold(self, layers: Sequence[int]) -> None:
         """These layers are there, as the modules' parameters, until they are unpinned."""
-        if layers:
+        if layers and self._used:
             self._release_loose(keep=layers)
         for layer in layers:
             self._use(layer)
             self._pins[layer] += 1
         for layer in layers:
             group = self._parameters[layer]
-            lent = self._used[layer].lent
-            assert lent is not None
             if not group.attached:
-                with normal_mode(), torch.no_grad():
-                    group.attach(lent)
+                group.attach(self._slots.views(self._used[layer]))
             group.sync_requires_grad()
 
     def _release(self, layer: int) -> None:
         slot = self._used.pop(layer)
         group = self._parameters[layer]
         if group.attached:
-            with normal_mode(), torch.no_grad():
-                written = group.take_written()
+            written = group.take_written()
+            moved = False
+            if written:
                 moved = any(group.value(i).untyped_storage().data_ptr() != slot.memory.data_ptr() for i in written)
                 self._write_back(layer, ((index, group.value(index)) for index in written))
-                replaced = group.detach()
+            replaced = group.detach()
             if replaced:
                 self._places.replace(replaced)
             if moved:  # param.data = another tensor: the slot does not have it
@@ -523,7 +528,7 @@ class Streamer:
         """A view that outlived its layer's release may have been written since; its memory is the slot's still."""
         for slot in slots:
             layer = slot.layer
-            if layer is not None and layer not in self._used and slot.last_lent:  # lent since it was filled
+            if layer is not None and layer not in self._used and slot.escaped:
                 spans = self._parameters[layer].spans
                 written = self._parameters[layer].take_written()
                 if written:
@@ -573,13 +578,17 @@ class Streamer:
         self._device.wait(Stream.UPLOAD, self._device.record(Stream.COMPUTE), Wait.RESIDENTS_AFTER_USE)
         self._blocks[self._residents].adopt()
         source = self._blocks[self._residents].weights
-        self._device.copy(self._resident_memory, source, Stream.UPLOAD)
+        self._device.copy([self._resident_memory], [source], Stream.UPLOAD)
         self._residents_sent = self._device.record(Stream.UPLOAD)
         self._device.wait(Stream.COMPUTE, self._residents_sent, Wait.USE_AFTER_RESIDENTS)
         self._device.access(self._resident_memory, Stream.COMPUTE, write=False)
         residents.fetched()
         residents.sync_requires_grad()
         self._resident_current = True
+
+    def _attach_residents(self) -> None:
+        residents = self._parameters[self._residents]
+        residents.attach([view(self._resident_memory, span) for span in residents.spans])
 
     def _synchronize_uploads(self) -> None:
         """The host waits until no transfer reads its weights any more."""
@@ -601,7 +610,7 @@ class Streamer:
         written = residents.take_written()
         if written:
             self._write_back(self._residents, ((index, residents.value(index)) for index in written))
-            residents.attach(self._resident_memory)
+            self._attach_residents()
             self._resident_current = False
 
     # ------------------------------------------------------------------ small things
@@ -632,8 +641,10 @@ class Streamer:
                 f"the device: SuperpipelineStrategy(resident=[{name!r}])."
             )
 
-    def _device_bytes(self) -> int:
-        return self._slots.device_bytes + self._resident_memory.nbytes + self._gradients.device_bytes
+    def _note_peak(self) -> None:
+        now = self._slots.device_bytes + self._resident_memory.nbytes + self._gradients.device_bytes
+        if now > self._peak:
+            self._peak = now
 
 
 _DIFFERENTIATING = (

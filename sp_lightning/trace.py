@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import chain, islice
 
 
@@ -19,7 +19,8 @@ class Trace:
 
     def __init__(self, order: Iterable[int]) -> None:
         self._expected: list[int] = []
-        self._uses: dict[int, list[int]] = {}
+        self._uses: dict[int, list[float]] = {}  # where in the order, and then never
+        self._around: dict[int, list[float]] = {}  # the same where the order goes round
         self._recorded: list[int] = list(order)
         self._at = 0
         self.cyclic = False
@@ -28,20 +29,27 @@ class Trace:
 
     def start(self) -> None:
         """Begin a batch: expect what the last one did."""
-        if self._recorded:
+        if self._recorded and self._recorded != self._expected:
             self._expected = self._recorded
-            self._uses = {}
+            self._uses = {layer: [] for layer in self._expected}
             for index, layer in enumerate(self._expected):
-                self._uses.setdefault(layer, []).append(index)
+                self._uses[layer].append(index)
+            around = len(self._expected)
+            self._around = {
+                layer: [*uses, *(index + around for index in uses), *_NEVER] for layer, uses in self._uses.items()
+            }
+            for uses in self._uses.values():
+                uses += _NEVER
         self._recorded = []
         self._at = 0
 
     def visit(self, layer: int) -> None:
         """A layer is used now."""
         self._recorded.append(layer)
-        index = self._find(layer, self._at)
-        if index is not None:
-            self._at = index + 1
+        uses = self._uses.get(layer, _NEVER)
+        index = uses[bisect_left(uses, self._at)]
+        if index != math.inf:
+            self._at = int(index) + 1
 
     def next_use(self, layer: int) -> float:
         """Uses of other layers until ``layer`` is used again; infinite if it is not expected."""
@@ -49,30 +57,20 @@ class Trace:
 
     def next_uses(self, layer: int) -> tuple[float, float]:
         """As :meth:`next_use`, for the next use and the one after it."""
-        distances = []
-        start = self._at
-        for _ in range(2):
-            index = self._find(layer, start)
-            if index is not None:
-                distances.append(float(index - self._at))
-                start = index + 1
-        if self.cyclic:
-            around = len(self._expected) - self._at
-            distances += [float(index + around) for index in self._uses.get(layer, ())[:2]]
-        return tuple([*distances, math.inf, math.inf][:2])  # type: ignore[return-value]
+        uses = (self._around if self.cyclic else self._uses).get(layer, _NEVER)
+        index = bisect_left(uses, self._at)
+        return uses[index] - self._at, uses[index + 1] - self._at
 
-    def upcoming(self) -> Iterator[int]:
-        """The layers that are used next, each once, nearest first."""
-        ahead: Iterable[int] = islice(self._expected, self._at, None)
-        if self.cyclic:
-            ahead = chain(ahead, islice(self._expected, 0, self._at))
-        seen = set()
-        for layer in ahead:
-            if layer not in seen:
-                seen.add(layer)
-                yield layer
+    def coming(self, wanted: Callable[[int], bool], most: int) -> list[tuple[int, int]]:
+        """The ``most`` nearest of the layers that are ``wanted``, each once, with the uses of other layers until then."""
+        found: dict[int, int] = {}
+        ahead = islice(self._expected, self._at, None)
+        for distance, layer in enumerate(chain(ahead, self._expected[: self._at]) if self.cyclic else ahead):
+            if layer not in found and wanted(layer):
+                found[layer] = distance
+                if len(found) == most:
+                    break
+        return list(found.items())
 
-    def _find(self, layer: int, start: int) -> int | None:
-        uses = self._uses.get(layer, [])
-        index = bisect_left(uses, start)
-        return uses[index] if index < len(uses) else None
+
+_NEVER = [math.inf, math.inf]

@@ -28,7 +28,7 @@ def make() -> tuple[SimDevice, torch.Tensor, torch.Tensor]:
 
 def test_a_copy_runs_only_when_somebody_waits() -> None:
     device, slot, host = make()
-    device.copy(slot, host, Stream.UPLOAD)
+    device.copy([slot], [host], Stream.UPLOAD)
     event = device.record(Stream.UPLOAD)
     assert slot.tolist() == [0xFF] * 64, "poison until then"
     device.wait(Stream.COMPUTE, event, WHY)
@@ -38,9 +38,9 @@ def test_a_copy_runs_only_when_somebody_waits() -> None:
 def test_copies_run_in_order_and_only_up_to_the_event() -> None:
     device, slot, host = make()
     other = device.empty(64)
-    device.copy(slot, host, Stream.UPLOAD)
+    device.copy([slot], [host], Stream.UPLOAD)
     event = device.record(Stream.UPLOAD)
-    device.copy(other, host, Stream.UPLOAD)
+    device.copy([other], [host], Stream.UPLOAD)
     device.synchronize(event, WHY)
     assert slot.tolist() == [7] * 64
     assert other.tolist() == [0xFF] * 64
@@ -48,24 +48,24 @@ def test_copies_run_in_order_and_only_up_to_the_event() -> None:
 
 def test_reading_before_the_copy_is_a_race() -> None:
     device, slot, host = make()
-    device.copy(slot, host, Stream.UPLOAD)
+    device.copy([slot], [host], Stream.UPLOAD)
     with pytest.raises(Race, match=r"read by compute at .* is not ordered after copied to by host to device"):
         device.access(slot, Stream.COMPUTE, write=False)
 
 
 def test_overwriting_what_compute_reads_is_a_race() -> None:
     device, slot, host = make()
-    device.copy(slot, host, Stream.UPLOAD)
+    device.copy([slot], [host], Stream.UPLOAD)
     device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), WHY)
     device.access(slot, Stream.COMPUTE, write=False)
     with pytest.raises(Race, match=r"copied to by host to device at .* is not ordered after read by compute"):
-        device.copy(slot, host, Stream.UPLOAD)
+        device.copy([slot], [host], Stream.UPLOAD)
 
 
 def test_overwriting_after_the_event_is_none() -> None:
     device, slot, host = make()
     for _ in range(3):
-        device.copy(slot, host, Stream.UPLOAD)
+        device.copy([slot], [host], Stream.UPLOAD)
         device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), WHY)
         device.access(slot, Stream.COMPUTE, write=False)
         device.wait(Stream.UPLOAD, device.record(Stream.COMPUTE), WHY)
@@ -73,32 +73,32 @@ def test_overwriting_after_the_event_is_none() -> None:
 
 def test_an_event_covers_only_what_came_before_it() -> None:
     device, slot, host = make()
-    device.copy(slot, host, Stream.UPLOAD)
+    device.copy([slot], [host], Stream.UPLOAD)
     device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), WHY)
     early = device.record(Stream.COMPUTE)
     device.access(slot, Stream.COMPUTE, write=False)
     device.wait(Stream.UPLOAD, early, WHY)
     with pytest.raises(Race):
-        device.copy(slot, host, Stream.UPLOAD)
+        device.copy([slot], [host], Stream.UPLOAD)
 
 
 def test_the_host_may_not_write_what_an_upload_reads() -> None:
     device, slot, host = make()
-    device.copy(slot, host, Stream.UPLOAD)
+    device.copy([slot], [host], Stream.UPLOAD)
     with pytest.raises(Race, match=r"written by host at .* is not ordered after copied from by host to device"):
         device.access(host, None, write=True)
 
 
 def test_the_host_may_once_it_has_waited() -> None:
     device, slot, host = make()
-    device.copy(slot, host, Stream.UPLOAD)
+    device.copy([slot], [host], Stream.UPLOAD)
     device.synchronize(device.record(Stream.UPLOAD), WHY)
     device.access(host, None, write=True)
 
 
 def test_parts_of_memory_are_told_apart() -> None:
     device, slot, host = make()
-    device.copy(slot[:32], host[:32], Stream.UPLOAD)
+    device.copy([slot[:32]], [host[:32]], Stream.UPLOAD)
     device.access(slot[32:], Stream.COMPUTE, write=True)
     with pytest.raises(Race):
         device.access(slot[16:48], Stream.COMPUTE, write=True)
@@ -106,7 +106,7 @@ def test_parts_of_memory_are_told_apart() -> None:
 
 def test_an_operator_that_mixes_is_refused() -> None:
     device, slot, host = make()
-    device.copy(slot, host, Stream.UPLOAD)
+    device.copy([slot], [host], Stream.UPLOAD)
     device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), WHY)
     with Watch(device):
         derived = slot.float() * 2

@@ -19,8 +19,8 @@ from sp_lightning.streamer import Streamer
 def poisoned() -> Iterator[None]:
     """Poison every streamer inside; each use of a layer fetches it anew."""
     release, forget, activate, deactivate = Slots.release, Slots.forget, Streamer._activate, Streamer._deactivate
-    weights, write = HostBlock.weights, HostBlock.write
-    stash: dict[HostBlock, Tensor] = {}
+    write = HostBlock.write
+    hidden: dict[HostBlock, Tensor] = {}  # the blocks' memory, while what a fetch reads is a copy of it
 
     def poisoned_release(self: Slots, slot: Slot) -> None:
         release(self, slot)
@@ -32,32 +32,30 @@ def poisoned() -> Iterator[None]:
     def hide(self: Streamer) -> None:
         if not self._places.on_device:
             for block in self._blocks:
-                stash[block] = block.weights.clone()
-                weights.fget(block).fill_(0xFF)  # type: ignore[attr-defined]
+                hidden[block] = block.weights
+                block.weights = block.weights.clone()
+                hidden[block].fill_(0xFF)
         activate(self)
 
     def show(self: Streamer) -> None:
         if self._places.on_device:
             for block in self._blocks:
-                weights.fget(block).copy_(stash.pop(block))  # type: ignore[attr-defined]
+                copy, block.weights = block.weights, hidden.pop(block)
+                block.weights.copy_(copy)
         deactivate(self)
-
-    def hidden_weights(self: HostBlock) -> Tensor:
-        return stash[self] if self in stash else weights.fget(self)  # type: ignore[attr-defined]
 
     def hidden_write(self: HostBlock, index: int, value: Tensor) -> None:
         write(self, index, value)
-        if self in stash:
+        if self in hidden:
             span = self.planned.spans[index]
             part = slice(span.offset, span.offset + span.nbytes)
-            stash[self][part] = weights.fget(self)[part]  # type: ignore[attr-defined]
-            weights.fget(self)[part] = 0xFF  # type: ignore[attr-defined]
+            self.weights[part] = hidden[self][part]
+            hidden[self][part] = 0xFF
 
     with (
         mock.patch.object(Slots, "release", poisoned_release),
         mock.patch.object(Streamer, "_activate", hide),
         mock.patch.object(Streamer, "_deactivate", show),
-        mock.patch.object(HostBlock, "weights", property(hidden_weights)),
         mock.patch.object(HostBlock, "write", hidden_write),
     ):
         yield

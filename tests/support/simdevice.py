@@ -14,7 +14,7 @@ What a synchronous CPU hides shows here, every time and not only when a race is 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,7 +108,11 @@ class SimDevice(Device):
         self.on_host.append((*_range(memory), StorageWeakRef(memory.untyped_storage())))
         return memory
 
-    def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: Stream) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            self._copy(target, source, stream)
+
+    def _copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
         self._issue(stream)
         self._check(source, stream, write=False, what="copied from")
         self._check(target, stream, write=True, what="copied to")

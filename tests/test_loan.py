@@ -1,0 +1,63 @@
+"""Whether lent memory is still held decides whether it is overwritten: each way of holding it must count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.memory import Loan, Span, lend
+
+SPAN = Span("weight", 512, 64, torch.Size((4, 4)), (4, 1), torch.float32)
+
+
+def graph(weight: Tensor) -> Any:
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        return (torch.ones(4, requires_grad=True) @ weight).grad_fn
+
+
+def as_a_parameters_data(weight: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(torch.empty(4, 4))
+    parameter.data = weight
+    return parameter
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda weight: weight,
+        lambda weight: weight[0],
+        lambda weight: weight.data,
+        lambda weight: weight.untyped_storage(),
+        lambda weight: weight.detach().numpy(),
+        lambda weight: lend(weight.view(torch.uint8)),
+        lambda weight: torch.ops.aten.alias(weight),
+        as_a_parameters_data,
+        graph,
+    ],
+    ids=["itself", "view", "data", "storage", "numpy", "dlpack", "alias", "parameter", "graph"],
+)
+def test_each_way_of_holding_counts(keep: Callable[[Tensor], Any]) -> None:
+    loan = Loan(torch.zeros(1024, dtype=torch.uint8))
+    assert not loan.held
+    [weight] = loan.views(0, [SPAN])
+    assert not loan.held
+    kept = keep(weight.detach())  # never the view itself
+    assert loan.held
+    del kept
+    assert not loan.held
+
+
+def test_views_are_made_once_and_lie_where_their_spans_say() -> None:
+    memory = torch.arange(1024, dtype=torch.int32).to(torch.uint8)
+    loan = Loan(memory)
+    [weight] = loan.views("a", [SPAN])
+    assert loan.views("a", [SPAN])[0] is weight
+    assert torch.equal(weight.view(torch.uint8).flatten(), memory[512:576])
+    loan.views("b", [SPAN, SPAN])
+    assert not loan.held
+    with torch.inference_mode():
+        assert not Loan(memory).memory.is_inference()
