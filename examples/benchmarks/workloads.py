@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchvision.models.vision_transformer import EncoderBlock, VisionTransformer
 from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+from transformers.initialization import no_init_weights
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -166,7 +167,7 @@ class Checkpointed(nn.Sequential):
 def build_net(workload: Workload, seed: int = 0) -> nn.Module:
     """The network on the host, in the precision's dtype, with the same random weights every time."""
     fabric = Fabric(accelerator="cpu", devices=1, precision=workload.precision)  # type: ignore[arg-type]
-    with fabric.init_module(empty_init=True):
+    with fabric.init_module(), no_init_weights():
         net = _skeleton(workload)
     _fill(net, seed)
     return net.train(workload.task == "train")
@@ -185,6 +186,7 @@ def _skeleton(workload: Workload) -> nn.Module:
     model: Any = LlamaForCausalLM(_llama(workload)) if workload.family == "llm" else _llava(workload)
     if workload.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.tie_weights()  # no_init_weights leaves that out, too
     return LanguageLoss(model)
 
 
