@@ -260,24 +260,28 @@ def _fill(net: nn.Module, seed: int) -> None:
 
 
 class Batches:
-    """The same few batches over and over, from host memory."""
+    """The same few batches over and over, from host memory, until ``is_over``."""
 
-    def __init__(self, batches: list[dict[str, Tensor]], steps: int) -> None:
+    def __init__(self, batches: list[dict[str, Tensor]], steps: int, is_over: Callable[[], bool]) -> None:
         self.batches = batches
         self.steps = steps
+        self.is_over = is_over
 
     def __len__(self) -> int:
         return self.steps
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return (self.batches[step % len(self.batches)] for step in range(self.steps))
+        for step in range(self.steps):
+            if self.is_over():
+                return
+            yield self.batches[step % len(self.batches)]
 
 
-def build_batches(workload: Workload, seed: int = 1) -> Batches:
+def build_batches(workload: Workload, is_over: Callable[[], bool], seed: int = 1) -> Batches:
     """Random ids or images on the host, the same every time."""
     random = torch.Generator().manual_seed(seed)
     count = min(BATCHES, workload.steps)
-    return Batches([_batch(workload, random) for _ in range(count)], workload.steps)
+    return Batches([_batch(workload, random) for _ in range(count)], workload.steps, is_over)
 
 
 def _batch(workload: Workload, random: torch.Generator) -> dict[str, Tensor]:
