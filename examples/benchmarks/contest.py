@@ -116,14 +116,14 @@ def _run(workload: Workload, contestant: Contestant, limits: Limits) -> rows.Row
         row, log = Path(folder) / "row.json", Path(folder) / "log"
         command = [sys.executable, "-m", "examples.benchmarks.measure", "--row", str(row), "--job", json.dumps(job)]
         with log.open("wb") as file:
-            code = _wait(command, {**os.environ, **contestant.environment}, file.fileno(), limits.time_out)
+            code = wait(command, {**os.environ, **contestant.environment}, file.fileno(), limits.time_out)
         if row.is_file():
             return json.loads(row.read_text(encoding="utf-8"))
-        ended = f"took more than {limits.time_out:.0f} s" if code is None else f"its process ended with {_exit(code)}"
+        ended = f"took more than {limits.time_out:.0f} s" if code is None else f"its process ended with {how_it_ended(code)}"
         return {"status": "failed", "error": ended, "traceback": log.read_text(errors="replace")[-3000:]}
 
 
-def _wait(command: Sequence[str], environment: dict[str, str], log: int, seconds: float) -> int | None:
+def wait(command: Sequence[str], environment: dict[str, str], log: int, seconds: float) -> int | None:
     """Exit code, or None after a time-out. The child leads a session, so that what it started ends with it."""
     child = subprocess.Popen(
         command, cwd=rows.REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -138,7 +138,8 @@ def _wait(command: Sequence[str], environment: dict[str, str], log: int, seconds
             child.wait()
 
 
-def _exit(code: int) -> str:
+def how_it_ended(code: int) -> str:
+    """An exit code in words."""
     if code >= 0:
         return f"exit code {code}"
     killed = signal.Signals(-code).name

@@ -10,13 +10,14 @@ import matplotlib
 
 matplotlib.use("agg")
 from matplotlib import pyplot  # noqa: E402
+from matplotlib.ticker import LogLocator  # noqa: E402
 
 from examples.benchmarks.rows import Row  # noqa: E402
 
 GIB = 2**30
-OURS, PLAIN, RIVAL = "#0b6e99", "#222222", "#c4632b"
-# Rivals whose points fall together are told apart by shape as well.
-SHAPES = "sDv^P*X"
+OURS, PLAIN = "#0b6e99", "#222222"
+# Shape and colour of each rival, by the order in which they come.
+RIVALS = (("s", "#c4632b"), ("D", "#7a4fa3"), ("v", "#3f8f4f"), ("^", "#b8860b"), ("P", "#b03060"), ("X", "#5f6b7a"))
 CURVES = {"best possible": "-", "step under next forward": "--", "transfers overlapped": ":", "nothing overlapped": "-."}
 
 Limit = Callable[[Row, float], dict[str, float]]
@@ -38,13 +39,12 @@ def memory(groups: Sequence[Sequence[Row]], path: Path) -> Path | None:
     figure, axes = _canvas()
     ours = sorted((row for row in group if _is_ours(row)), key=_gib)
     axes.plot(*_points(ours), "o-", color=OURS, markersize=7, label="superpipeline, k:k'")
-    for row in ours:
-        _annotate(axes, row, row["label"].split()[-1], OURS)
-    shapes = iter(SHAPES * len(group))
-    for row in group:
-        if not _is_ours(row):
-            color, shape = (PLAIN, "o") if row["contestant"] == "plain" else (RIVAL, next(shapes))
-            axes.plot(*_points([row]), shape, color=color, markersize=8, label=row["label"])
+    for number, row in enumerate(ours):
+        _annotate(axes, row, row["label"].split()[-1], above=number % 2 == 0)
+    others = [row for row in group if not _is_ours(row)]
+    for label, (shape, color) in _marks(others).items():
+        rest = [row for row in others if row["label"] == label]
+        axes.plot(*_points(rest), shape, color=color, markersize=8, label=label)
     axes.set(xlabel="peak device memory, GiB", ylabel="seconds per step", title=group[0]["workload"]["name"])
     axes.set_xlim(0, max(map(_gib, group)) * 1.12)
     axes.set_ylim(0, max(row["median_step_seconds"] for row in group) * 1.12)
@@ -68,18 +68,22 @@ def limits(groups: Sequence[Sequence[Row]], limit: Limit, path: Path) -> Path | 
     for name, style in CURVES.items():
         seconds = [limit(found[0], each)[name] for each in span]
         axes.plot(span, seconds, style, color="#8a8a8a", label=f"limit: {name}")
-    shapes = iter(SHAPES * len(found))
-    for label in dict.fromkeys(row["label"] for row in found):
-        same = sorted((row for row in found if row["label"] == label), key=lambda row: row["workload"]["items"])
-        color, shape = (OURS, "o") if _is_ours(same[0]) else (PLAIN, "o") if label.startswith("plain") else (RIVAL, next(shapes))
-        x, y = [row["workload"]["items"] for row in same], [row["median_step_seconds"] for row in same]
-        axes.plot(x, y, shape + "-", color=color, markersize=7, linewidth=1, label=label)
+    best = {each: min(rows, key=_seconds) for each in set(tokens) if (rows := _ours_at(found, each))}
+    others = [row for row in found if not _is_ours(row)]
+    marks = {"superpipeline, fastest k:k'": ("o", OURS), **_marks(others)}
+    for label, (shape, color) in marks.items():
+        same = [row for row in others if row["label"] == label] or list(best.values())
+        pairs = sorted((row["workload"]["items"], _seconds(row)) for row in same)
+        if pairs:
+            axes.plot(*zip(*pairs, strict=True), shape + "-", color=color, markersize=7, linewidth=1, label=label)
     workload = found[0]["workload"]
     kept = ", checkpointing" if workload["checkpointing"] else ""
     axes.set(xscale="log", yscale="log", xlabel="tokens per step", ylabel="seconds per step")
     axes.set_title(f"train llm {workload['size']}, {workload['precision']}{kept}")
     axes.set_xticks(sorted(set(tokens)), [f"{each:,}" for each in sorted(set(tokens))])
     axes.minorticks_off()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
     return _save(figure, axes, path)
 
 
@@ -98,13 +102,29 @@ def _save(figure: Any, axes: Any, path: Path) -> Path:
     return path
 
 
-def _annotate(axes: Any, row: Row, text: str, color: str) -> None:
-    point = _gib(row), row["median_step_seconds"]
-    axes.annotate(text, point, xytext=(5, 7), textcoords="offset points", fontsize=9, color=color)
+def _annotate(axes: Any, row: Row, text: str, *, above: bool) -> None:
+    offset = (0, 8 if above else -16)
+    point = _gib(row), _seconds(row)
+    axes.annotate(text, point, xytext=offset, textcoords="offset points", ha="center", fontsize=9, color=OURS)
+
+
+def _marks(others: Sequence[Row]) -> dict[str, tuple[str, str]]:
+    """Shape and colour by label; plain Lightning's are its own."""
+    rivals = list(dict.fromkeys(row["label"] for row in others if row["contestant"] != "plain"))
+    plain = {row["label"]: ("o", PLAIN) for row in others if row["contestant"] == "plain"}
+    return plain | {label: RIVALS[number % len(RIVALS)] for number, label in enumerate(rivals)}
+
+
+def _ours_at(found: Sequence[Row], tokens: int) -> list[Row]:
+    return [row for row in found if _is_ours(row) and row["workload"]["items"] == tokens]
 
 
 def _points(group: Sequence[Row]) -> tuple[list[float], list[float]]:
-    return [_gib(row) for row in group], [row["median_step_seconds"] for row in group]
+    return [_gib(row) for row in group], [_seconds(row) for row in group]
+
+
+def _seconds(row: Row) -> float:
+    return row["median_step_seconds"]
 
 
 def _gib(row: Row) -> float:

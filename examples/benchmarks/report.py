@@ -126,7 +126,7 @@ def _table(group: Sequence[Row], limits: Row | None) -> str:
         if row["status"] != "ok":
             lines.append([row["label"], *[NONE] * (len(head) - 2), _note(row)])
             continue
-        best = limit_seconds(row, limits).get("best possible")
+        best = None if row is plain else limit_seconds(row, limits).get("best possible")
         stalls = [each["stall_seconds"] for each in row.get("stats", [])]
         lines.append([
             row["label"], f"{row['median_step_seconds']:.4g}", f"{row['items_per_second']:,.0f}",
