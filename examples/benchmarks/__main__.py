@@ -1,5 +1,7 @@
 """Measure everything in one command and write the report.
 
+From the root of the repository::
+
     python -m examples.benchmarks                          # tiny models, on a CPU, about a minute
     python -m examples.benchmarks --list h200 --minutes 8
 """

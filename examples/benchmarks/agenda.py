@@ -82,6 +82,8 @@ def h200() -> Agenda:
         Contest(train("llm", "1.5B", 32768), ("plain", "superpipeline-2:1", "fsdp2", "deepspeed"), 60),
         Module("overhead"),
         Contest(train("llm", "3B", 8192), (*PAIR, "fsdp2", "deepspeed"), 60),
-        Contest(large, ("superpipeline-8:4", "superpipeline-4:1", "superpipeline-8:2", "torchao", "fsdp2-exact", "fsdp")),
+        Contest(
+            large, ("superpipeline-8:4", "superpipeline-4:1", "superpipeline-8:2", "torchao", "fsdp2-exact", "fsdp")
+        ),
         Contest(train("vision", "huge", 256), PAIR, 60),
     ]

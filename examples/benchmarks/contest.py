@@ -119,7 +119,11 @@ def _run(workload: Workload, contestant: Contestant, limits: Limits) -> rows.Row
             code = wait(command, {**os.environ, **contestant.environment}, file.fileno(), limits.time_out)
         if row.is_file():
             return json.loads(row.read_text(encoding="utf-8"))
-        ended = f"took more than {limits.time_out:.0f} s" if code is None else f"its process ended with {how_it_ended(code)}"
+        ended = (
+            f"took more than {limits.time_out:.0f} s"
+            if code is None
+            else f"its process ended with {how_it_ended(code)}"
+        )
         return {"status": "failed", "error": ended, "traceback": log.read_text(errors="replace")[-3000:]}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
@@ -137,7 +137,7 @@ class TorchAo(Contestant):
         from torchao.optim import CPUOffloadOptimizer
 
         class Optimizer(CPUOffloadOptimizer):
-            state: dict[Any, Any] = {}  # Lightning moves an optimizer's state to the device and looks for it here
+            state: ClassVar[dict[Any, Any]] = {}  # Lightning moves an optimizer's state to the device; this has none
 
         return Task(net, lambda parameters: Optimizer(parameters, torch.optim.AdamW, lr=1e-4, fused=True))
 
@@ -227,7 +227,9 @@ def by_name(name: str) -> Contestant:
         return known([])[name]
     except KeyError:
         names = ", ".join(known([]))
-        raise ValueError(f"There is no contestant {name!r}; there are {names} and superpipeline-2:1, or other k:k'.") from None
+        raise ValueError(
+            f"There is no contestant {name!r}; there are {names} and superpipeline-2:1, or other k:k'."
+        ) from None
 
 
 def parse_pair(text: str) -> tuple[int, int]:

@@ -1,5 +1,7 @@
 """This machine's ceilings: matrix rate, PCIe, host memory, AdamW on the CPU. One row.
 
+From the root of the repository::
+
     python -m examples.benchmarks.limits --seconds 20 --out rows.jsonl
 """
 

@@ -9,16 +9,21 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("agg")
-from matplotlib import pyplot  # noqa: E402
-from matplotlib.ticker import LogLocator  # noqa: E402
+from matplotlib import pyplot
+from matplotlib.ticker import LogLocator
 
-from examples.benchmarks.rows import Row  # noqa: E402
+from examples.benchmarks.rows import Row
 
 GIB = 2**30
 OURS, PLAIN = "#0b6e99", "#222222"
 # Shape and colour of each rival, by the order in which they come.
 RIVALS = (("s", "#c4632b"), ("D", "#7a4fa3"), ("v", "#3f8f4f"), ("^", "#b8860b"), ("P", "#b03060"), ("X", "#5f6b7a"))
-CURVES = {"best possible": "-", "step under next forward": "--", "transfers overlapped": ":", "nothing overlapped": "-."}
+CURVES = {
+    "best possible": "-",
+    "step under next forward": "--",
+    "transfers overlapped": ":",
+    "nothing overlapped": "-.",
+}
 
 Limit = Callable[[Row, float], dict[str, float]]
 
@@ -26,7 +31,10 @@ Limit = Callable[[Row, float], dict[str, float]]
 def draw(groups: Sequence[Sequence[Row]], limit: Limit, folder: Path) -> list[Path]:
     """Both pictures, or those that the rows are enough for; ``limit(row, tokens)`` gives seconds by schedule."""
     done = [[row for row in group if row["status"] == "ok"] for group in groups]
-    made = [memory(done, folder / "step-time-against-memory.png"), limits(done, limit, folder / "step-time-against-limit.png")]
+    made = [
+        memory(done, folder / "step-time-against-memory.png"),
+        limits(done, limit, folder / "step-time-against-limit.png"),
+    ]
     return [path for path in made if path is not None]
 
 

@@ -1,5 +1,7 @@
 """Predict one workload with several contestants.
 
+From the root of the repository::
+
     python -m examples.benchmarks.predict --size tiny
 """
 

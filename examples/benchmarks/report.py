@@ -1,5 +1,7 @@
 """Rows of one machine and commit → a Markdown report with two pictures. Nothing in it comes from elsewhere.
 
+From the root of the repository::
+
     python -m examples.benchmarks.report runs/benchmarks/rows.jsonl --out runs/benchmarks
 """
 

@@ -116,5 +116,7 @@ def read(path: Path) -> list[Row]:
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: is no JSON ({error}). Delete it: sed -i {number}d {path}") from error
+            raise ValueError(
+                f"{path}, line {number}: is no JSON ({error}). Delete it: sed -i {number}d {path}"
+            ) from error
     return rows

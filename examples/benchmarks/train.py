@@ -1,5 +1,7 @@
 """Train one workload with several contestants.
 
+From the root of the repository::
+
     python -m examples.benchmarks.train --size tiny
 """
 

@@ -185,7 +185,9 @@ def _skeleton(workload: Workload) -> nn.Module:
         return _vision(workload)
     model: Any = LlamaForCausalLM(_llama(workload)) if workload.family == "llm" else _llava(workload)
     if workload.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # transformers 5.23 gave gradient_checkpointing_enable this name
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     model.tie_weights()  # no_init_weights leaves that out, too
     return LanguageLoss(model)
 
