@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # One call on a machine with a GPU and no network: wheels that came along, the GPU's tests, the chosen list, the report.
-#     bash examples/benchmarks/gpu.sh            MINUTES=8 PYTHON=python3 OUT=folder are the defaults' names
+#     bash examples/benchmarks/gpu.sh
+# Variables: OUT (folder for results), PYTHON, MINUTES (of measuring), COMMIT (where git is not at hand).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${OUT:-runs/benchmarks}

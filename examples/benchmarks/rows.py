@@ -76,12 +76,12 @@ def _processor() -> str:
 
 
 def commit() -> str:
-    """The commit that ran, "+" where tracked files differ from it, "unknown" outside a repository."""
+    """The commit that ran, "+" where tracked files differ from it; of a copy without git, what ``$COMMIT`` says."""
     try:
         run = ["git", "-C", str(REPOSITORY), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
         return subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("COMMIT", "unknown")
 
 
 def origin() -> Row:
