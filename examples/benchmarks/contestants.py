@@ -137,7 +137,9 @@ class TorchAo(Contestant):
         from torchao.optim import CPUOffloadOptimizer
 
         class Optimizer(CPUOffloadOptimizer):
-            state: ClassVar[dict[Any, Any]] = {}  # Lightning moves an optimizer's state to the device; this has none
+            # Lightning asks an optimizer for these, and torchao's does not initialize its base class.
+            defaults: ClassVar[dict[str, Any]] = {}
+            state: ClassVar[dict[Any, Any]] = {}
 
         return Task(net, lambda parameters: Optimizer(parameters, torch.optim.AdamW, lr=1e-4, fused=True))
 
