@@ -205,7 +205,7 @@ def test_the_reports_numbers_follow_from_the_rows(tmp_path: Path) -> None:
     found = [
         made_up_limits(),
         made_up("plain", 1.0, 80),
-        made_up("superpipeline-2:1", 2.0, 16),
+        made_up("superpipeline-2:1", 2.0, 16, registered_bytes=3 * GIB),
         made_up("superpipeline-4:2", 1.6, 20, losses=[11.0]),
         made_up("fsdp2", 4.0, 18),
         made_up("deepspeed"),
@@ -217,6 +217,7 @@ def test_the_reports_numbers_follow_from_the_rows(tmp_path: Path) -> None:
     numbers = "4 2,048 0.25 2.50 0.27 0.2 0.05 18.00 18.00 2.00 1.00 11.00000"
     assert cells(text, "FSDP2 CPUOffloadPolicy")[1:13] == numbers.split()
     assert cells(text, "superpipeline 2:1")[1:6] == ["2", "4,096", "0.50", "–", "0.55"]
+    assert cells(text, "superpipeline 2:1")[11] == "3.00"
     assert cells(text, "plain Lightning")[3:6] == ["1.00", "0.62", "–"]
     assert "OutOfMemoryError: no \\| room" in text
     assert "## Larger than the card" in text

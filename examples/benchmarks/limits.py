@@ -87,8 +87,8 @@ def adamw_rates(seconds: float) -> dict[str, float]:
 
 
 def _buffer_bytes(seconds: float) -> int:
-    """Between 64 MiB and 1 GiB: beyond the caches where there is time for it."""
-    return min(2**30, max(2**26, int(seconds * 2**30)))
+    """Between 64 and 512 MiB: beyond the caches where there is time for it."""
+    return min(2**29, max(2**26, int(seconds * 2**30)))
 
 
 def _median_seconds(call: Callable[[], object], seconds: float) -> float:

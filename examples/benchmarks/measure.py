@@ -69,6 +69,7 @@ def _trained(workload: Workload, contestant: Contestant, net: nn.Module, batches
     return {
         "losses": [float(loss) for loss in gauge.losses],
         "optimizer_seconds": gauge.update_seconds[clock.warm_up :] if contestant.updates_on_host else None,
+        "registered_bytes": gauge.registered_bytes,
         **_counted(trainer.strategy, gauge, clock.warm_up),
     }
 

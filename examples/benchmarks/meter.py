@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from torch import Tensor, nn
 
 from sp_lightning.quiet import WRITE_NO_WEIGHTS
 
@@ -74,6 +74,7 @@ class Meter(Callback):
         self.losses: list[Tensor | float] = []
         self.update_seconds: list[float] = []
         self.counters: list[dict[str, float]] = []
+        self.registered_bytes = 0
         self._update_started = 0.0
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -102,9 +103,10 @@ class Meter(Callback):
         self._count(trainer)
         self.clock.tick()
 
-    def _end(self, trainer: pl.Trainer) -> None:
+    def _end(self, trainer: Any) -> None:
         self.clock.stop()
         self._count(trainer)
+        self.registered_bytes = registered_bytes(trainer.lightning_module)
 
     def _count(self, trainer: Any) -> None:
         if hasattr(trainer.strategy, "stats"):
@@ -118,6 +120,23 @@ WRITE_NO_WEIGHTS.add(Meter)
 def deltas(counters: Sequence[dict[str, float]]) -> list[dict[str, float]]:
     """What each step added to the counters."""
     return [{name: after[name] - before[name] for name in after} for before, after in zip(counters, counters[1:])]  # noqa: B905
+
+
+def registered_bytes(module: nn.Module) -> int:
+    """Bytes of pinned host memory under parameters and gradients, whoever pinned it; torch counts its own only."""
+    found = {}
+    for parameter in module.parameters():
+        for tensor in (parameter, parameter.grad):
+            # a DTensor has no memory to ask for, and what lies under it came from torch's allocator
+            if (
+                tensor is not None
+                and not hasattr(tensor, "to_local")
+                and tensor.device.type == "cpu"
+                and tensor.is_pinned()
+            ):
+                storage = tensor.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
 
 
 def memory() -> dict[str, int | None]:

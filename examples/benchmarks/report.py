@@ -135,7 +135,8 @@ def _table(group: Sequence[Row], limits: Row | None) -> str:
             _ratio(row, plain), NONE if is_ours(row) else _ratio(ours, row),
             NONE if best is None else f"{best / row['median_step_seconds']:.2f}",
             _median(row.get("optimizer_seconds")), _median(stalls),
-            *(_gib(row[key]) for key in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes", "pinned_bytes")),
+            *(_gib(row[key]) for key in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")),
+            _pinned(row),
             f"{row['losses'][step - 1]:.5f}", "",
         ])  # fmt: skip
     return _markdown(head, lines)
@@ -176,6 +177,13 @@ def _median(values: Sequence[float] | None) -> str:
 
 def _gib(size: float | None) -> str:
     return NONE if size is None else f"{size / GIB:.2f}"
+
+
+def _pinned(row: Row) -> str:
+    """What torch's allocator pinned, or what was found pinned under the parameters, if that is more."""
+    if row["pinned_bytes"] is None:
+        return NONE
+    return _gib(max(row["pinned_bytes"], row.get("registered_bytes", 0)))
 
 
 def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
