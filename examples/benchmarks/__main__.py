@@ -1,0 +1,102 @@
+"""Measure everything in one command and write the report.
+
+From the root of the repository::
+
+    python -m examples.benchmarks                          # tiny models, on a CPU, about a minute
+    python -m examples.benchmarks --list h200 --minutes 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from examples.benchmarks import agenda, contest, report, rows
+from examples.benchmarks.workloads import PRECISIONS, SIZES
+
+# With less left of the budget than this many seconds, nothing is begun.
+LEAST = 10.0
+
+
+class Budget:
+    """Seconds that are left of a run."""
+
+    def __init__(self, minutes: float) -> None:
+        self._end = time.monotonic() + 60 * minutes
+
+    def left(self) -> float:
+        """Seconds; negative when the run is late."""
+        return self._end - time.monotonic()
+
+
+def run(plan: agenda.Agenda, budget: Budget, seconds: float, out: Path) -> None:
+    """All items of the agenda, each with a row in the file; what no longer fits gets one that says so."""
+    for item in plan:
+        if isinstance(item, agenda.Module):
+            _module(item, budget, out)
+            continue
+        for name in item.contestants:
+            limits = contest.Limits(seconds, min(item.time_out, budget.left()), item.device_gib)
+            if budget.left() < LEAST:
+                late = {**contest.describe(item.workload, name, limits), **_late()}
+                rows.append(out, {**rows.origin(), **late})
+                print(contest.line(late), flush=True)
+            else:
+                contest.hold(item.workload, [name], limits, out)
+
+
+def _module(item: agenda.Module, budget: Budget, out: Path) -> None:
+    """Run a module; where it does not come to its row, leave one that says why."""
+    name = f"examples.benchmarks.{item.name}"
+    if importlib.util.find_spec(name) is None:
+        row = {"status": "skipped", "error": f"{name} does not exist yet"}
+    elif budget.left() < LEAST:
+        row = _late()
+    else:
+        command = [sys.executable, "-m", name, *item.arguments, "--out", str(out.absolute())]
+        with tempfile.TemporaryFile() as log:
+            code = contest.wait(command, dict(os.environ), log.fileno(), min(item.time_out, budget.left()))
+            log.seek(0)
+            text = log.read().decode(errors="replace")
+        if code == 0:
+            print(text.strip(), flush=True)
+            return
+        error = "took too long" if code is None else f"its process ended with {contest.how_it_ended(code)}"
+        row = {"status": "failed", "error": error, "traceback": text[-3000:]}
+    rows.append(out, {**rows.origin(), "kind": item.name, **row})
+    print(f"{item.name}: {row['status']}: {row['error']}", flush=True)
+
+
+def _late() -> rows.Row:
+    return {"status": "skipped", "error": "out of time: raise --minutes"}
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    """Run; ``argv`` as on the command line. Returns the report's path."""
+    sizes = sorted({size for family in SIZES.values() for size in family})
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--size", choices=sizes, default="tiny", help="of the models (%(default)s)")
+    add("--precision", choices=PRECISIONS, default="bf16-mixed", help="(%(default)s)")
+    add("--list", choices=["h200"], help="a list chosen for a machine, in place of --size and --precision")
+    add("--seconds", type=float, default=12, help="for a contestant's measured steps (%(default)s)")
+    add("--minutes", type=float, default=60, help="for everything; what does not fit is left out (%(default)s)")
+    add("--out", type=Path, default=Path("runs/benchmarks"), help="folder for rows and report (%(default)s)")
+    options = parser.parse_args(argv)
+    plan = agenda.h200() if options.list else agenda.of_size(options.size, options.precision)
+    file = options.out / "rows.jsonl"
+    before = len(rows.read(file)) if file.is_file() else 0
+    run(plan, Budget(options.minutes), options.seconds, file)
+    path = report.write(rows.read(file)[before:], options.out)  # older rows may be of another commit
+    print(f"Report: {path}", flush=True)
+    return path
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""Who competes: what each needs, and how it trains or predicts the same module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch import nn
+
+from examples.benchmarks.workloads import BLOCKS, Task, Workload
+from sp_lightning import SuperpipelineStrategy
+
+# Host memory as multiples of the weights' bytes: weight, gradient, two moments. Pinned blocks (weights, gradients) are
+# rounded up to powers of two unless torch is told otherwise: twice their size at worst.
+TRAINING = 4.0
+ROUNDED = 6.0
+# What transformers of billions of parameters cost DeepSpeed, measured by others: 23 bytes per parameter.
+DEEPSPEED = 23 / 4
+EXACT_PINNING = {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1"}
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Plain Lightning, everything on the device; and what others differ in.
+
+    Attributes:
+        name: on the command line.
+        label: in the report.
+        host_copies: by task that it serves, host memory as a multiple of the weights' bytes.
+        distributions: what must be installed, by the names of package registries.
+        device: the type of device that it needs, or "" for any.
+        precisions: those it can do; empty for all.
+        environment: variables of its process.
+        updates_on_host: its optimizer works on host memory, so that the update's seconds can be read off the clock.
+    """
+
+    name: str = "plain"
+    label: str = "plain Lightning"
+    host_copies: Mapping[str, float] = field(default_factory=lambda: {"train": 1.0, "predict": 1.0})
+    distributions: tuple[str, ...] = ()
+    device: str = ""
+    precisions: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    updates_on_host: bool = False
+
+    def module(self, net: nn.Module, workload: Workload) -> Task:
+        """The LightningModule around the network."""
+        return Task(net)
+
+    def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
+        """What the Trainer is told beyond what all are told."""
+        return {"strategy": "auto"}
+
+
+@dataclass(frozen=True)
+class Superpipeline(Contestant):
+    """This project."""
+
+    k: int = 2
+    k_prime: int = 1
+
+    def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
+        return {"strategy": SuperpipelineStrategy(k=self.k, k_prime=self.k_prime)}
+
+
+class Fsdp(Contestant):
+    """Lightning's FSDPStrategy, each block a unit."""
+
+    def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
+        return {"strategy": FSDPStrategy(cpu_offload=True, auto_wrap_policy=set(BLOCKS))}
+
+
+class HostShards(ModelParallelStrategy):
+    """ModelParallelStrategy that leaves parameters where fully_shard wants them: on the host."""
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(self.root_device)
+
+
+class ShardedTask(Task):
+    """A Task whose blocks, and whose rest, are FSDP2 units with weights in host memory."""
+
+    def __init__(self, net: nn.Module, weights: torch.dtype | None) -> None:
+        super().__init__(net)
+        self.weights = weights
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+        if isinstance(self.net, FSDPModule):
+            return
+        options: dict[str, Any] = {
+            "mesh": self.device_mesh["data_parallel"],  # type: ignore[index]
+            "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=self.weights, reduce_dtype=torch.float32),
+        }
+        for module in list(self.net.modules()):
+            if isinstance(module, BLOCKS):
+                fully_shard(module, **options)
+        fully_shard(self.net, **options)
+
+
+class Fsdp2(Contestant):
+    """FSDP2's fully_shard through Lightning's ModelParallelStrategy, casting weights itself as its guide advises."""
+
+    def module(self, net: nn.Module, workload: Workload) -> Task:
+        return ShardedTask(net, torch.bfloat16 if workload.precision == "bf16-mixed" else None)
+
+    def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
+        return {"strategy": HostShards()}
+
+
+class DeepSpeed(Contestant):
+    """ZeRO stage 3 with everything offloaded, and the optimizer that it demands for that."""
+
+    def module(self, net: nn.Module, workload: Workload) -> Task:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return Task(net, lambda parameters: DeepSpeedCPUAdam(parameters, lr=1e-4, weight_decay=0.01, adamw_mode=True))
+
+    def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
+        from lightning.pytorch.strategies import DeepSpeedStrategy
+
+        return {"strategy": DeepSpeedStrategy(stage=3, offload_optimizer=True, offload_parameters=True)}
+
+
+class TorchAo(Contestant):
+    """Plain Lightning with torchao's optimizer, which keeps its state and works on the host."""
+
+    def module(self, net: nn.Module, workload: Workload) -> Task:
+        from torchao.optim import CPUOffloadOptimizer
+
+        class Optimizer(CPUOffloadOptimizer):
+            # Lightning asks an optimizer for these, and torchao's does not initialize its base class.
+            defaults: ClassVar[dict[str, Any]] = {}
+            state: ClassVar[dict[Any, Any]] = {}
+
+        return Task(net, lambda parameters: Optimizer(parameters, torch.optim.AdamW, lr=1e-4, fused=True))
+
+
+class Bare(Contestant):
+    """Predicts without a Trainer: whatever offloads an ``nn.Module``."""
+
+    def prepare(self, net: nn.Module, device: torch.device) -> None:
+        """Make the network, which is on the host, compute on the device."""
+        raise NotImplementedError
+
+
+class Accelerate(Bare):
+    """accelerate's cpu_offload."""
+
+    def prepare(self, net: nn.Module, device: torch.device) -> None:
+        from accelerate import cpu_offload
+
+        cpu_offload(net, execution_device=device)
+
+
+class Diffusers(Bare):
+    """diffusers' group offloading, each block a group with a stream of its own; what is outside, leaf by leaf."""
+
+    def prepare(self, net: nn.Module, device: torch.device) -> None:
+        from diffusers.hooks import apply_group_offloading
+
+        options: dict[str, Any] = {"onload_device": device, "use_stream": device.type == "cuda"}
+        stacks = [module for module in net.modules() if _holds_blocks(module)]
+        for stack in stacks:
+            apply_group_offloading(stack, offload_type="block_level", num_blocks_per_group=1, **options)
+        inside = {child for stack in stacks for child in stack.modules()}
+        for module in net.modules():
+            if module not in inside and next(module.parameters(recurse=False), None) is not None:
+                apply_group_offloading(module, offload_type="leaf_level", **options)
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    lists = [child for child in module.children() if isinstance(child, (nn.ModuleList, nn.Sequential))]
+    return any(isinstance(member, BLOCKS) for each in lists for member in each)
+
+
+def superpipeline(k: int, k_prime: int) -> Superpipeline:
+    """This project at one (k, k')."""
+    copies = {"train": TRAINING, "predict": 1.0}
+    name = f"superpipeline-{k}:{k_prime}"
+    return Superpipeline(name, f"superpipeline {k}:{k_prime}", copies, updates_on_host=True, k=k, k_prime=k_prime)
+
+
+def _rival(kind: Callable[..., Contestant], name: str, label: str, copies: float, **more: Any) -> Contestant:
+    return kind(name, label, {"train": copies}, updates_on_host=True, **more)
+
+
+RIVALS: tuple[Contestant, ...] = (
+    Contestant(),
+    _rival(Fsdp, "fsdp", "FSDP cpu_offload", ROUNDED, device="cuda"),
+    _rival(Fsdp2, "fsdp2", "FSDP2 CPUOffloadPolicy", ROUNDED),
+    _rival(
+        Fsdp2, "fsdp2-exact", "FSDP2, pinned sizes exact", TRAINING, device="cuda", environment=EXACT_PINNING
+    ),
+    _rival(
+        DeepSpeed, "deepspeed", "DeepSpeed ZeRO-3 offload", DEEPSPEED,
+        distributions=("deepspeed",), device="cuda", precisions=("32-true", "bf16-mixed"),
+    ),
+    _rival(TorchAo, "torchao", "torchao CPUOffloadOptimizer", ROUNDED, distributions=("torchao",), device="cuda"),
+    Accelerate("accelerate", "accelerate cpu_offload", {"predict": 1.0}, ("accelerate",)),
+    Diffusers("diffusers", "diffusers group offload", {"predict": 3.0}, ("diffusers",)),  # pinned, rounded mirrors
+)  # fmt: skip
+
+
+def known(pairs: list[tuple[int, int]]) -> dict[str, Contestant]:
+    """All contestants by name, this project once for each (k, k'), in the order of a run."""
+    ours = [superpipeline(*pair) for pair in pairs]
+    return {each.name: each for each in (RIVALS[0], *ours, *RIVALS[1:])}
+
+
+def by_name(name: str) -> Contestant:
+    """One contestant.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    head, _, pair = name.partition("-")
+    if head == "superpipeline" and pair:
+        return superpipeline(*parse_pair(pair))
+    try:
+        return known([])[name]
+    except KeyError:
+        names = ", ".join(known([]))
+        raise ValueError(
+            f"There is no contestant {name!r}; there are {names} and superpipeline-2:1, or other k:k'."
+        ) from None
+
+
+def parse_pair(text: str) -> tuple[int, int]:
+    """``"4:2"`` as k and k'.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    k, _, k_prime = text.partition(":")
+    if not (k.isdigit() and k_prime.isdigit()):
+        raise ValueError(f"{text!r} is no pair k:k'. For example 2:1.")
+    return int(k), int(k_prime)

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# One call on a machine with a GPU and no network: wheels that came along, the GPU's tests, the chosen list, the report.
+#     bash examples/benchmarks/gpu.sh
+# Variables: OUT (folder for results), PYTHON, MINUTES (of measuring), COMMIT (where git is not at hand).
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+out=${OUT:-runs/benchmarks}
+python=${PYTHON:-python3}
+mkdir -p "$out"
+export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+
+if compgen -G "wheels/*.whl" >/dev/null; then
+    "$python" -m pip install -q --no-index --no-deps --no-compile --upgrade --target /tmp/wheels wheels/*.whl &&
+        export PYTHONPATH="$PYTHONPATH:/tmp/wheels"
+fi
+nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
+
+# A failing test must not cost the figures; its output comes back beside them.
+timeout 90 "$python" -m pytest tests/gpu -q -p no:cacheprovider 2>&1 | tee "$out/tests-gpu.txt"
+tests=$?
+"$python" -m examples.benchmarks --list h200 --minutes "${MINUTES:-8}" --out "$out" 2>&1 | tee "$out/progress.txt"
+measured=$?
+exit $((tests ? tests : measured))

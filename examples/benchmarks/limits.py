@@ -1,0 +1,123 @@
+"""This machine's ceilings: matrix rate, PCIe, host memory, AdamW on the CPU. One row.
+
+From the root of the repository::
+
+    python -m examples.benchmarks.limits --seconds 20 --out rows.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from examples.benchmarks import rows
+from examples.benchmarks.limit_model import ADAMW_BYTES
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# A ceiling is measured once to warm up and then until its share of the seconds is over.
+CEILINGS = 8
+
+
+def measure(seconds: float) -> rows.Row:
+    """All ceilings in about so many seconds; rates per second, None where there is no accelerator."""
+    share = seconds / CEILINGS
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return {
+        "kind": "limits",
+        "status": "ok",
+        "matrix_flops": {name: matrix_flops(dtype, device, share) for name, dtype in DTYPES.items()},
+        **transfer_bytes(device, share),
+        "dram_bytes": dram_bytes(share),
+        **adamw_rates(share),
+    }
+
+
+def matrix_flops(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
+    """FLOP/s of a square product of random matrices."""
+    size = 8192 if device.type == "cuda" else 1024 if seconds >= 1 else 512
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / _median_seconds(lambda: torch.mm(a, b), seconds)
+
+
+def transfer_bytes(device: torch.device, seconds: float) -> dict[str, float | None]:
+    """Bytes/s between pinned host memory and the device; ``duplex_bytes`` is each way while both are busy."""
+    names = ("host_to_device_bytes", "device_to_host_bytes", "duplex_bytes")
+    if device.type == "cpu":
+        return dict.fromkeys(names)
+    size = _buffer_bytes(seconds)
+    there, back = (torch.ones(size, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    near, far = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def up() -> None:
+        with torch.cuda.stream(streams[0]):
+            near.copy_(there, non_blocking=True)
+
+    def down() -> None:
+        with torch.cuda.stream(streams[1]):
+            back.copy_(far, non_blocking=True)
+
+    def both() -> None:
+        up()
+        down()
+
+    return {name: size / _median_seconds(call, seconds / 3) for name, call in zip(names, (up, down, both), strict=True)}
+
+
+def dram_bytes(seconds: float) -> float:
+    """Bytes/s that a large copy reads and writes, with all of torch's threads."""
+    size = _buffer_bytes(seconds)
+    source, target = (torch.ones(size // 4) for _ in range(2))
+    return 2 * size / _median_seconds(lambda: target.copy_(source), seconds)
+
+
+def adamw_rates(seconds: float) -> dict[str, float]:
+    """Fused AdamW on the CPU with fp32 state: bytes/s (28 per parameter), and seconds per parameter."""
+    count = _buffer_bytes(seconds) // 4
+    weight = nn.Parameter(torch.randn(count))
+    weight.grad = torch.randn(count)
+    per_parameter = _median_seconds(torch.optim.AdamW([weight], fused=True).step, seconds) / count
+    return {"adamw_bytes": ADAMW_BYTES / per_parameter, "adamw_seconds_per_parameter": per_parameter}
+
+
+def _buffer_bytes(seconds: float) -> int:
+    """Between 64 and 512 MiB: beyond the caches where there is time for it."""
+    return min(2**29, max(2**26, int(seconds * 2**30)))
+
+
+def _median_seconds(call: Callable[[], object], seconds: float) -> float:
+    call()
+    _synchronize()
+    times: list[float] = []
+    while sum(times) < seconds or len(times) < 3:
+        start = time.perf_counter()
+        call()
+        _synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=20, help="for all ceilings together (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/rows.jsonl"), help="(%(default)s)")
+    options = parser.parse_args(argv)
+    row = {**rows.origin(), **measure(options.seconds)}
+    rows.append(options.out, row)
+    rate = max(row["matrix_flops"].values())
+    print(f"limits: up to {rate / 1e12:.2f} TFLOP/s, host memory {row['dram_bytes'] / 1e9:.1f} GB/s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

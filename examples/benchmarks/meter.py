@@ -1,0 +1,165 @@
+"""What is read off while a contestant runs, without slowing it down."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from sp_lightning.quiet import WRITE_NO_WEIGHTS
+
+
+class Clock:
+    """Moments between steps.
+
+    On a GPU they are events on the compute stream: they say when the device came there and nobody waits for them, so
+    a host that runs ahead of its device stays ahead. The host waits twice: where measuring starts and where it ends.
+    """
+
+    def __init__(self, warm_up: int, seconds: float) -> None:
+        self.warm_up = warm_up
+        self.seconds = seconds
+        self.moments: list[Any] = []
+        self._started = 0.0
+
+    def tick(self) -> None:
+        """A step begins."""
+        if len(self.moments) == self.warm_up:
+            _synchronize()
+            self._started = time.perf_counter()
+        self._mark()
+
+    def stop(self) -> None:
+        """The last step is over."""
+        _synchronize()
+        self._mark()
+
+    def is_over(self) -> bool:
+        """Whether the budget is spent, with three measured steps at least."""
+        return len(self.moments) >= self.warm_up + 3 and time.perf_counter() - self._started > self.seconds
+
+    def step_seconds(self) -> list[float]:
+        """Of each measured step."""
+        marks = self.moments[self.warm_up :]
+        if torch.cuda.is_available():
+            return [start.elapsed_time(end) / 1e3 for start, end in zip(marks, marks[1:])]  # noqa: B905
+        return [end - start for start, end in zip(marks, marks[1:])]  # noqa: B905
+
+    def _mark(self) -> None:
+        if not torch.cuda.is_available():
+            self.moments.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.moments.append(event)
+
+
+class Meter(Callback):
+    """Clock, losses, the update's share and the strategy's counters, as hooks of the Trainer.
+
+    The update is what lies between Lightning's ``on_before_optimizer_step``, when gradients are complete, and the end
+    of the batch: an optimizer's own hooks would count forward and backward, which run inside its ``step``.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.losses: list[Tensor | float] = []
+        self.update_seconds: list[float] = []
+        self.counters: list[dict[str, float]] = []
+        self.registered_bytes = 0
+        self._update_started = 0.0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._start(trainer)
+
+    def on_predict_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._start(trainer)
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self._update_started = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
+        self.update_seconds.append(time.perf_counter() - self._update_started)
+        self.losses.append(outputs["loss"].detach())
+
+    def on_predict_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(outputs.detach())
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._end(trainer)
+
+    def on_predict_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._end(trainer)
+
+    def _start(self, trainer: pl.Trainer) -> None:
+        self._count(trainer)
+        self.clock.tick()
+
+    def _end(self, trainer: Any) -> None:
+        self.clock.stop()
+        self._count(trainer)
+        self.registered_bytes = registered_bytes(trainer.lightning_module)
+
+    def _count(self, trainer: Any) -> None:
+        if hasattr(trainer.strategy, "stats"):
+            self.counters.append(asdict(trainer.strategy.stats()))
+
+
+# Read, as Lightning's own progress bar was: with it in the Trainer, superpipeline fetches ahead as without.
+WRITE_NO_WEIGHTS.add(Meter)
+
+
+def deltas(counters: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+    """What each step added to the counters."""
+    return [{name: after[name] - before[name] for name in after} for before, after in zip(counters, counters[1:])]  # noqa: B905
+
+
+def registered_bytes(module: nn.Module) -> int:
+    """Bytes of pinned host memory under parameters and gradients, whoever pinned it; torch counts its own only."""
+    found = {}
+    for parameter in module.parameters():
+        for tensor in (parameter, parameter.grad):
+            # a DTensor has no memory to ask for, and what lies under it came from torch's allocator
+            if (
+                tensor is not None
+                and not hasattr(tensor, "to_local")
+                and tensor.device.type == "cpu"
+                and tensor.is_pinned()
+            ):
+                storage = tensor.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def memory() -> dict[str, int | None]:
+    """Peaks of this process so far, in bytes; None where there is no accelerator."""
+    cuda = torch.cuda.is_available()
+    return {
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved() if cuda else None,
+        "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "locked_bytes": _locked_bytes(),
+        "pinned_bytes": torch.cuda.host_memory_stats().get("allocated_bytes.peak") if cuda else None,
+    }
+
+
+def _locked_bytes() -> int:
+    """What the kernel counts as locked or pinned; not all drivers tell it."""
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        return 0
+    lines = [line.split() for line in status.read_text().splitlines()]
+    return sum(int(words[1]) * 1024 for words in lines if words[0] in ("VmLck:", "VmPin:"))
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

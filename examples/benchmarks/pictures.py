@@ -1,0 +1,143 @@
+"""The report's two pictures, drawn from rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("agg")
+from matplotlib import pyplot
+from matplotlib.ticker import LogLocator
+
+from examples.benchmarks.rows import Row
+
+GIB = 2**30
+OURS, PLAIN = "#0b6e99", "#222222"
+# Shape and colour of each rival, by the order in which they come.
+RIVALS = (("s", "#c4632b"), ("D", "#7a4fa3"), ("v", "#3f8f4f"), ("^", "#b8860b"), ("P", "#b03060"), ("X", "#5f6b7a"))
+CURVES = {
+    "best possible": "-",
+    "step under next forward": "--",
+    "transfers overlapped": ":",
+    "nothing overlapped": "-.",
+}
+
+Limit = Callable[[Row, float], dict[str, float]]
+
+
+def draw(groups: Sequence[Sequence[Row]], limit: Limit, folder: Path) -> list[Path]:
+    """Both pictures, or those that the rows are enough for; ``limit(row, tokens)`` gives seconds by schedule."""
+    done = [[row for row in group if row["status"] == "ok"] for group in groups]
+    made = [
+        memory(done, folder / "step-time-against-memory.png"),
+        limits(done, limit, folder / "step-time-against-limit.png"),
+    ]
+    return [path for path in made if path is not None]
+
+
+def memory(groups: Sequence[Sequence[Row]], path: Path) -> Path | None:
+    """Step time against peak device memory of the training workload that most contestants finished."""
+    measured = [[row for row in group if row["peak_allocated_bytes"] and row["kind"] == "train"] for group in groups]
+    group = max(measured, key=len, default=[])
+    if len(group) < 2:
+        return None
+    figure, axes = _canvas()
+    ours = sorted((row for row in group if _is_ours(row)), key=_gib)
+    axes.plot(*_points(ours), "o-", color=OURS, markersize=7, label="superpipeline, k:k'")
+    for number, row in enumerate(ours):
+        _annotate(axes, row, row["label"].split()[-1], above=number % 2 == 0)
+    others = [row for row in group if not _is_ours(row)]
+    for label, (shape, color) in _marks(others).items():
+        rest = [row for row in others if row["label"] == label]
+        axes.plot(*_points(rest), shape, color=color, markersize=8, label=label)
+    axes.set(xlabel="peak device memory, GiB", ylabel="seconds per step", title=group[0]["workload"]["name"])
+    axes.set_xlim(0, max(map(_gib, group)) * 1.12)
+    axes.set_ylim(0, max(row["median_step_seconds"] for row in group) * 1.12)
+    return _save(figure, axes, path)
+
+
+def limits(groups: Sequence[Sequence[Row]], limit: Limit, path: Path) -> Path | None:
+    """Step time against tokens per step, with the limit model's curves, of the model that most rows are about."""
+    models: dict[Any, list[Row]] = {}
+    for row in (row for group in groups for row in group if row["kind"] == "train"):
+        workload = row["workload"]
+        if limit(row, workload["items"]):
+            key = workload["size"], workload["precision"], workload["checkpointing"]
+            models.setdefault(key, []).append(row)
+    found = max(models.values(), key=len, default=[])
+    if not found:
+        return None
+    tokens = [row["workload"]["items"] for row in found]
+    span = [min(tokens) / 4 * (16 * max(tokens) / min(tokens)) ** (step / 60) for step in range(61)]
+    figure, axes = _canvas()
+    for name, style in CURVES.items():
+        seconds = [limit(found[0], each)[name] for each in span]
+        axes.plot(span, seconds, style, color="#8a8a8a", label=f"limit: {name}")
+    best = {each: min(rows, key=_seconds) for each in set(tokens) if (rows := _ours_at(found, each))}
+    others = [row for row in found if not _is_ours(row)]
+    marks = {"superpipeline, fastest k:k'": ("o", OURS), **_marks(others)}
+    for label, (shape, color) in marks.items():
+        same = [row for row in others if row["label"] == label] or list(best.values())
+        pairs = sorted((row["workload"]["items"], _seconds(row)) for row in same)
+        if pairs:
+            axes.plot(*zip(*pairs, strict=True), shape + "-", color=color, markersize=7, linewidth=1, label=label)
+    workload = found[0]["workload"]
+    kept = ", checkpointing" if workload["checkpointing"] else ""
+    axes.set(xscale="log", yscale="log", xlabel="tokens per step", ylabel="seconds per step")
+    axes.set_title(f"train llm {workload['size']}, {workload['precision']}{kept}")
+    axes.set_xticks(sorted(set(tokens)), [f"{each:,}" for each in sorted(set(tokens))])
+    axes.minorticks_off()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    return _save(figure, axes, path)
+
+
+def _canvas() -> tuple[Any, Any]:
+    figure, axes = pyplot.subplots(figsize=(8.4, 4.8), dpi=150, layout="constrained")
+    axes.grid(color="#e4e4e4", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _save(figure: Any, axes: Any, path: Path) -> Path:
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    figure.savefig(path, metadata={"Software": None})
+    pyplot.close(figure)
+    return path
+
+
+def _annotate(axes: Any, row: Row, text: str, *, above: bool) -> None:
+    offset = (0, 8 if above else -16)
+    point = _gib(row), _seconds(row)
+    axes.annotate(text, point, xytext=offset, textcoords="offset points", ha="center", fontsize=9, color=OURS)
+
+
+def _marks(others: Sequence[Row]) -> dict[str, tuple[str, str]]:
+    """Shape and colour by label; plain Lightning's are its own."""
+    rivals = list(dict.fromkeys(row["label"] for row in others if row["contestant"] != "plain"))
+    plain = {row["label"]: ("o", PLAIN) for row in others if row["contestant"] == "plain"}
+    return plain | {label: RIVALS[number % len(RIVALS)] for number, label in enumerate(rivals)}
+
+
+def _ours_at(found: Sequence[Row], tokens: int) -> list[Row]:
+    return [row for row in found if _is_ours(row) and row["workload"]["items"] == tokens]
+
+
+def _points(group: Sequence[Row]) -> tuple[list[float], list[float]]:
+    return [_gib(row) for row in group], [_seconds(row) for row in group]
+
+
+def _seconds(row: Row) -> float:
+    return row["median_step_seconds"]
+
+
+def _gib(row: Row) -> float:
+    return row["peak_allocated_bytes"] / GIB
+
+
+def _is_ours(row: Row) -> bool:
+    return row["contestant"].startswith("superpipeline")

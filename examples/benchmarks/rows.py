@@ -1,0 +1,122 @@
+"""One row of a benchmark: a line of JSON that says what ran where, appended to a file at once."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+Row = dict[str, Any]
+
+REPOSITORY = Path(__file__).parents[2]
+DISTRIBUTIONS = (
+    "torch", "lightning", "transformers", "torchvision", "accelerate", "diffusers", "deepspeed", "torchao"
+)  # fmt: skip
+
+
+def installed(distribution: str) -> str | None:
+    """The version of a distribution, or None."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def cgroup_limit() -> int | None:
+    """Bytes of host memory that the control group allows, or None. A container shows the host's memory elsewhere."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        path = Path("/sys/fs/cgroup") / name
+        if path.is_file() and (text := path.read_text().strip()).isdigit():
+            return int(text)
+    return None
+
+
+def host_bytes() -> int:
+    """Host memory that this machine has, in bytes."""
+    total = psutil.virtual_memory().total
+    return min(total, cgroup_limit() or total)
+
+
+def host_bytes_free() -> int:
+    """Host memory that a new process may take, in bytes."""
+    free = psutil.virtual_memory().available
+    limit = cgroup_limit()
+    return free if limit is None else min(free, limit)
+
+
+def machine() -> Row:
+    """What the figures depend on. Memory in bytes."""
+    accelerator = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    return {
+        "accelerator": accelerator.name if accelerator else None,
+        "accelerator_bytes": accelerator.total_memory if accelerator else None,
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "host_bytes": host_bytes(),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def commit() -> str:
+    """The commit that ran, "+" where tracked files differ from it; of a copy without git, what ``$COMMIT`` says."""
+    try:
+        run = ["git", "-C", str(REPOSITORY), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+        return subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("COMMIT", "unknown")
+
+
+def origin() -> Row:
+    """Where and when a row comes from."""
+    return {
+        "machine": machine(),
+        "versions": {name: found for name in DISTRIBUTIONS if (found := installed(name))},
+        "python": platform.python_version(),
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.orig_argv),
+    }
+
+
+def append(path: Path, row: Row) -> None:
+    """Add a row to the file now: what comes later may be cut off."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def read(path: Path) -> list[Row]:
+    """All rows of a file.
+
+    Raises:
+        ValueError: there is no such file, or a line is no JSON.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file. Measure first: python -m examples.benchmarks --out FOLDER.")
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{path}, line {number}: is no JSON ({error}). Delete it: sed -i {number}d {path}"
+            ) from error
+    return rows

@@ -1,0 +1,253 @@
+"""The benchmark suite at its smallest: rows are honest, the report's numbers follow from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.benchmarks import __main__ as everything
+from examples.benchmarks import agenda, contest, contestants, limits, predict, report, rows, train, workloads
+from examples.benchmarks.limit_model import prediction_seconds, training_seconds
+from examples.benchmarks.workloads import Workload
+
+SHORT = ["--precision", "32-true", "--steps", "5", "--k-and-k-prime", "2:1"]
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+
+
+def test_the_limit_model_is_the_one_of_the_design() -> None:
+    # 7.6 billion parameters, 32k tokens kept, an H200's guessed ceilings: 1.89 best, 2.48 with clipping, 3.11 serial.
+    seconds = training_seconds(32768, 7.6e9, 790e12, 52.5e9, 175e9)
+    assert {name: round(value, 2) for name, value in seconds.items()} == {
+        "nothing overlapped": 3.69,
+        "transfers overlapped": 3.11,
+        "step under next forward": 2.48,
+        "step under backward": 1.89,
+        "best possible": 1.89,
+    }
+    recomputed = training_seconds(32768, 7.6e9, 790e12, 52.5e9, 175e9, recompute=True)
+    assert recomputed["best possible"] == pytest.approx(8 * 7.6e9 * 32768 / 790e12)
+    assert training_seconds(1, 7.6e9, 790e12, 52.5e9, 175e9)["best possible"] == pytest.approx(34 * 7.6e9 / 175e9)
+    assert prediction_seconds(1, 7.6e9, 790e12, 52.5e9)["best possible"] == pytest.approx(2 * 7.6e9 / 52.5e9)
+
+
+def test_limits_are_one_row(tmp_path: Path) -> None:
+    limits.main(["--seconds", "0.1", "--out", str(tmp_path / "rows.jsonl")])
+    (row,) = rows.read(tmp_path / "rows.jsonl")
+    assert row["kind"] == "limits"
+    assert min(row["matrix_flops"].values()) > 1e6
+    assert row["dram_bytes"] > 1e8
+    assert row["adamw_bytes"] == pytest.approx(28 / row["adamw_seconds_per_parameter"])
+    assert (row["host_to_device_bytes"] is None) == (not torch.cuda.is_available())
+
+
+def test_weights_and_data_are_the_same_every_time() -> None:
+    for family in workloads.SIZES:
+        items = 4 if family == "vision" else 64
+        workload = Workload("train", family, items=items, precision="32-true")
+        one, two = workloads.build_net(workload), workloads.build_net(workload)
+        assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
+        assert sum(p.numel() for p in one.parameters()) == workloads.parameter_count(family, "tiny")
+        batch = workloads.build_batches(workload, lambda: False).batches[0]
+        kept = one(**batch)
+        checkpointed = workloads.build_net(
+            Workload("train", family, items=items, precision="32-true", checkpointing=True)
+        )
+        assert torch.equal(kept, checkpointed(**batch))
+
+
+def test_the_real_shapes_have_the_real_sizes() -> None:
+    assert workloads.parameter_count("llm", "3B") == 3_212_749_824  # meta-llama/Llama-3.2-3B
+    assert workloads.parameter_count("llm", "7B") == 6_738_415_616  # meta-llama/Llama-2-7b
+    assert workloads.parameter_count("vision", "huge") == 632_045_800  # torchvision's vit_h_14
+
+
+def test_training_is_measured_and_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rows.jsonl"
+    done = train.main([*SHORT, "--contestants", "plain", "superpipeline", "deepspeed", "--out", str(out)])
+    plain, ours, other = done
+    assert rows.read(out) == json.loads(json.dumps(done))
+    assert [plain["status"], ours["status"]] == ["ok", "ok"], (plain, ours)
+    assert other["status"] in ("missing", "skipped")
+    assert plain["losses"] == ours["losses"]
+    assert len(ours["losses"]) == 5
+    assert len(ours["step_seconds"]) == len(ours["optimizer_seconds"]) == len(ours["stats"]) == 3
+    assert ours["items_per_second"] == pytest.approx(128 / sorted(ours["step_seconds"])[1])
+    assert ours["stats"][0]["fetched_layers"] > 0
+    assert 0 < ours["counted_peak_bytes"] <= ours["planned_peak_bytes"]
+    assert ours["peak_host_bytes"] > 2**20
+    assert "superpipeline 2:1" in capsys.readouterr().out
+
+
+def test_prediction_is_measured_and_equal(tmp_path: Path) -> None:
+    arguments = [*SHORT, "--contestants", "plain", "superpipeline", "accelerate", "--out", str(tmp_path / "rows.jsonl")]
+    plain, ours, other = predict.main(arguments)
+    assert plain["losses"] == ours["losses"]
+    assert other["status"] == "missing" or other["losses"] == plain["losses"]
+
+
+def test_a_failing_contestant_is_a_row(tmp_path: Path) -> None:
+    # One step cannot be measured: the first two warm up.
+    (row,) = train.main(["--steps", "1", "--contestants", "plain", "--out", str(tmp_path / "rows.jsonl")])
+    assert row["status"] == "failed"
+    assert "Raise --steps" in row["error"]
+    assert "Traceback" in row["traceback"]
+
+
+def test_a_killed_process_is_a_row() -> None:
+    row = contest.compete(Workload("train"), "plain", contest.Limits(time_out=0.01))
+    assert row["status"] == "failed"
+    assert "more than" in row["error"]
+    assert "memory" in contest.how_it_ended(-9)
+
+
+def test_children_use_this_interpreter_and_the_contestants_environment(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log:
+        environment = {**os.environ, "GIVEN": "here"}
+        command = [sys.executable, "-c", "import os, sys; print(sys.executable, os.environ['GIVEN'])"]
+        assert contest.wait(command, environment, log.fileno(), 60) == 0
+    assert (tmp_path / "log").read_text().split() == [sys.executable, "here"]
+
+
+def test_too_little_host_memory_is_said_before_anything_is_built() -> None:
+    workload = Workload("train", size="7B", items=8192, length=4096)
+    row = contest.obstacle(workload, contestants.by_name("superpipeline-2:1"), contest.Limits(host_gib=64))
+    assert row is not None
+    # 16 bytes for each of 6,738,415,616 parameters, and 2 GiB for the process.
+    assert "102.4 GiB" in row["error"]
+    assert "bf16-true" in row["error"]
+    small = Workload("train", precision="32-true")
+    assert contest.obstacle(small, contestants.by_name("superpipeline-2:1"), contest.Limits()) is None
+
+
+def test_what_no_longer_fits_the_budget_is_a_row(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    everything.run(agenda.h200(), everything.Budget(0), 1.0, out)
+    found = rows.read(out)
+    contests = [each for each in agenda.h200() if isinstance(each, agenda.Contest)]
+    modules = len(agenda.h200()) - len(contests)
+    assert len(found) == sum(len(each.contestants) for each in contests) + modules
+    assert {row["status"] for row in found} == {"skipped"}
+
+
+def test_all_contestants_of_the_lists_exist() -> None:
+    for item in [*agenda.h200(), *agenda.of_size("tiny", "32-true"), *agenda.of_size("1.5B", "bf16-mixed")]:
+        if isinstance(item, agenda.Contest):
+            assert all(item.workload.task in contestants.by_name(name).host_copies for name in item.contestants)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--contestants", "nobody"], "There is no contestant 'nobody'"),
+        (["--k-and-k-prime", "2"], "'2' is no pair"),
+        (["--size", "5B"], "no llm of size '5B'"),
+        (["--tokens", "100"], "--tokens 64"),
+    ],
+)
+def test_bad_options_say_what_is_wrong(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- the report, from made-up rows
+
+
+def made_up(
+    name: str, seconds: float = 0.0, gib: float = 0.0, *, device_gib: float | None = None, **more: Any
+) -> rows.Row:
+    """A row of a 3B model at 8192 tokens per step."""
+    workload = Workload("train", "llm", "3B", "bf16-mixed", 8192, 4096)
+    row = {**rows.origin(), **contest.describe(workload, name, contest.Limits(device_gib=device_gib))}
+    if not seconds:
+        return {**row, "status": "failed", "error": "OutOfMemoryError: no | room", **more}
+    return {
+        **row,
+        "status": "ok",
+        "median_step_seconds": seconds,
+        "items_per_second": 8192 / seconds,
+        "losses": [11.0, 10.5],
+        "peak_allocated_bytes": gib * GIB,
+        "peak_reserved_bytes": gib * GIB,
+        "peak_host_bytes": 2 * GIB,
+        "pinned_bytes": GIB,
+        "optimizer_seconds": [0.3, 0.1, 0.2],
+        "stats": [{"stall_seconds": 0.05}],
+        **more,
+    }
+
+
+def made_up_limits() -> rows.Row:
+    # 2 · 3.2e9 · 8192 / 1e15 is 0.053 s of forward and thrice that of a step; 34 bytes a parameter at 1e11 are the limit.
+    names = ("host_to_device_bytes", "device_to_host_bytes", "duplex_bytes", "dram_bytes", "adamw_bytes")
+    rates = dict.fromkeys(names, 1e11)
+    return {**rows.origin(), "kind": "limits", "status": "ok", "matrix_flops": {"bf16": 1e15, "fp32": 1e14}, **rates}
+
+
+def cells(text: str, label: str) -> list[str]:
+    """The first table line about a contestant."""
+    line = next(line for line in text.splitlines() if line.startswith(f"| {label} |"))
+    return [cell.strip() for cell in line.strip("|").split(" | ")]
+
+
+def test_the_reports_numbers_follow_from_the_rows(tmp_path: Path) -> None:
+    found = [
+        made_up_limits(),
+        made_up("plain", 1.0, 80),
+        made_up("superpipeline-2:1", 2.0, 16, registered_bytes=3 * GIB),
+        made_up("superpipeline-4:2", 1.6, 20, losses=[11.0]),
+        made_up("fsdp2", 4.0, 18),
+        made_up("deepspeed"),
+        made_up("plain", device_gib=16),
+    ]
+    path = report.write(found, tmp_path)
+    text = path.read_text()
+    # step, tokens/s, ÷ plain, our best ÷ it, of the limit, update, stall, device, reserved, host, pinned, loss
+    numbers = "4 2,048 0.25 2.50 0.27 0.2 0.05 18.00 18.00 2.00 1.00 11.00000"
+    assert cells(text, "FSDP2 CPUOffloadPolicy")[1:13] == numbers.split()
+    assert cells(text, "superpipeline 2:1")[1:6] == ["2", "4,096", "0.50", "–", "0.55"]
+    assert cells(text, "superpipeline 2:1")[11] == "3.00"
+    assert cells(text, "plain Lightning")[3:6] == ["1.00", "0.62", "–"]
+    assert "OutOfMemoryError: no \\| room" in text
+    assert "## Larger than the card" in text
+    assert "| 16 | train llm 3B, bf16-mixed, 8192 tokens | plain Lightning | failed |" in text
+    pictures = sorted(tmp_path.glob("*.png"))
+    assert [each.name for each in pictures] == ["step-time-against-limit.png", "step-time-against-memory.png"]
+    assert all(each.stat().st_size > 10_000 and each.name in text for each in pictures)
+
+
+def test_without_an_accelerator_there_is_no_limit_and_no_picture(tmp_path: Path) -> None:
+    row = made_up("plain", 1.0, peak_allocated_bytes=None, peak_reserved_bytes=None, pinned_bytes=None)
+    text = report.write([row], tmp_path).read_text()
+    assert cells(text, "plain Lightning")[5] == "–"
+    assert not list(tmp_path.glob("*.png"))
+
+
+@pytest.mark.parametrize(("change", "message"), [({"commit": "other"}, "2 commits"), ({"machine": {}}, "2 machines")])
+def test_rows_of_several_origins_are_refused(change: rows.Row, message: str, tmp_path: Path) -> None:
+    one = made_up("plain", 1.0, 80)
+    other = {**made_up("fsdp2", 2.0, 80), **change}
+    other["machine"] = {**one["machine"], "processor": "another"} if "machine" in change else one["machine"]
+    with pytest.raises(ValueError, match=message):
+        report.write([one, other], tmp_path)
+    assert report.write([one, other], tmp_path, mixed=True).is_file()
+    with pytest.raises(ValueError, match="no rows"):
+        report.write([], tmp_path)
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"a": 1}\n{"b"\n')
+    with pytest.raises(ValueError, match="line 2"):
+        rows.read(file)
