@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from examples.benchmarks import __main__ as everything
-from examples.benchmarks import agenda, contest, contestants, limits, predict, report, rows, train, workloads
+from examples.benchmarks import agenda, contest, contestants, limits, overhead, predict, report, rows, train, workloads
 from examples.benchmarks.limit_model import prediction_seconds, training_seconds
 from examples.benchmarks.workloads import Workload
 
@@ -183,7 +183,7 @@ def made_up(
         "peak_host_bytes": 2 * GIB,
         "pinned_bytes": GIB,
         "optimizer_seconds": [0.3, 0.1, 0.2],
-        "stats": [{"stall_seconds": 0.05}],
+        "stats": [{"stall_seconds": 0.05, "drain_stall_seconds": 0.01}] if "superpipeline" in name else None,
         **more,
     }
 
@@ -213,11 +213,14 @@ def test_the_reports_numbers_follow_from_the_rows(tmp_path: Path) -> None:
     ]
     path = report.write(found, tmp_path)
     text = path.read_text()
-    # step, tokens/s, ÷ plain, our best ÷ it, of the limit, update, stall, device, reserved, host, pinned, loss
-    numbers = "4 2,048 0.25 2.50 0.27 0.2 0.05 18.00 18.00 2.00 1.00 11.00000"
-    assert cells(text, "FSDP2 CPUOffloadPolicy")[1:13] == numbers.split()
+    # step, tokens/s, ÷ plain, our best ÷ it, of the limit, device, reserved, host, pinned, loss
+    numbers = "4 2,048 0.25 2.50 0.27 18.00 18.00 2.00 1.00 11.00000"
+    assert cells(text, "FSDP2 CPUOffloadPolicy")[1:11] == numbers.split()
     assert cells(text, "superpipeline 2:1")[1:6] == ["2", "4,096", "0.50", "–", "0.55"]
-    assert cells(text, "superpipeline 2:1")[11] == "3.00"
+    assert cells(text, "superpipeline 2:1")[9] == "3.00"
+    split = text[text.index("drain stall") :]
+    assert cells(split, "superpipeline 2:1")[1:] == ["1.74", "0.05", "0.01", "0.2"]
+    assert cells(split, "FSDP2 CPUOffloadPolicy")[1:] == ["3.8", "–", "–", "0.2"]
     assert cells(text, "plain Lightning")[3:6] == ["1.00", "0.62", "–"]
     assert "OutOfMemoryError: no \\| room" in text
     assert "## Larger than the card" in text
@@ -225,6 +228,18 @@ def test_the_reports_numbers_follow_from_the_rows(tmp_path: Path) -> None:
     pictures = sorted(tmp_path.glob("*.png"))
     assert [each.name for each in pictures] == ["step-time-against-limit.png", "step-time-against-memory.png"]
     assert all(each.stat().st_size > 10_000 and each.name in text for each in pictures)
+
+
+def test_overhead_is_measured_and_told(tmp_path: Path) -> None:
+    row = {**rows.origin(), **overhead.measure(0.5)}
+    found = row["models"]["mlp"]
+    assert found["visit_seconds"]["fsdp2"] == pytest.approx(
+        (found["step_seconds"]["fsdp2"] - found["step_seconds"]["plain"]) / 48
+    )
+    found["visit_seconds"] = {"superpipeline-2:1": 1e-4, "fsdp2": 4e-4}
+    found["step_seconds"]["plain"] = 48 * 2e-5
+    text = report.write([row], tmp_path).read_text()
+    assert cells(text, "mlp")[1:] == ["20", "100", "400", "0.25"]
 
 
 def test_without_an_accelerator_there_is_no_limit_and_no_picture(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def one_origin(found: Sequence[Row]) -> None:
 
 def render(found: Sequence[Row], drawn: Sequence[Path] = ()) -> str:
     """The report as Markdown; ``drawn`` are its pictures, beside it."""
-    limits = next((row for row in reversed(found) if row["kind"] == "limits"), None)
+    limits = _limits(found)
     groups = grouped(found)
     parts = ["# Benchmarks", _origin(found)]
     if limits is not None:
@@ -63,15 +63,23 @@ def render(found: Sequence[Row], drawn: Sequence[Path] = ()) -> str:
     for (name, device_gib), group in groups.items():
         if device_gib is None:
             parts.append(f"## {name[0].upper()}{name[1:]}\n\n" + _table(group, limits))
+            parts += [split] if (split := _split(group)) else []
     capped = [row for (_, device_gib), group in groups.items() if device_gib is not None for row in group]
     if capped:
         parts.append("## Larger than the card\n\n" + _larger(capped))
-    others = [row for row in found if row["kind"] not in ("limits", "train", "predict")]
+    overhead = next((row for row in reversed(found) if row["kind"] == "overhead" and row["status"] == "ok"), None)
+    if overhead is not None:
+        parts.append("## Host time per visit of a layer, beyond the layer itself\n\n" + _overhead(overhead))
+    others = [row for row in found if row["kind"] in ("limits", "overhead") and row["status"] != "ok"]
     if others:
-        lines = [[row["kind"], row["status"], _cell(str(row.get("error", "")))] for row in others]
-        parts.append("## Other steps\n\n" + _markdown(["step", "status", "note"], lines))
+        lines = [[row["kind"], row["status"], _cell(str(row["error"]))] for row in others]
+        parts.append("## Did not run\n\n" + _markdown(["step", "status", "note"], lines))
     parts += [f"![{path.stem.replace('-', ' ')}]({path.name})" for path in drawn]
     return "\n\n".join(parts) + "\n"
+
+
+def _limits(found: Sequence[Row]) -> Row | None:
+    return next((row for row in reversed(found) if row["kind"] == "limits" and row["status"] == "ok"), None)
 
 
 def grouped(found: Sequence[Row]) -> dict[tuple[str, float | None], list[Row]]:
@@ -120,7 +128,7 @@ def _table(group: Sequence[Row], limits: Row | None) -> str:
     step = min((len(row["losses"]) for row in done), default=0)
     unit = group[0]["workload"]["unit"]
     head = [
-        "contestant", "step, s", f"{unit}/s", "÷ plain", "our best ÷ it", "of the limit", "update, s", "fetch stall, s",
+        "contestant", "step, s", f"{unit}/s", "÷ plain", "our best ÷ it", "of the limit",
         "device, GiB", "reserved, GiB", "host, GiB", "pinned, GiB", f"loss, step {step}", "note",
     ]  # fmt: skip
     lines = []
@@ -129,16 +137,40 @@ def _table(group: Sequence[Row], limits: Row | None) -> str:
             lines.append([row["label"], *[NONE] * (len(head) - 2), _note(row)])
             continue
         best = None if row is plain else limit_seconds(row, limits).get("best possible")
-        stalls = [each["stall_seconds"] for each in row.get("stats", [])]
         lines.append([
             row["label"], f"{row['median_step_seconds']:.4g}", f"{row['items_per_second']:,.0f}",
             _ratio(row, plain), NONE if is_ours(row) else _ratio(ours, row),
             NONE if best is None else f"{best / row['median_step_seconds']:.2f}",
-            _median(row.get("optimizer_seconds")), _median(stalls),
             *(_gib(row[key]) for key in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")),
             _pinned(row),
             f"{row['losses'][step - 1]:.5f}", "",
         ])  # fmt: skip
+    return _markdown(head, lines)
+
+
+def _split(group: Sequence[Row]) -> str:
+    """Where a step's seconds go, as far as a contestant can tell."""
+    lines = []
+    for row in (row for row in group if row["status"] == "ok" and row.get("optimizer_seconds")):
+        update = statistics.median(row["optimizer_seconds"])
+        stalls = [
+            statistics.median(step[name] for step in row["stats"]) if row.get("stats") else None
+            for name in ("stall_seconds", "drain_stall_seconds")
+        ]
+        rest = row["median_step_seconds"] - update - sum(stall or 0.0 for stall in stalls)
+        lines.append([row["label"], *(NONE if each is None else f"{each:.3g}" for each in (rest, *stalls, update))])
+    head = ["contestant", "forward and backward, s", "fetch stall, s", "drain stall, s", "update, s"]
+    return _markdown(head, lines) if lines else ""
+
+
+def _overhead(row: Row) -> str:
+    """The engine's own cost beside FSDP2's."""
+    lines = []
+    for kind, found in row["models"].items():
+        ours, theirs = (found["visit_seconds"][name] for name in ("superpipeline-2:1", "fsdp2"))
+        plain = found["step_seconds"]["plain"] / (2 * row["layers"])
+        lines.append([kind, *(f"{1e6 * each:.0f}" for each in (plain, ours, theirs)), f"{ours / theirs:.2f}"])
+    head = ["layer", "the layer itself, µs", "superpipeline 2:1, µs", "FSDP2, µs", "superpipeline ÷ FSDP2"]
     return _markdown(head, lines)
 
 
@@ -171,10 +203,6 @@ def _ratio(row: Row | None, other: Row | None) -> str:
     return NONE if row is None or other is None else f"{row['items_per_second'] / other['items_per_second']:.2f}"
 
 
-def _median(values: Sequence[float] | None) -> str:
-    return f"{statistics.median(values):.3g}" if values else NONE
-
-
 def _gib(size: float | None) -> str:
     return NONE if size is None else f"{size / GIB:.2f}"
 
@@ -202,7 +230,7 @@ def write(found: Sequence[Row], folder: Path, *, mixed: bool = False) -> Path:
     if not mixed:
         one_origin(found)
     folder.mkdir(parents=True, exist_ok=True)
-    limits = next((row for row in reversed(found) if row["kind"] == "limits"), None)
+    limits = _limits(found)
     free = [group for (_, device_gib), group in grouped(found).items() if device_gib is None]
     drawn = pictures.draw(free, lambda row, tokens: limit_seconds(row, limits, tokens), folder)
     path = folder / "report.md"

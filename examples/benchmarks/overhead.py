@@ -1,0 +1,167 @@
+"""The engine's own cost on the host: hooks, packing, scheduling, per visit of a layer, beside FSDP2's. One row.
+
+Tiny layers on the CPU, where computing and copying take next to nothing: what a step takes beyond the plain one,
+divided by the visits (each layer once forward, once backward). Same layers, one process, one thread, taking turns.
+
+From the root of the repository::
+
+    python -m examples.benchmarks.overhead --seconds 20 --out rows.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from examples.benchmarks import rows
+from sp_lightning.device import Device
+from sp_lightning.layers import find_layers
+from sp_lightning.plan import make_plan
+from sp_lightning.streamer import Streamer
+
+LAYERS = 24
+WIDTH = 32
+ROUNDS = 5
+Step = Callable[[], None]
+
+
+class Mlp(nn.Sequential):
+    """Six parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+
+class Llama(nn.Module):
+    """A decoder layer of transformers, nine parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_attention_heads=2, attn_implementation="sdpa"
+        )
+        self.layer = LlamaDecoderLayer(config, 0)
+        rotary = LlamaRotaryEmbedding(config)
+        self.position = rotary(torch.zeros(1), torch.arange(8)[None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, position_embeddings=self.position)
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {"linear": lambda: nn.Linear(WIDTH, WIDTH), "mlp": Mlp, "llama": Llama}
+
+
+def build(kind: str) -> tuple[nn.Sequential, Tensor]:
+    """A stack of layers, the same each time, and its input."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(KINDS[kind]() for _ in range(LAYERS))), torch.randn(1, 8, WIDTH)
+
+
+def plain(kind: str) -> Step:
+    """Forward and backward."""
+    stack, x = build(kind)
+
+    def step() -> None:
+        stack(x).square().mean().backward()
+        stack.zero_grad()
+
+    return step
+
+
+def superpipeline(kind: str, k: int = 2, k_prime: int = 1) -> Step:
+    """The same, streamed: what the strategy does in a step, without Lightning."""
+    stack, x = build(kind)
+    found = find_layers(stack)
+    plan = make_plan(found, k=k, k_prime=k_prime)
+    assert len(plan.layers) == LAYERS
+    streamer = Streamer(stack, found, plan, Device(torch.device("cpu")), pin=False)
+
+    def step() -> None:
+        streamer.begin("train", training=True)
+        with streamer.saving():
+            loss = stack(x).square().mean()
+            streamer.await_backward()
+            streamer.announce_backward(loss, quiet=True)
+        loss.backward()
+        stack.zero_grad()
+
+    return step
+
+
+def fsdp2(kind: str) -> Step:
+    """The same with ``fully_shard`` and its offloading around each layer, one rank."""
+    stack, x = build(kind)
+    mesh, offload = init_device_mesh("cpu", (1,)), CPUOffloadPolicy(pin_memory=False)
+    for module in (*stack, stack):
+        fully_shard(module, mesh=mesh, offload_policy=offload)
+
+    def step() -> None:
+        stack(x).square().mean().backward()
+        stack.zero_grad()
+
+    return step
+
+
+def measure(seconds: float) -> rows.Row:
+    """Median seconds per step of each, and per visit what it takes beyond the plain step."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return {
+            "kind": "overhead",
+            "status": "ok",
+            "layers": LAYERS,
+            "models": {kind: _compare(kind, seconds / len(KINDS)) for kind in KINDS},
+        }
+    finally:
+        dist.destroy_process_group()
+
+
+def _compare(kind: str, seconds: float) -> dict[str, dict[str, float]]:
+    steps = {"plain": plain(kind), "superpipeline-2:1": superpipeline(kind), "fsdp2": fsdp2(kind)}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        for _ in range(3):
+            step()
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            times[name] += _timed(step, seconds / ROUNDS / len(steps))
+    median = {name: statistics.median(each) for name, each in times.items()}
+    beyond = {name: (each - median["plain"]) / (2 * LAYERS) for name, each in median.items() if name != "plain"}
+    return {"step_seconds": median, "visit_seconds": beyond}
+
+
+def _timed(step: Step, seconds: float) -> list[float]:
+    times: list[float] = []
+    while sum(times) < seconds or not times:
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=20, help="for all together (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/rows.jsonl"), help="(%(default)s)")
+    options = parser.parse_args(argv)
+    row = {**rows.origin(), **measure(options.seconds)}
+    rows.append(options.out, row)
+    for kind, found in row["models"].items():
+        visit = {name: f"{1e6 * each:.0f} µs" for name, each in found["visit_seconds"].items()}
+        print(f"overhead per layer visit, {kind}: {visit}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
