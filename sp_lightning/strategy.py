@@ -29,7 +29,7 @@ from sp_lightning.device import Device, device_for
 from sp_lightning.layers import Found, LayerChoice, find_layers
 from sp_lightning.plan import Plan, human_bytes, make_plan
 from sp_lightning.quiet import is_quiet
-from sp_lightning.step import HostGradScaler
+from sp_lightning.step import FusedStep, HostGradScaler
 from sp_lightning.streamer import Stats, Streamer
 
 log = logging.getLogger("lightning.pytorch.superpipeline")
@@ -48,6 +48,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             takes the LightningModule and returns names or modules.
         resident: names or glob patterns of modules or parameters that stay on the device.
         pin_memory: page-lock host memory, without which copies are synchronous.
+        fused_optimizer: run torch's optimizers fused (``fused=True``) where they can be; other last bits, much faster.
         callback: attach a :class:`~sp_lightning.SuperpipelineCallback` if the trainer has none.
         device, accelerator, checkpoint_io, precision_plugin: as in Lightning's ``SingleDeviceStrategy``; the device
             is the trainer's unless it is given.
@@ -68,6 +69,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         layers: LayerChoice = None,
         resident: str | Sequence[str] = (),
         pin_memory: bool = True,
+        fused_optimizer: bool = True,
         callback: bool = True,
         device: str | int | torch.device | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
@@ -81,12 +83,14 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._layers = _checked_layers(layers)
         self._resident = _checked_patterns("resident", resident)
         self._pin_memory = _checked_switch("pin_memory", pin_memory)
+        self._fused_optimizer = _checked_switch("fused_optimizer", fused_optimizer)
         self._callback = _checked_switch("callback", callback)
         self._device_given = device is not None
         self._streamer: Streamer | None = None
         self._plan: Plan | None = None
         self._last_stats: Stats | None = None
         self._hooks: list[RemovableHandle] = []
+        self._fused: dict[torch.optim.Optimizer, FusedStep] = {}
         self._quiet: dict[str, bool] = {}
         self._last_phase = ""
         super().__init__(
@@ -201,11 +205,24 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             register_optimizer_step_post_hook(self._after_update),
         ]
 
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        self._unfuse()
+        if self._fused_optimizer:
+            self._fused = {optimizer: FusedStep(optimizer) for optimizer in self.optimizers}
+            for optimizer in [each for each, fused in self._fused.items() if fused.switch_on()]:
+                log.info(
+                    "Superpipeline: %s runs fused on the host; its last bits are those of fused=True. "
+                    "SuperpipelineStrategy(fused_optimizer=False) leaves it as it is.",
+                    type(optimizer).__name__,
+                )
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
 
     def teardown(self) -> None:
+        self._unfuse()
         self._close_streamer()
         if self.lightning_module is not None and any(p.is_meta for p in self.lightning_module.parameters()):
             self._lightning_module = None  # set-up refused it; the base class would fail to move it to the CPU
@@ -260,6 +277,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             result = closure()
             if self._streamer is not None:
                 self._streamer.end_without_backward()
+            if optimizer in self._fused:
+                self._fused[optimizer].switch_on()  # gradients are there now, and may be sparse
             return result
 
         with self._whole_after_failure():
@@ -373,6 +392,11 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     def _before_update(self, *_: Any) -> None:
         if self._streamer is not None:
             self._streamer.before_update()
+
+    def _unfuse(self) -> None:
+        for fused in self._fused.values():
+            fused.close()
+        self._fused.clear()
 
     def _after_update(self, *_: Any) -> None:
         if self._streamer is not None:

@@ -75,6 +75,7 @@ def test_the_options_are_frozen() -> None:
         "layers": None,
         "resident": (),
         "pin_memory": True,
+        "fused_optimizer": True,
         "callback": True,
         "device": None,
         "accelerator": None,

@@ -50,6 +50,7 @@ def test_options_are_keyword_only() -> None:
         ({"layers": nn.Linear(1, 1)}, TypeError, r"layers= takes names.*found Linear"),
         ({"resident": None}, TypeError, r"resident= takes names or glob patterns, found None"),
         ({"resident": [3]}, TypeError, r"resident= takes names or glob patterns"),
+        ({"fused_optimizer": None}, TypeError, r"fused_optimizer must be True or False, found None"),
         ({"pin_memory": "no"}, TypeError, r"pin_memory must be True or False, found 'no'"),
         ({"callback": None}, TypeError, r"callback must be True or False, found None"),
     ],
@@ -110,14 +111,14 @@ def test_a_callable_that_returns_the_wrong_thing(returned: Any, error: type[Exce
     ],
 )
 def test_layers_can_be_chosen(layers: Any, names: set[str]) -> None:
-    strategy = SuperpipelineStrategy(layers=layers)
+    strategy = superpipeline(layers=layers)
     ours = fit(lambda: Module(Stack()), vectors(), strategy)
     assert names <= {layer.name for layer in strategy.plan.layers}
     assert_equal(ours.state, fit(lambda: Module(Stack()), vectors()).state, "state")
 
 
 def test_residents_can_be_chosen() -> None:
-    strategy = SuperpipelineStrategy(resident=["net.head", "net.blocks.1.inner.weight"])
+    strategy = superpipeline(resident=["net.head", "net.blocks.1.inner.weight"])
     fit(lambda: Module(Stack()), vectors(), strategy)
     assert {span.name for span in strategy.plan.residents.spans} == {
         "net.head.weight", "net.head.bias", "net.blocks.1.inner.weight",
@@ -437,7 +438,7 @@ def test_nothing_to_stream_just_runs() -> None:
     strategy = superpipeline()
     trainer_for(strategy).validate(NoParameters(nn.Tanh()), loader(vectors()), verbose=False)
     assert strategy.plan.layers == ()
-    everything = SuperpipelineStrategy(resident=["**"])
+    everything = superpipeline(resident=["**"])
     ours = fit(llama, tokens(), everything)
     assert everything.plan.layers == ()
     assert_equal(ours.state, fit(llama, tokens()).state, "state")
@@ -445,7 +446,7 @@ def test_nothing_to_stream_just_runs() -> None:
 
 @pytest.mark.parametrize("options", [{"layers": "net.blocks"}, {"layers": "net"}, {"resident": ["**"]}], ids=str)
 def test_a_plan_that_saves_nothing_says_so(options: dict[str, Any]) -> None:
-    strategy = SuperpipelineStrategy(**options)
+    strategy = superpipeline(**options)
     fit(lambda: Module(Stack()), vectors(1), strategy)
     assert any("no less device memory than plain training" in note for note in strategy.plan.notes)
     assert "note:" in str(strategy.plan)

@@ -18,9 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning import SuperpipelineStrategy
 from tests.support.models import CASES, Transformer, llama
-from tests.support.runs import Recorder, assert_equal, loader, trainer_for
+from tests.support.runs import Recorder, assert_equal, loader, superpipeline, trainer_for
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -80,7 +79,7 @@ def test_training_is_bitwise_equal(name: str, k: int, k_prime: int, precision: A
     pl.seed_everything(7, verbose=False)
     module = CASES[name].make()
     recorder = Recorder()
-    strategy = SuperpipelineStrategy(k=k, k_prime=k_prime)
+    strategy = superpipeline(k=k, k_prime=k_prime)
     trainer = trainer_for(strategy, accelerator="gpu", precision=precision, callbacks=[recorder])
     trainer.fit(module, loader(CASES[name].batches()))
     assert_equal([each.cpu() for each in recorder.losses], losses, "losses")
@@ -104,7 +103,7 @@ def test_the_allocator_peak_is_the_plan_plus_activations() -> None:
         torch.cuda.empty_cache()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        strategy = SuperpipelineStrategy(k=k, k_prime=1)
+        strategy = superpipeline(k=k, k_prime=1)
         trainer_for(strategy, accelerator="gpu").fit(large_llama(), loader([batch] * 3))
         return torch.cuda.max_memory_allocated(), strategy.plan.peak_device_bytes
 
@@ -121,7 +120,7 @@ def test_copies_overlap_compute(tmp_path: Path) -> None:
 
     batch = {"input_ids": torch.ones(4, 32, dtype=torch.long), "labels": torch.ones(4, 32, dtype=torch.long)}
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        trainer_for(SuperpipelineStrategy(k=2), accelerator="gpu").fit(large_llama(), loader([batch] * 4))
+        trainer_for(superpipeline(k=2), accelerator="gpu").fit(large_llama(), loader([batch] * 4))
     trace.export_chrome_trace(str(tmp_path / "trace.json"))
     import json
 
@@ -138,7 +137,7 @@ def test_copies_overlap_compute(tmp_path: Path) -> None:
 
 
 def test_pinned_memory_is_registered_and_given_back() -> None:
-    strategy = SuperpipelineStrategy()
+    strategy = superpipeline()
     module = large_llama()
     trainer = trainer_for(strategy, accelerator="gpu")
     batch = {"input_ids": torch.ones(1, 8, dtype=torch.long), "labels": torch.ones(1, 8, dtype=torch.long)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -84,6 +85,7 @@ def fit(
     batches: Batches,
     strategy: Strategy | str = "auto",
     val: Batches | None = None,
+    ckpt_path: Path | None = None,
     **options: Any,
 ) -> Outcome:
     """Seed, make the module, train it."""
@@ -93,7 +95,7 @@ def fit(
     callbacks = [*options.pop("callbacks", []), recorder]
     trainer = trainer_for(strategy, callbacks=callbacks, **options)
     batches = copy.deepcopy(batches)
-    trainer.fit(module, loader(batches), None if val is None else loader(val))
+    trainer.fit(module, loader(batches), None if val is None else loader(val), ckpt_path=ckpt_path)
     return Outcome(
         losses=recorder.losses,
         gradients=recorder.gradients,
@@ -140,5 +142,5 @@ def assert_equal(ours: Any, plain: Any, where: str) -> None:
 
 
 def superpipeline(**options: Any) -> SuperpipelineStrategy:
-    """The strategy under test."""
-    return SuperpipelineStrategy(**options)
+    """The strategy under test; the optimizer is left as it is, because plain Lightning leaves it."""
+    return SuperpipelineStrategy(**{"fused_optimizer": False, **options})

@@ -1,0 +1,210 @@
+"""torch's optimizers run fused: bitwise what ``fused=True`` gives, and the user's own value in all that is saved."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.step import FusedStep
+from tests.support.runs import Outcome, assert_same, fit
+
+BATCHES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+Make = Callable[[Any], Any]
+OPTIMIZERS: dict[str, Make] = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "groups": lambda p: torch.optim.AdamW(
+        [{"params": list(p)[:3], "lr": 1e-3}, {"params": list(p)[3:], "fused": False}], lr=1e-2
+    ),
+}
+
+
+def constructed(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+class Net(pl.LightningModule):
+    def __init__(self, make: Make) -> None:
+        super().__init__()
+        self.make = make
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(4)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.net(batch) - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make(self.net.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+def in_groups(make: Make) -> Make:
+    """As a user would have it on plain Lightning and clip all the same: fused in the groups that leave it open."""
+
+    def made(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = make(parameters)
+        for group in optimizer.param_groups:
+            group["fused"] = True if group["fused"] is None else group["fused"]
+        return optimizer
+
+    return made
+
+
+def open_again(outcome: Outcome) -> Outcome:
+    for optimizer in outcome.optimizers:
+        for group in optimizer["param_groups"]:
+            group["fused"] = None if group["fused"] is True else group["fused"]
+    return outcome
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize(
+    "clip", [{}, {"gradient_clip_val": 0.05}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}]
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fused_is_bitwise_what_fused_gives(name: str, accumulate: int, clip: dict[str, Any], precision: str) -> None:
+    options: dict[str, Any] = {"precision": precision, "accumulate_grad_batches": accumulate, "max_epochs": 2, **clip}
+    plain = fit(lambda: Net(in_groups(OPTIMIZERS[name])), BATCHES, **options)
+    ours = fit(lambda: Net(OPTIMIZERS[name]), BATCHES, SuperpipelineStrategy(k=1), **options)
+    assert_same(ours, open_again(plain))
+
+
+def test_fused_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were it not switched on, the test above would compare nothing where the last bits happen to agree."""
+    module = importlib.import_module("torch.optim.sgd")
+    ran: list[int] = []
+
+    def counted(*args: Any, then: Any = module._fused_sgd, **kwargs: Any) -> None:
+        ran.append(1)
+        then(*args, **kwargs)
+
+    monkeypatch.setattr(module, "_fused_sgd", counted)
+    fit(lambda: Net(OPTIMIZERS["SGD"]), BATCHES, SuperpipelineStrategy(k=1))
+    assert len(ran) == len(BATCHES)
+    fit(lambda: Net(OPTIMIZERS["SGD"]), BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=False))
+    assert len(ran) == len(BATCHES)
+
+
+def test_what_is_saved_is_the_users_and_resumes_in_mid_epoch(tmp_path: Path) -> None:
+    def run(make: Make, strategy: Any, resume: Path | None = None) -> Outcome:
+        saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+        return fit(
+            lambda: Net(make), BATCHES[:1] * 4, strategy, ckpt_path=resume, callbacks=[saver], enable_checkpointing=True
+        )
+
+    def ours() -> SuperpipelineStrategy:
+        return SuperpipelineStrategy(k=1)
+
+    path = tmp_path / "step=2.ckpt"
+    default = OPTIMIZERS["AdamW"]
+    for make, strategy, saved in ((default, ours(), None), (constructed, "auto", True)):
+        whole = run(make, strategy)
+        groups = torch.load(path, weights_only=True)["optimizer_states"][0]["param_groups"]
+        assert [group["fused"] for group in groups] == [saved]
+        assert_same(run(make, ours(), path), replace(whole, losses=whole.losses[2:], gradients=whole.gradients[2:]))
+        path.unlink()
+    # A file of ours is an ordinary one: plain Lightning goes on as the user's optimizer does there.
+    run(default, ours())
+    assert run(default, "auto", path).trainer.global_step == 4
+
+
+def test_what_the_user_decided_is_left_alone() -> None:
+    class Own(torch.optim.AdamW):
+        """Somebody's subclass may step in its own way."""
+
+    parameters = [nn.Parameter(torch.randn(3))]
+    for optimizer in (
+        torch.optim.AdamW(parameters, fused=False),
+        torch.optim.AdamW(parameters, foreach=True),
+        torch.optim.Adam(parameters, differentiable=True),
+        torch.optim.RMSprop(parameters),
+        torch.optim.Adam([nn.Parameter(torch.randn(3, device="meta"))]),
+        Own(parameters),
+    ):
+        before = [dict(group) for group in optimizer.param_groups]
+        assert not FusedStep(optimizer).switch_on()
+        assert optimizer.param_groups == before
+
+
+def test_it_is_as_before_once_the_strategy_has_gone() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.randn(3))], lr=0.1)
+    fused = FusedStep(optimizer)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.randn(3))]})
+    assert [group["fused"] for group in optimizer.param_groups] == [True, None]
+    assert fused.switch_on()
+    assert [group["fused"] for group in optimizer.param_groups] == [True, True]
+    assert [group["fused"] for group in optimizer.state_dict()["param_groups"]] == [None, None]
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["fused"] = False
+    optimizer.load_state_dict(saved)
+    assert fused.switch_on()
+    assert [group["fused"] for group in optimizer.param_groups] == [False, True]
+    assert [group["fused"] for group in optimizer.state_dict()["param_groups"]] == [False, None]
+    optimizer.load_state_dict({**saved, "param_groups": [{**group, "fused": None} for group in saved["param_groups"]]})
+    fused.switch_on()
+    fused.close()
+    assert [group["fused"] for group in optimizer.param_groups] == [None, None]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert [group["fused"] for group in optimizer.param_groups] == [None, None]
+
+
+class Manual(Net):
+    """A group is added in mid-fit, without Lightning's closure."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda p: torch.optim.SGD(list(p)[:2], lr=1e-2))
+        self.automatic_optimization = False
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        if batch_idx == 1:
+            optimizer.add_param_group({"params": self.net[3].parameters()})
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+        self.seen.append([group["fused"] for group in optimizer.param_groups])
+
+
+def test_groups_that_are_added_are_fused_and_all_are_the_users_afterwards() -> None:
+    done = fit(Manual, BATCHES, SuperpipelineStrategy(k=1))
+    assert done.module.seen == [[True], [True, True], [True, True], [True, True]]
+    assert [group["fused"] for group in done.trainer.optimizers[0].param_groups] == [None, None]
+
+
+class Sparse(Net):
+    """Fused SGD refuses sparse gradients, and nobody knows of them before backward."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda p: torch.optim.SGD(p, lr=0.1))
+        self.net = nn.Sequential(nn.EmbeddingBag(5, 8, sparse=True), nn.Linear(8, 8))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.net(batch.abs().long() % 5) - 1).square().mean()
+
+
+def test_sparse_gradients_are_stepped_as_plain_does() -> None:
+    plain = fit(Sparse, BATCHES)
+    assert_same(fit(Sparse, BATCHES, SuperpipelineStrategy(k=1)), plain)
+
+
+def test_a_log_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        fit(lambda: Net(OPTIMIZERS["SGD"]), BATCHES[:1], SuperpipelineStrategy())
+        fit(lambda: Net(lambda p: torch.optim.Rprop(p)), BATCHES[:1], SuperpipelineStrategy())
+    lines = [line for line in caplog.messages if "fused" in line]
+    assert len(lines) == 1
+    assert "SGD runs fused" in lines[0]
+    assert "fused_optimizer=False" in lines[0]
