@@ -94,20 +94,23 @@ class Loan:
 
     @property
     def held(self) -> bool:
-        """Whether anybody but this object can reach the memory: any tensor or storage object, in Python or in C++."""
+        """Whether anybody but this object can reach the memory: any tensor or storage object, in Python or in C++.
+
+        For good once the storage was moved elsewhere in place, as ``share_memory_`` does: others may have mapped it.
+        """
         return self._holders() != self._own
 
-    def _holders(self) -> tuple[int, int]:
+    def _holders(self) -> tuple[int, int, int]:
         storage = self._storage
-        return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+        return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage), storage.data_ptr()
 
     def views(self, key: Hashable, spans: Sequence[Span]) -> list[Tensor]:
-        """The parameters at ``spans``, made once for each ``key``. Give them to nobody: what is kept of them is not seen."""
+        """The parameters at ``spans``, made once for each ``key``. Nobody may keep them: that would not be seen."""
         if key not in self._views:
             with normal_mode():
                 self._views[key] = [view(self.memory, span) for span in spans]
-            tensors, objects = self._own
-            self._own = tensors + len(spans), objects
+            tensors, objects, address = self._own
+            self._own = tensors + len(spans), objects, address
         return self._views[key]
 
 

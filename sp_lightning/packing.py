@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from sp_lightning.memory import normal_mode, strided
+from sp_lightning.memory import Loan, normal_mode, strided
 from sp_lightning.parameters import DeviceParameters
 from sp_lightning.slots import Slot
 
@@ -30,6 +30,13 @@ class _Packed(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
+
+    def view(self, loan: Loan, weights: Sequence[Tensor]) -> Tensor:
+        """The saved tensor, where its layer is now."""
+        with normal_mode():
+            if self.which is not None and weights[self.which].dtype is self.dtype:
+                return weights[self.which].as_strided(self.shape, self.stride, self.offset // self.dtype.itemsize)
+            return strided(loan.memory, self.offset, self.dtype, self.shape, self.stride)
 
 
 _Kept = tuple[Tensor, int]
@@ -59,14 +66,14 @@ class Packing:
     Args:
         parameters: device parameters by layer.
         slots: by the address of their memory.
-        reach: brings a layer and returns its memory (flat ``uint8``, lent) and its parameters there.
+        reach: brings a layer and returns what a function makes of its memory and its weights there.
     """
 
     def __init__(
         self,
         parameters: list[DeviceParameters],
         slots: Mapping[int, Slot],
-        reach: Callable[[int], tuple[Tensor, Sequence[Tensor]]],
+        reach: Callable[[int, Callable[[Loan, Sequence[Tensor]], Tensor]], Tensor],
     ) -> None:
         self._parameters = parameters
         self._slots = slots
@@ -104,14 +111,8 @@ class Packing:
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
         if isinstance(packed, _Packed):
-            layer, which, expected, offset, dtype, shape, stride = packed
-            memory, views = self._reach(layer)
-            with normal_mode():
-                if which is not None and views[which].dtype is dtype:
-                    tensor = views[which].as_strided(shape, stride, offset // dtype.itemsize)
-                else:
-                    tensor = strided(memory, offset, dtype, shape, stride)
-            found = expected if which is None else self._parameters[layer].version(which)
+            tensor, expected = self._reach(packed.layer, packed.view), packed.version
+            found = expected if packed.which is None else self._parameters[packed.layer].version(packed.which)
         else:
             tensor, expected = packed
             found = tensor._version

@@ -15,7 +15,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -104,9 +104,7 @@ class DeviceParameter(nn.Parameter):
         return self
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        handle = self.host.register_hook(hook)
-        self._of.sync_hooks()
-        return handle
+        return self.host.register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         return self.host.register_post_accumulate_grad_hook(hook)
@@ -188,7 +186,6 @@ class DeviceParameters:
         self._present = [_with_user_class(DeviceParameter, type(host)) for host in hosts]
         self._absent = [_with_user_class(StandIn, type(host)) for host in hosts]
         self._handles: list[RemovableHandle] = []
-        self._hooked: set[int] = set()  # device parameters that run their host's hooks
         with normal_mode():
             self._away = [
                 torch.full((), _nothing(span.dtype), dtype=span.dtype, device=device).expand(span.shape)
@@ -211,10 +208,11 @@ class DeviceParameters:
         parameter: Any = nn.Parameter(away, requires_grad=takes_gradient)
         _tensor_data.__set__(parameter, self._away[index])
         if takes_gradient:
+            # The user's hooks run where they do on a plain parameter, with torch.autograd.grad as well.
+            self._handles.append(parameter.register_hook(lambda gradient: _run_hooks(host, gradient)))
             arrived, layer = self._arrived, self.layer
             self._handles.append(parameter.register_post_accumulate_grad_hook(lambda p: arrived(layer, index, p)))
             parameter.requires_grad_(host.requires_grad)
-            self._hooked.discard(index)
         object.__setattr__(parameter, "_of", self)
         object.__setattr__(parameter, "_index", index)
         parameter.__class__ = _with_user_class(StandIn, type(host))
@@ -300,7 +298,6 @@ class DeviceParameters:
 
     def sync_requires_grad(self) -> None:
         """Follow the user, who may freeze and unfreeze between two forwards."""
-        self.sync_hooks()
         wanted = [host.requires_grad for host in self.hosts]
         if wanted == self._synced:
             return
@@ -312,16 +309,6 @@ class DeviceParameters:
                 self._accumulators[index] = _edge(parameter) if host.requires_grad else None
                 if self._references:
                     self._references[index] += 1 if host.requires_grad else -1
-
-    def sync_hooks(self) -> None:
-        """The user's hooks run where they do on a plain parameter, with ``torch.autograd.grad`` as well."""
-        for index, host in enumerate(self.hosts):
-            if host._backward_hooks and index not in self._hooked:
-                self._hooked.add(index)
-                parameter: Any = self.all[index]
-                kind, parameter.__class__ = type(parameter), nn.Parameter  # whose register_hook is the tensor's own
-                self._handles.append(parameter.register_hook(partial(_run_hooks, host)))
-                parameter.__class__ = kind
 
     @property
     def stale(self) -> bool:

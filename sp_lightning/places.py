@@ -61,7 +61,7 @@ class Places:
         self._swaps = [(place, new.get(id(device), device), host) for place, device, host in self._swaps]
 
     def changed(self) -> bool:
-        """Whether modules or parameters were exchanged, or parameters changed their dtype or shape."""
+        """Whether modules or parameters were exchanged, or parameters changed their dtype, shape or strides."""
         return self._take_fingerprint() != self._fingerprint
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class Places:
 
     def _take_fingerprint(self) -> list[tuple[object, ...]]:
         return [
-            (id(module), *((id(p), p.dtype, p.shape) for p in module._parameters.values() if p is not None))
+            (id(module), *((id(p), p.dtype, p.shape, p.stride()) for p in module._parameters.values() if p is not None))
             for module in self._module.modules()
         ]
 

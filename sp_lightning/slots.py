@@ -196,7 +196,7 @@ class Slots:
                 self._device.access(slot.memory, Stream.COMPUTE, write=True)
                 self.all.remove(slot)
                 self.device_bytes -= slot.memory.nbytes
-                del self.by_address[slot.memory.data_ptr()]
+                self.by_address.pop(slot.memory.data_ptr(), None)
 
     def synchronize(self, why: Wait) -> None:
         """The host waits until no transfer reads its weights any more."""

@@ -38,7 +38,7 @@ from sp_lightning.gates import attach_gates
 from sp_lightning.gradients import Gradients
 from sp_lightning.host import HostBlock
 from sp_lightning.layers import Found
-from sp_lightning.memory import normal_mode, view
+from sp_lightning.memory import Loan, normal_mode, view
 from sp_lightning.packing import Packing, packs
 from sp_lightning.parameters import DeviceParameter, DeviceParameters, take_gradient
 from sp_lightning.places import Places
@@ -361,8 +361,8 @@ class Streamer:
 
     # ------------------------------------------------------------------ doors: saved tensors
 
-    def _reach(self, layer: int) -> tuple[Tensor, Sequence[Tensor]]:
-        """Autograd unpacks a weight (6)."""
+    def _reach(self, layer: int, view: Callable[[Loan, Sequence[Tensor]], Tensor]) -> Tensor:
+        """Autograd unpacks a weight (6). Its view is made under the lock: from then on it holds the slot."""
         self._join_backward()
         with self._lock:
             new = layer not in self._used
@@ -372,9 +372,10 @@ class Streamer:
                 if released:
                     self._fetch_ahead()
             slot = self._used[layer]
+            saved = view(slot.loan, self._slots.views(slot))
         if new:
             self._gradients.make_room((layer,))
-        return slot.loan.memory, self._slots.views(slot)
+        return saved
 
     # ------------------------------------------------------------------ doors: weights read elsewhere
 
@@ -431,9 +432,12 @@ class Streamer:
         with self._lock:
             if task in self._tasks:
                 return
+            if self._closed:
+                raise RuntimeError(
+                    "backward was called on a graph of a run that is over: its weights are not on the device any more. "
+                    "Call it before trainer.fit (validate, test, predict) returns."
+                )
             self._tasks.append(task)
-            for group in self._parameters:
-                group.sync_hooks()  # those that were registered since forward
         end = _BackwardEnd(self._backward_ends, task)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 

@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.device import Device
 from sp_lightning.memory import Loan, Span, lend
+from sp_lightning.streamer import Streamer
+from tests.support.engine import step, streamed
 
 SPAN = Span("weight", 512, 64, torch.Size((4, 4)), (4, 1), torch.float32)
 
@@ -61,3 +64,33 @@ def test_views_are_made_once_and_lie_where_their_spans_say() -> None:
     assert not loan.held
     with torch.inference_mode():
         assert not Loan(memory).memory.is_inference()
+
+
+def test_memory_that_was_moved_is_held_for_good() -> None:
+    """``share_memory_`` exchanges the memory under a storage; what others have mapped must not be written again."""
+    loan = Loan(torch.zeros(1024, dtype=torch.uint8))
+    [weight] = loan.views(0, [SPAN])
+    weight.detach().share_memory_()
+    assert loan.held
+
+
+def test_a_saved_weight_holds_its_slot_before_anybody_else_may_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its view was made after the lock was given back: another thread's backward could overwrite the slot in between."""
+    held: list[bool] = []
+    reach = Streamer._reach
+
+    def watched(self: Streamer, layer: int, view: Any) -> Tensor:
+        def make_room(layers: Any) -> None:
+            held.append(self._used[layer].loan.held)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(self._gradients, "make_room", make_room)
+            return reach(self, layer, view)
+
+    monkeypatch.setattr(Streamer, "_reach", watched)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
+        loss = step(streamer, lambda: net(torch.ones(2, 4)).sum())
+        loss.backward()
+    assert held
+    assert all(held)

@@ -382,6 +382,116 @@ class NormedStack(nn.Module):
         return x
 
 
+def doubled(gradient: Tensor) -> Tensor:
+    return gradient * 2
+
+
+class HooksWhatIsFrozen(Module):
+    """The user's hooks were once put on device parameters when they came up, and autograd refused frozen ones."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        weight = self.net.blocks[1].inner.weight
+        weight.register_hook(doubled)
+        weight.requires_grad_(False)
+
+
+class HooksWhatIsThawed(Module):
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.net.blocks[1].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.net.blocks[1].requires_grad_(True)
+            self.net.blocks[1].inner.weight.register_hook(doubled)
+
+
+class HooksInBackward(Module):
+    """Registered on a reference from before the step, while backward runs: it counts in that backward."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.captured = [self.net.blocks[0].inner.weight]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch
+        for block in self.net.blocks:
+            x = block(x)
+        x.register_hook(lambda gradient: self.captured[0].register_hook(doubled) and None)
+        return x.square().mean()
+
+
+class HooksWhatIsKept(Module):
+    """The graph has the device parameter that saved-tensor hooks kept; the hook must not be put on its successor only."""
+
+    def __init__(self) -> None:
+        super().__init__(NormedStack("kept", frozen=False))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if batch_idx == 1:
+            for block in self.net.blocks:
+                block.norm.weight.register_hook(doubled)
+        return loss
+
+
+class SharesMemory(Module):
+    """In place: the slot's transfers went on to where the memory had been."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            self.net.blocks[1].inner.weight.detach().share_memory_()
+        return self.loss(batch)
+
+
+class SharesGradients(Module):
+    """What another process was sent stays what it was."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.seen: list[Tensor] = []
+        self.mapped: list[Tensor] = []
+
+    def on_after_backward(self) -> None:
+        handle = self.net.blocks[1].inner.weight.grad.untyped_storage()._share_filename_cpu_()
+        self.mapped.append(torch.empty(0).set_(torch.UntypedStorage._new_shared_filename_cpu(*handle)))
+        self.seen.append(torch.stack([gradient.sum() for gradient in self.mapped]))
+
+
+class Transposes(Module):
+    """Same address, shape and dtype, other strides."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            weight = self.net.head.weight
+            weight.data = weight.data.t()
+
+
+class Empty(nn.Module):
+    """Layers without a byte, views of which are kept: extra slots have no address."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(0, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.weight.sum()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Empty.Layer() for _ in range(6))
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for layer in self.layers:
+            x = layer(x)
+            kept.append(layer.weight.detach())
+        return self.head(x)
+
+
 class FreezesBeforeBackward(Module):
     """A parameter that is frozen between forward and backward takes no gradient, whoever freezes it."""
 
@@ -525,6 +635,13 @@ class FunctionalCall(Module):
         (lambda: KeepsOldGradients(), {}),
         (lambda: ThawsWithinStep(), {}),
         (lambda: InnerOptimizerWithoutBackward(), {}),
+        (lambda: HooksWhatIsFrozen(), {}),
+        (lambda: HooksWhatIsThawed(), {}),
+        (lambda: HooksInBackward(), {}),
+        (lambda: HooksWhatIsKept(), {}),
+        (lambda: SharesMemory(Stack()), {}),
+        (lambda: SharesGradients(), {}),
+        (lambda: Transposes(Stack()), {}),
     ],
     ids=[
         "steps-by-hand", "clamps-after-backward", "own-optimizer-step", "writes-between-forward-and-backward",
@@ -535,11 +652,30 @@ class FunctionalCall(Module):
         "frozen-checkpoint-inside-manual", "frozen-checkpoint-inside-reentrant", "keeps-what-is-saved",
         "inner-optimizer", "extra-backward", "saves-inside", "threads", "backward-with-inputs",
         "freezes-before-backward", "copies", "writes-captured-in-place", "keeps-old-gradients", "thaws-within-step",
-        "inner-optimizer-without-backward",
+        "inner-optimizer-without-backward", "hooks-what-is-frozen", "hooks-what-is-thawed", "hooks-in-backward",
+        "hooks-what-is-kept", "shares-memory", "shares-gradients", "transposes",
     ],
 )  # fmt: skip
 def test_like_plain(make: Callable[[], pl.LightningModule], options: dict[str, Any]) -> None:
     assert_like_plain(make, **options)
+
+
+def test_layers_without_a_byte() -> None:
+    ours = bare(lambda: Module(Empty()), superpipeline(k=1, layers=["net.layers.*"]))
+    assert_equal(ours, bare(lambda: Module(Empty()), "auto"), "empty")
+
+
+def test_a_graph_that_outlived_its_run_says_so() -> None:
+    class KeepsLoss(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.last = self.loss(batch)
+            return self.loss(batch)
+
+    pl.seed_everything(7, verbose=False)
+    module = KeepsLoss(Stack())
+    trainer_for(superpipeline(k=1)).fit(module, loader(vectors()))
+    with pytest.raises(RuntimeError, match="graph of a run that is over"):
+        module.last.backward()
 
 
 @pytest.mark.parametrize("frozen", [True, False])
