@@ -47,8 +47,7 @@ def report_folder(text: str) -> Path:
 
 def rows_folder(text: str) -> Path:
     """A folder for rows and their report."""
-    rows_file(f"{text}/")
-    return report_folder(text)
+    return rows_file(f"{text}/").parent
 
 
 def _writable(path: Path) -> Path:

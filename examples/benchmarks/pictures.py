@@ -52,10 +52,10 @@ def memory(groups: Sequence[Sequence[Row]], path: Path) -> Picture | None:
     if len(group) < 2:
         return None
     figure, axes = _canvas()
-    ours = sorted((row for row in group if _is_ours(row)), key=_gib)
+    ours = sorted((row for row in group if is_ours(row)), key=_gib)
     if ours:
         axes.plot(*_points(ours), "o-", color=OURS, markersize=7, alpha=CLEAR, label="superpipeline, k:k'")
-    others = [row for row in group if not _is_ours(row)]
+    others = [row for row in group if not is_ours(row)]
     for label, (shape, color) in _marks(others).items():
         rest = [row for row in others if row["label"] == label]
         axes.plot(*_points(rest), shape, color=color, markersize=8, alpha=CLEAR, label=label)
@@ -88,7 +88,7 @@ def limits(groups: Sequence[Sequence[Row]], limit: Limit, path: Path) -> Picture
         seconds = [limit(found[0], each)[name] for each in span]
         axes.plot(span, seconds, style, color="#8a8a8a", label=f"limit: {name}")
     best = {each: min(rows, key=_seconds) for each in set(tokens) if (rows := _ours_at(found, each))}
-    others = [row for row in found if not _is_ours(row)]
+    others = [row for row in found if not is_ours(row)]
     marks = {"superpipeline, fastest k:k'": ("o", OURS), **_marks(others)}
     for label, (shape, color) in marks.items():
         same = [row for row in others if row["label"] == label] or list(best.values())
@@ -133,20 +133,16 @@ def _save(figure: Any, path: Path) -> Path:
 
 def _annotate(axes: Any, ours: Sequence[Row], others: Sequence[Row]) -> None:
     """k:k' at each of our points, clear of markers and labels where there is room."""
-    scale = 72 / axes.figure.dpi
-    points = [axes.transData.transform((_gib(row), _seconds(row))) * scale for row in (*ours, *others)]
-    for row, (x, y) in zip(ours, list(points)):  # noqa: B905
+    points = [axes.transData.transform((_gib(row), _seconds(row))) * 72 / axes.figure.dpi for row in (*ours, *others)]
 
-        def room(side: tuple[int, int], x: float = x, y: float = y) -> float:
-            # a label is twice as wide as high
-            return min(ROOM, *(math.hypot((x + side[0] - left) / 1.6, y + side[1] - low) for left, low in points))
+    def room(place: Any) -> float:  # a label is wider than high
+        return min(ROOM, *(math.hypot((x - place[0]) / 1.6, y - place[1]) for x, y in points))
 
-        side = max(SIDES, key=room)
-        points.append((x + side[0], y + side[1]))
-        axes.annotate(
-            row["label"].split()[-1], (_gib(row), _seconds(row)), xytext=side, textcoords="offset points",
-            ha="center", va="center", fontsize=9, color=OURS,
-        )  # fmt: skip
+    style = {"textcoords": "offset points", "ha": "center", "va": "center", "fontsize": 9, "color": OURS}
+    for row, point in zip(ours, points[: len(ours)], strict=True):
+        place = max((point + side for side in SIDES), key=room)
+        points.append(place)
+        axes.annotate(row["label"].split()[-1], (_gib(row), _seconds(row)), xytext=tuple(place - point), **style)
 
 
 def _of(row: Row, workload: str = "") -> str:
@@ -162,7 +158,7 @@ def _marks(others: Sequence[Row]) -> dict[str, tuple[str, str]]:
 
 
 def _ours_at(found: Sequence[Row], tokens: int) -> list[Row]:
-    return [row for row in found if _is_ours(row) and row["workload"]["items"] == tokens]
+    return [row for row in found if is_ours(row) and row["workload"]["items"] == tokens]
 
 
 def _points(group: Sequence[Row]) -> tuple[list[float], list[float]]:
@@ -177,5 +173,6 @@ def _gib(row: Row) -> float:
     return row["peak_allocated_bytes"] / GIB
 
 
-def _is_ours(row: Row) -> bool:
+def is_ours(row: Row) -> bool:
+    """Whether the row is this project's."""
     return row["contestant"].startswith("superpipeline")

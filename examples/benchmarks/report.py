@@ -17,13 +17,12 @@ from typing import Any
 
 from examples.benchmarks import cli, pictures, rows
 from examples.benchmarks.limit_model import prediction_seconds, training_seconds
-from examples.benchmarks.pictures import Picture
+from examples.benchmarks.pictures import Picture, is_ours
 from examples.benchmarks.rows import Row
 from sp_lightning.plan import human_bytes
 
 GIB = 2**30
 NONE = "–"
-OURS = "superpipeline"
 FAMILIES = {
     "llm": "Llama-shaped language model",
     "vision": "Vision Transformer",
@@ -69,10 +68,10 @@ def one_origin(found: Sequence[Row]) -> None:
 
 def render(found: Sequence[Row], drawn: Sequence[Picture] = ()) -> str:
     """The report as Markdown; ``drawn`` are its pictures, beside it."""
-    runs = dict.fromkeys(row["run"] for row in found)
+    several = len({row["run"] for row in found}) > 1
 
     def section(title: str, row: Row, *parts: str) -> str:
-        run = f", run {row['run']}" if len(runs) > 1 else ""
+        run = f", run {row['run']}" if several else ""
         return "\n\n".join([f"## {title}{run}", *filter(None, parts)])
 
     sections = ["# Benchmarks", _origin(found)]
@@ -84,13 +83,10 @@ def render(found: Sequence[Row], drawn: Sequence[Picture] = ()) -> str:
         name, gib = row["workload"]["name"], row["limits"]["device_gib"]
         title = name[0].upper() + name[1:] + ("" if gib is None else f", {gib:g} GiB of device memory allowed")
         sections.append(section(title, row, _what(row), _table(group, _limits(row, found)), _split(group)))
-    for row in _measured(found, "overhead"):
-        sections.append(section("Host time per visit of a layer, beyond the layer itself", row, _overhead(row)))
-    for run in runs:
-        others = [row for row in found if row["run"] == run and row["kind"] in MODULES and row["status"] != "ok"]
-        lines = [[row["kind"], row["status"], _cell(str(row["error"]))] for row in others]
-        if others:
-            sections.append(section("Did not run", others[0], _markdown(["step", "status", "note"], lines)))
+    visit = "Host time per visit of a layer, beyond the layer itself"
+    sections += [section(visit, row, _overhead(row)) for row in _measured(found, "overhead")]
+    others = [row for row in found if row["kind"] in MODULES and row["status"] != "ok"]
+    sections += [section(f"Did not run: {row['kind']}", row, _note(row)) for row in others]
     return "\n\n".join(sections) + "\n"
 
 
@@ -211,11 +207,6 @@ def _overhead(row: Row) -> str:
         lines.append([kind, *(f"{1e6 * each:.0f}" for each in (plain, ours, theirs)), f"{ours / theirs:.2f}"])
     head = ["layer", "the layer itself, µs", "superpipeline 2:1, µs", "FSDP2, µs", "superpipeline ÷ FSDP2"]
     return _markdown(head, lines)
-
-
-def is_ours(row: Row) -> bool:
-    """Whether the row is this project's."""
-    return row["contestant"].startswith(OURS)
 
 
 def _quartiles(row: Row) -> str:
