@@ -4,15 +4,36 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
+import signal
+import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from matplotlib import pyplot
 
 from examples.benchmarks import __main__ as everything
-from examples.benchmarks import agenda, contest, contestants, limits, overhead, predict, report, rows, train, workloads
+from examples.benchmarks import (
+    agenda,
+    cli,
+    contest,
+    contestants,
+    limits,
+    measure,
+    meter,
+    overhead,
+    pictures,
+    predict,
+    report,
+    rows,
+    train,
+    workloads,
+)
 from examples.benchmarks.limit_model import prediction_seconds, training_seconds
 from examples.benchmarks.workloads import Workload
 
@@ -21,7 +42,8 @@ GIB = 2**30
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def _any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "host_bytes_free", lambda: 65 * GIB)  # the tests' models are tiny, whatever is free
     monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
 
 
@@ -86,21 +108,26 @@ def test_training_is_measured_and_equal(tmp_path: Path, capsys: pytest.CaptureFi
     assert ours["stats"][0]["fetched_layers"] > 0
     assert 0 < ours["counted_peak_bytes"] <= ours["planned_peak_bytes"]
     assert ours["peak_host_bytes"] > 2**20
-    assert "superpipeline 2:1" in capsys.readouterr().out
+    assert "superpipeline 2:1" in (printed := capsys.readouterr().out)
+    assert printed.splitlines()[-1] == f"Report: python -m examples.benchmarks.report {out}"
+    assert not any(name.startswith("peak") for name in ours["stats"][0])
+    if not torch.cuda.is_available():  # its update is on the host there
+        assert len(plain["optimizer_seconds"]) == 3
 
 
 def test_prediction_is_measured_and_equal(tmp_path: Path) -> None:
-    arguments = [*SHORT, "--contestants", "plain", "superpipeline", "accelerate", "--out", str(tmp_path / "rows.jsonl")]
-    plain, ours, other = predict.main(arguments)
+    out = str(tmp_path / "rows.jsonl")
+    plain, ours, other = predict.main([*SHORT, "--contestants", "plain", "superpipeline", "accelerate", "--out", out])
     assert plain["losses"] == ours["losses"]
     assert other["status"] == "missing" or other["losses"] == plain["losses"]
 
 
-def test_a_failing_contestant_is_a_row(tmp_path: Path) -> None:
-    # One step cannot be measured: the first two warm up.
-    (row,) = train.main(["--steps", "1", "--contestants", "plain", "--out", str(tmp_path / "rows.jsonl")])
-    assert row["status"] == "failed"
-    assert "Raise --steps" in row["error"]
+def test_a_failing_contestant_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "build_net", lambda _: {}["weights"])
+    job = {"workload": {"task": "train"}, "contestant": "plain", "seconds": 1, "device_gib": None}
+    measure.main(["--row", str(tmp_path / "row.json"), "--job", json.dumps(job)])
+    row = json.loads((tmp_path / "row.json").read_text())
+    assert (row["status"], row["error"]) == ("failed", "KeyError: 'weights'")
     assert "Traceback" in row["traceback"]
 
 
@@ -117,6 +144,82 @@ def test_children_use_this_interpreter_and_the_contestants_environment(tmp_path:
         command = [sys.executable, "-c", "import os, sys; print(sys.executable, os.environ['GIVEN'])"]
         assert contest.wait(command, environment, log.fileno(), 60) == 0
     assert (tmp_path / "log").read_text().split() == [sys.executable, "here"]
+
+
+def test_a_signal_ends_the_run_and_its_child(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # SIGTERM to the parent left the measuring child, which leads a session of its own, running.
+    file, child = tmp_path / "rows.jsonl", tmp_path / "child"
+    rows.append(file, made_up("plain", 1.0))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    script = f"import os, pathlib, time; pathlib.Path({str(child)!r}).write_text(str(os.getpid())); time.sleep(60)"
+
+    def kill() -> None:
+        while not (child.is_file() and child.read_text()):
+            pass
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        with pytest.raises(SystemExit) as ended, cli.orderly(file):
+            contest.wait([sys.executable, "-c", script], dict(os.environ), subprocess.DEVNULL, 30)
+        thread.join()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ended.value.code == 130
+    expected = f"interrupted: 1 rows in {file}; report: python -m examples.benchmarks.report {file}"
+    assert capsys.readouterr().out.strip() == expected
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(child.read_text()), 0)
+
+
+def test_an_interrupted_run_reports_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any) -> None:
+        rows.append(tmp_path / "rows.jsonl", made_up("plain", 1.0))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(everything, "run", interrupted)
+    with pytest.raises(SystemExit, match="130"):
+        everything.main(["--out", str(tmp_path)])
+    assert cells((tmp_path / "report.md").read_text(), "plain Lightning")[1] == "1"
+
+
+def test_rows_of_one_run_say_so_wherever_they_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, str] = {}
+    monkeypatch.setattr(contest, "wait", lambda command, environment, *_: given.update(environment) or 0)
+    everything.run([agenda.Module("overhead")], everything.Budget(1), 1.0, tmp_path / "rows.jsonl")
+    assert given[rows.RUN] == rows.origin()["run"]
+    monkeypatch.setenv(rows.RUN, "the parent's")
+    assert rows.origin()["run"] == "the parent's"
+
+
+def test_a_later_run_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rows.jsonl"
+    for row in (made_up("plain", 1.0, 80), made_up("fsdp2", 3.0, 80)):
+        rows.append(file, {**row, "run": "first", "commit": "older"})
+    monkeypatch.setenv(rows.RUN, "second")
+    monkeypatch.setattr(everything, "run", lambda *_: rows.append(file, made_up("fsdp2", 2.0, 80)))
+    (row,) = everything.main(["--out", str(tmp_path)])
+    assert row["run"] == "second"
+    text = (tmp_path / "report.md").read_text()
+    name = "Train llm 3B, bf16-mixed, 8192 tokens, run"
+    first, second = text[text.index(f"## {name} first") :].split(f"## {name} second")
+    assert cells(first, "FSDP2 CPUOffloadPolicy")[4] == "0.33"
+    assert "÷ plain" not in second  # plain ran in another run
+
+
+@pytest.mark.parametrize("module", [train, predict, everything])
+def test_the_exit_code_says_whether_anything_was_measured(
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--minutes", "0.001"] if module is everything else ["--contestants", "plain", "--host-gib", "0.001"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments, "--out", f"{tmp_path}/"])
+    with pytest.raises(SystemExit, match="1"):
+        runpy.run_path(str(module.__file__), run_name="__main__")
+    assert {row["status"] for row in rows.read(tmp_path / "rows.jsonl")} == {"skipped"}
+    assert contest.any_ok([{"status": "failed"}, {"status": "ok"}])
 
 
 def test_too_little_host_memory_is_said_before_anything_is_built() -> None:
@@ -151,14 +254,58 @@ def test_all_contestants_of_the_lists_exist() -> None:
     [
         (["--contestants", "nobody"], "There is no contestant 'nobody'"),
         (["--k-and-k-prime", "2"], "'2' is no pair"),
+        (["--k-and-k-prime", "2:0"], "'2:0' is no pair"),
+        (["--contestants", "superpipeline-0:1"], "'0:1' is no pair"),
         (["--size", "5B"], "no llm of size '5B'"),
         (["--tokens", "100"], "--tokens 64"),
+        (["--tokens", "0"], "0 tokens per step"),
+        (["--steps", "2"], "2 steps leave none to measure"),
+        (["--seconds", "0"], "0 is not above zero"),
+        (["--time-out", "nan"], "nan is not above zero"),
     ],
 )
 def test_bad_options_say_what_is_wrong(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         train.main(arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "message"),
+    [
+        (predict.main, ["--checkpointing"], "unrecognized arguments: --checkpointing"),
+        (everything.main, ["--list", "h200", "--size", "3B"], "leave out --size"),
+        (everything.main, ["--list", "h200", "--precision", "bf16-mixed"], "leave out --size"),
+        (everything.main, ["--minutes", "0"], "0 is not above zero"),
+        (everything.main, ["--out", "FILE"], "is a file"),
+        (everything.main, ["--out", "BROKEN"], "line 1: is no row"),
+        (limits.main, ["--out", "FILE/rows.jsonl"], "is a file, not a folder"),
+        (overhead.main, ["--out", "FILE/"], "is a file, not a folder"),
+        (train.main, ["--out", "BROKEN"], "line 1: is no row"),
+        (report.main, ["BROKEN", "--out", "FILE"], "is a file"),
+        (report.main, ["BROKEN"], "line 1: is no row"),
+    ],
+)
+def test_nothing_is_measured_with_bad_options(
+    main: Any, arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "FILE").touch()
+    (tmp_path / "BROKEN").mkdir()
+    (tmp_path / "BROKEN" / "rows.jsonl").write_text("[]\n")
+    with pytest.raises(SystemExit):
+        main([each.replace("FILE", f"{tmp_path}/FILE").replace("BROKEN", f"{tmp_path}/BROKEN") for each in arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_where_rows_go_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli.rows_file(str(tmp_path)) == tmp_path / "rows.jsonl"
+    assert cli.rows_file(f"{tmp_path}/new/") == tmp_path / "new" / "rows.jsonl"
+    assert cli.rows_file(f"{tmp_path}/new") == tmp_path / "new"
+    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path)
+    with pytest.raises(cli.ArgumentTypeError, match="cannot be written to"):
+        cli.rows_file(f"{tmp_path}/new/")
+    with pytest.raises(cli.ArgumentTypeError, match="cannot be written to"):
+        cli.report_folder(f"{tmp_path}/new")
 
 
 # ---------------------------------------------------------------------- the report, from made-up rows
@@ -175,6 +322,7 @@ def made_up(
     return {
         **row,
         "status": "ok",
+        "step_seconds": [seconds, 0.9 * seconds, 1.2 * seconds],
         "median_step_seconds": seconds,
         "items_per_second": 8192 / seconds,
         "losses": [11.0, 10.5],
@@ -205,7 +353,7 @@ def test_the_reports_numbers_follow_from_the_rows(tmp_path: Path) -> None:
     found = [
         made_up_limits(),
         made_up("plain", 1.0, 80),
-        made_up("superpipeline-2:1", 2.0, 16, registered_bytes=3 * GIB),
+        made_up("superpipeline-2:1", 2.0, 16, registered_bytes=3 * GIB, counted_peak_bytes=1.5 * GIB),
         made_up("superpipeline-4:2", 1.6, 20, losses=[11.0]),
         made_up("fsdp2", 4.0, 18),
         made_up("deepspeed"),
@@ -213,22 +361,55 @@ def test_the_reports_numbers_follow_from_the_rows(tmp_path: Path) -> None:
     ]
     path = report.write(found, tmp_path)
     text = path.read_text()
-    # step, tokens/s, ÷ plain, our best ÷ it, of the limit, device, reserved, host, pinned, loss
-    numbers = "4 2,048 0.25 2.50 0.27 18.00 18.00 2.00 1.00 11.00000"
-    assert cells(text, "FSDP2 CPUOffloadPolicy")[1:11] == numbers.split()
-    assert cells(text, "superpipeline 2:1")[1:6] == ["2", "4,096", "0.50", "–", "0.55"]
+    # step, quartiles, tokens/s, ÷ plain, our best ÷ it, of the limit, what is on the device, device, reserved, host,
+    # pinned, loss
+    numbers = "4 | 3.8 to 4.4 | 2,048 | 0.25 | 2.50 | 0.27 | – | 18.00 | 18.00 | 2.00 | 1.00 | 11.00000 |"
+    assert f"| FSDP2 CPUOffloadPolicy | {numbers}" in text
+    ours = cells(text, "superpipeline 2:1")
+    assert ours[1:8] == ["2", "1.9 to 2.2", "4,096", "0.50", "–", "0.55", "1.5 GiB"]
+    assert ours[11] == "3.00"
     assert "| drain stall, s |" in text
-    assert cells(text, "superpipeline 2:1")[9] == "3.00"
     split = text[text.index("drain stall") :]
     assert cells(split, "superpipeline 2:1")[1:] == ["1.74", "0.05", "0.01", "0.2"]
     assert cells(split, "FSDP2 CPUOffloadPolicy")[1:] == ["3.8", "–", "–", "0.2"]
-    assert cells(text, "plain Lightning")[3:6] == ["1.00", "0.62", "–"]
+    assert cells(text, "plain Lightning")[4:7] == ["1.00", "0.62", "–"]
     assert "OutOfMemoryError: no \\| room" in text
-    assert "## Larger than the card" in text
-    assert "| 16 | train llm 3B, bf16-mixed, 8192 tokens | plain Lightning | failed |" in text
-    pictures = sorted(tmp_path.glob("*.png"))
-    assert [each.name for each in pictures] == ["step-time-against-limit.png", "step-time-against-memory.png"]
-    assert all(each.stat().st_size > 10_000 and each.name in text for each in pictures)
+    assert (
+        "Llama-shaped language model, 3.21 B parameters, sequences of 4096 tokens, bf16-mixed, "
+        "activations kept (no checkpointing)."
+    ) in text
+    capped = text[text.index("8192 tokens, 16 GiB of device memory allowed\n") :]
+    assert cells(capped, "plain Lightning")[-1].startswith("failed")
+    drawn = sorted(tmp_path.glob("*.png"))
+    assert [each.name for each in drawn] == ["step-time-against-limit.png", "step-time-against-memory.png"]
+    assert all(each.stat().st_size > 10_000 for each in drawn)
+    # Directly after the ceilings, each under what it shows.
+    shown = text[text.index("## Ceilings") : text.index("## Train")]
+    assert all(f"({each.name})" in shown for each in drawn)
+    assert "train llm 3B, bf16-mixed, 8192 tokens" in shown
+
+
+def test_the_machine_is_named_with_threads_and_device_memory(tmp_path: Path) -> None:
+    row = made_up("plain", 1.0, 80)
+    row["machine"] |= {"accelerator": "Some GPU", "accelerator_bytes": 40 * GIB, "cores": 8, "threads": 4}
+    text = report.write([row], tmp_path).read_text()
+    assert "- Some GPU, 40.0 GiB; " in text
+    assert "8 cores, 4 threads" in text
+
+
+def test_labels_keep_clear_of_other_markers() -> None:
+    _, axes = pyplot.subplots(dpi=72)  # a point is a pixel
+    axes.set(xlim=(0, 10), ylim=(0, 10))
+    axes.figure.draw_without_rendering()
+    one, above = made_up("superpipeline-2:1", 5.0, 5), made_up("plain", 5.3, 5)
+    pictures._annotate(axes, [one], [above])
+    assert axes.texts[0].get_position()[1] < 0  # in points, from the marker
+    pyplot.close(axes.figure)
+
+
+def test_a_peak_is_no_counter() -> None:
+    counted = [{"fetched": 1, "peak_device_bytes": 9}, {"fetched": 3, "peak_device_bytes": 9}]
+    assert meter.deltas(counted) == [{"fetched": 2}]
 
 
 def test_overhead_is_measured_and_told(tmp_path: Path) -> None:
@@ -246,7 +427,8 @@ def test_overhead_is_measured_and_told(tmp_path: Path) -> None:
 def test_without_an_accelerator_there_is_no_limit_and_no_picture(tmp_path: Path) -> None:
     row = made_up("plain", 1.0, peak_allocated_bytes=None, peak_reserved_bytes=None, pinned_bytes=None)
     text = report.write([row], tmp_path).read_text()
-    assert "| contestant | step, s | tokens/s | ÷ plain | host, GiB |" in text
+    assert "| contestant | step, s | quartiles, s | tokens/s | ÷ plain | host, GiB |" in text
+    assert report.NO_PICTURES in text
     assert "of the limit" not in text
     assert not list(tmp_path.glob("*.png"))
 
@@ -263,8 +445,25 @@ def test_rows_of_several_origins_are_refused(change: rows.Row, message: str, tmp
         report.write([], tmp_path)
 
 
-def test_a_broken_line_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"b"', "line 3: is no JSON"),
+        ('{"kind": "train"}', "line 3: is no row, which has status, machine"),
+        ("[1]", "line 3: is no row"),
+    ],
+)
+def test_a_broken_line_is_named(line: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    file.write_text('{"a": 1}\n{"b"\n')
-    with pytest.raises(ValueError, match="line 2"):
+    row = made_up("plain", 1.0)
+    file.write_text(f"{json.dumps(row)}\n \n")
+    assert rows.read(file) == [row]
+    file.write_text(file.read_text() + line)
+    with pytest.raises(ValueError, match=message):
         rows.read(file)
+
+
+def test_a_report_lies_beside_its_rows(tmp_path: Path) -> None:
+    rows.append(tmp_path / "rows.jsonl", made_up("plain", 1.0))
+    report.main([str(tmp_path)])
+    assert (tmp_path / "report.md").is_file()

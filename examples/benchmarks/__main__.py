@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from examples.benchmarks import agenda, contest, report, rows
+from examples.benchmarks import agenda, cli, contest, report, rows
 from examples.benchmarks.workloads import PRECISIONS, SIZES
 
 # With less left of the budget than this many seconds, nothing is begun.
@@ -57,8 +57,9 @@ def _module(item: agenda.Module, budget: Budget, out: Path) -> None:
         row = _late()
     else:
         command = [sys.executable, "-m", name, *item.arguments, "--out", str(out.absolute())]
+        environment = {**os.environ, rows.RUN: rows.run()}
         with tempfile.TemporaryFile() as log:
-            code = contest.wait(command, dict(os.environ), log.fileno(), min(item.time_out, budget.left()))
+            code = contest.wait(command, environment, log.fileno(), min(item.time_out, budget.left()))
             log.seek(0)
             text = log.read().decode(errors="replace")
         if code == 0:
@@ -74,26 +75,39 @@ def _late() -> rows.Row:
     return {"status": "skipped", "error": "out of time: raise --minutes"}
 
 
-def main(argv: Sequence[str] | None = None) -> Path:
-    """Run; ``argv`` as on the command line. Returns the report's path."""
+def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
+    """Run; ``argv`` as on the command line. Returns the run's rows."""
     sizes = sorted({size for family in SIZES.values() for size in family})
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("--size", choices=sizes, default="tiny", help="of the models (%(default)s)")
-    add("--precision", choices=PRECISIONS, default="bf16-mixed", help="(%(default)s)")
+    add("--size", choices=sizes, help="of the models (tiny)")
+    add("--precision", choices=PRECISIONS, help="(bf16-mixed)")
     add("--list", choices=["h200"], help="a list chosen for a machine, in place of --size and --precision")
-    add("--seconds", type=float, default=12, help="for a contestant's measured steps (%(default)s)")
-    add("--minutes", type=float, default=60, help="for everything; what does not fit is left out (%(default)s)")
-    add("--out", type=Path, default=Path("runs/benchmarks"), help="folder for rows and report (%(default)s)")
+    add("--seconds", type=cli.positive, default=12, help="for a contestant's measured steps (%(default)s)")
+    add(
+        "--minutes",
+        type=cli.positive,
+        default=60,
+        help="for everything; what does not fit is left out (%(default)s)",
+    )
+    add("--out", type=cli.rows_folder, default="runs/benchmarks", help="for rows and report (%(default)s)")
     options = parser.parse_args(argv)
-    plan = agenda.h200() if options.list else agenda.of_size(options.size, options.precision)
+    if options.list and (options.size or options.precision):
+        parser.error("--list has its own sizes and precisions: leave out --size and --precision")
+    size, precision = options.size or "tiny", options.precision or "bf16-mixed"
+    plan = agenda.h200() if options.list else agenda.of_size(size, precision)
     file = options.out / "rows.jsonl"
-    before = len(rows.read(file)) if file.is_file() else 0
-    run(plan, Budget(options.minutes), options.seconds, file)
-    path = report.write(rows.read(file)[before:], options.out)  # older rows may be of another commit
-    print(f"Report: {path}", flush=True)
-    return path
+    found: list[rows.Row] = []
+    try:
+        with cli.orderly(file):
+            run(plan, Budget(options.minutes), options.seconds, file)
+    finally:
+        if file.is_file():
+            found = rows.read(file)
+            # Rows of an earlier run, of another commit perhaps, have tables of their own.
+            print(f"Report: {report.write(found, options.out, mixed=True)}", flush=True)
+    return [row for row in found if row["run"] == rows.run()]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(0 if contest.any_ok(main()) else 1)

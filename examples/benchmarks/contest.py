@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from examples.benchmarks import contestants, rows, workloads
+from examples.benchmarks import cli, contestants, rows, workloads
 from examples.benchmarks.contestants import Contestant
 from examples.benchmarks.workloads import Workload
 
@@ -164,7 +164,7 @@ def line(row: rows.Row) -> str:
 
 def main(task: str, description: str, argv: Sequence[str] | None) -> list[rows.Row]:
     """Run what the command line says."""
-    parser = make_parser(description)
+    parser = make_parser(task, description)
     options = parser.parse_args(argv)
     try:
         pairs = [contestants.parse_pair(text) for text in options.k_and_k_prime]
@@ -177,7 +177,15 @@ def main(task: str, description: str, argv: Sequence[str] | None) -> list[rows.R
     except ValueError as error:
         parser.error(str(error))
     limits = Limits(options.seconds, options.time_out, options.device_gib, options.host_gib)
-    return hold(workload, names, limits, options.out)
+    with cli.orderly(options.out):
+        done = hold(workload, names, limits, options.out)
+    print(f"Report: {cli.report_command(options.out)}", flush=True)
+    return done
+
+
+def any_ok(found: Sequence[rows.Row]) -> bool:
+    """Whether anything was measured at all."""
+    return any(row["status"] == "ok" for row in found)
 
 
 def _ours(pairs: Sequence[tuple[int, int]]) -> list[str]:
@@ -194,14 +202,14 @@ def chosen(task: str, options: argparse.Namespace) -> Workload:
         options.family,
         options.size,
         options.precision,
-        options.tokens or usual,
+        usual if options.tokens is None else options.tokens,
         length,
         options.checkpointing,
         options.steps,
     )
 
 
-def make_parser(description: str) -> argparse.ArgumentParser:
+def make_parser(task: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
     pairs = [f"{k}:{k_prime}" for k, k_prime in DEFAULT_PAIRS]
@@ -209,13 +217,15 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--size", default="tiny", help=f"by family: {workloads.SIZES} (%(default)s)")
     add("--tokens", type=int, help="tokens per step, for vision images per step (default: two sequences, 64 images)")
     add("--precision", choices=workloads.PRECISIONS, default="bf16-mixed", help="(%(default)s)")
-    add("--checkpointing", action=argparse.BooleanOptionalAction, default=False, help="of activations (%(default)s)")
+    parser.set_defaults(checkpointing=False)
+    if task == "train":
+        add("--checkpointing", action=argparse.BooleanOptionalAction, help="of activations (%(default)s)")
     add("--contestants", nargs="+", help="by name; superpipeline stands for all its pairs (default: all)")
     add("--k-and-k-prime", nargs="+", default=pairs, metavar="K:K'", help="superpipeline's pairs (%(default)s)")
     add("--steps", type=int, default=12, help="at most, two to warm up included (%(default)s)")
-    add("--seconds", type=float, default=30, help="for a contestant's measured steps (%(default)s)")
-    add("--time-out", type=float, default=600, help="seconds for a contestant's process (%(default)s)")
-    add("--device-gib", type=float, help="device memory that a contestant may take, in GiB (default: all)")
-    add("--host-gib", type=float, help="host memory that a contestant may take, in GiB (default: what is free)")
-    add("--out", type=Path, default=Path("runs/benchmarks/rows.jsonl"), help="rows are appended (%(default)s)")
+    add("--seconds", type=cli.positive, default=30, help="for a contestant's measured steps (%(default)s)")
+    add("--time-out", type=cli.positive, default=600, help="seconds for a contestant's process (%(default)s)")
+    add("--device-gib", type=cli.positive, help="device memory that a contestant may take, in GiB (default: all)")
+    add("--host-gib", type=cli.positive, help="host memory that a contestant may take, in GiB (default: what is free)")
+    add("--out", type=cli.rows_file, default="runs/benchmarks/rows.jsonl", help="rows are appended (%(default)s)")
     return parser

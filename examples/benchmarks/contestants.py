@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -240,7 +241,7 @@ def parse_pair(text: str) -> tuple[int, int]:
     Raises:
         ValueError: it is something else.
     """
-    k, _, k_prime = text.partition(":")
-    if not (k.isdigit() and k_prime.isdigit()):
-        raise ValueError(f"{text!r} is no pair k:k'. For example 2:1.")
-    return int(k), int(k_prime)
+    pair = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", text)
+    if pair is None:
+        raise ValueError(f"{text!r} is no pair k:k' of numbers from 1. For example 2:1.")
+    return int(pair[1]), int(pair[2])

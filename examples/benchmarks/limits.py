@@ -11,12 +11,11 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from examples.benchmarks import rows
+from examples.benchmarks import cli, rows
 from examples.benchmarks.limit_model import ADAMW_BYTES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -110,11 +109,12 @@ def _synchronize() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=20, help="for all ceilings together (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/rows.jsonl"), help="(%(default)s)")
+    parser.add_argument("--seconds", type=cli.positive, default=20, help="for all ceilings together (%(default)s)")
+    parser.add_argument("--out", type=cli.rows_file, default="runs/benchmarks/rows.jsonl", help="(%(default)s)")
     options = parser.parse_args(argv)
-    row = {**rows.origin(), **measure(options.seconds)}
-    rows.append(options.out, row)
+    with cli.orderly(options.out):
+        row = {**rows.origin(), **measure(options.seconds)}
+        rows.append(options.out, row)
     rate = max(row["matrix_flops"].values())
     print(f"limits: up to {rate / 1e12:.2f} TFLOP/s, host memory {row['dram_bytes'] / 1e9:.1f} GB/s", flush=True)
 

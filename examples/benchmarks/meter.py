@@ -118,8 +118,9 @@ WRITE_NO_WEIGHTS.add(Meter)
 
 
 def deltas(counters: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """What each step added to the counters."""
-    return [{name: after[name] - before[name] for name in after} for before, after in zip(counters, counters[1:])]  # noqa: B905
+    """What each step added to the counters; a peak is none."""
+    names = [name for name in counters[0] if not name.startswith("peak")]
+    return [{name: after[name] - before[name] for name in names} for before, after in zip(counters, counters[1:])]  # noqa: B905
 
 
 def registered_bytes(module: nn.Module) -> int:

@@ -14,7 +14,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from examples.benchmarks import rows
+from examples.benchmarks import cli, rows
 from sp_lightning.device import Device
 from sp_lightning.layers import find_layers
 from sp_lightning.plan import make_plan
@@ -153,11 +152,12 @@ def _timed(step: Step, seconds: float) -> list[float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=20, help="for all together (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/rows.jsonl"), help="(%(default)s)")
+    parser.add_argument("--seconds", type=cli.positive, default=20, help="for all together (%(default)s)")
+    parser.add_argument("--out", type=cli.rows_file, default="runs/benchmarks/rows.jsonl", help="(%(default)s)")
     options = parser.parse_args(argv)
-    row = {**rows.origin(), **measure(options.seconds)}
-    rows.append(options.out, row)
+    with cli.orderly(options.out):
+        row = {**rows.origin(), **measure(options.seconds)}
+        rows.append(options.out, row)
     for kind, found in row["models"].items():
         visit = {name: f"{1e6 * each:.0f} µs" for name, each in found["visit_seconds"].items()}
         print(f"overhead per layer visit, {kind}: {visit}", flush=True)

@@ -7,6 +7,7 @@ From the root of the repository::
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from examples.benchmarks import contest
@@ -19,4 +20,4 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(0 if contest.any_ok(main()) else 1)

@@ -1,8 +1,10 @@
 """Rows of one machine and commit → a Markdown report with two pictures. Nothing in it comes from elsewhere.
 
+Rows of different runs never share a table.
+
 From the root of the repository::
 
-    python -m examples.benchmarks.report runs/benchmarks/rows.jsonl --out runs/benchmarks
+    python -m examples.benchmarks.report runs/benchmarks/rows.jsonl
 """
 
 from __future__ import annotations
@@ -11,14 +13,23 @@ import argparse
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from examples.benchmarks import pictures, rows
+from examples.benchmarks import cli, pictures, rows
 from examples.benchmarks.limit_model import prediction_seconds, training_seconds
+from examples.benchmarks.pictures import Picture, is_ours
 from examples.benchmarks.rows import Row
+from sp_lightning.plan import human_bytes
 
 GIB = 2**30
 NONE = "–"
-OURS = "superpipeline"
+FAMILIES = {
+    "llm": "Llama-shaped language model",
+    "vision": "Vision Transformer",
+    "vlm": "LLaVA-shaped vision-language model",
+}
+MODULES = ("limits", "overhead")  # kinds of rows that no contestant has
+NO_PICTURES = "No pictures: they need device memory figures of training, that is, an accelerator."
 
 
 def limit_seconds(row: Row, limits: Row | None, tokens: float | None = None) -> dict[str, float]:
@@ -47,7 +58,7 @@ def one_origin(found: Sequence[Row]) -> None:
     Raises:
         ValueError: they do not.
     """
-    machines = {tuple(row["machine"][key] for key in ("accelerator", "processor", "cores")) for row in found}
+    machines = {_machine(row) for row in found}
     commits = {row["commit"] for row in found}
     for what, several in (("machines", machines), ("commits", commits)):
         if len(several) > 1:
@@ -55,54 +66,74 @@ def one_origin(found: Sequence[Row]) -> None:
             raise ValueError(f"The rows come from {len(several)} {what}: {listed}. Give one's rows, or --mixed.")
 
 
-def render(found: Sequence[Row], drawn: Sequence[Path] = ()) -> str:
+def render(found: Sequence[Row], drawn: Sequence[Picture] = ()) -> str:
     """The report as Markdown; ``drawn`` are its pictures, beside it."""
-    limits = _limits(found)
-    groups = grouped(found)
-    parts = ["# Benchmarks", _origin(found)]
-    if limits is not None:
-        parts.append("## Ceilings\n\n" + _ceilings(limits))
-    for (name, device_gib), group in groups.items():
-        if device_gib is None:
-            parts.append(f"## {name[0].upper()}{name[1:]}\n\n" + _table(group, limits))
-            parts += [split] if (split := _split(group)) else []
-    capped = [row for (_, device_gib), group in groups.items() if device_gib is not None for row in group]
-    if capped:
-        parts.append("## Larger than the card\n\n" + _larger(capped))
-    overhead = next((row for row in reversed(found) if row["kind"] == "overhead" and row["status"] == "ok"), None)
-    if overhead is not None:
-        parts.append("## Host time per visit of a layer, beyond the layer itself\n\n" + _overhead(overhead))
-    others = [row for row in found if row["kind"] in ("limits", "overhead") and row["status"] != "ok"]
-    if others:
-        lines = [[row["kind"], row["status"], _cell(str(row["error"]))] for row in others]
-        parts.append("## Did not run\n\n" + _markdown(["step", "status", "note"], lines))
-    parts += [f"![{path.stem.replace('-', ' ')}]({path.name})" for path in drawn]
-    return "\n\n".join(parts) + "\n"
+    several = len({row["run"] for row in found}) > 1
+
+    def section(title: str, row: Row, *parts: str) -> str:
+        run = f", run {row['run']}" if several else ""
+        return "\n\n".join([f"## {title}{run}", *filter(None, parts)])
+
+    sections = ["# Benchmarks", _origin(found)]
+    sections += [section("Ceilings", row, _ceilings(row)) for row in _measured(found, "limits")]
+    sections += [f"{caption}\n\n![{path.stem.replace('-', ' ')}]({path.name})" for path, caption in drawn]
+    sections += [] if drawn else [NO_PICTURES]
+    for group in grouped(found):
+        row = group[0]
+        name, gib = row["workload"]["name"], row["limits"]["device_gib"]
+        title = name[0].upper() + name[1:] + ("" if gib is None else f", {gib:g} GiB of device memory allowed")
+        sections.append(section(title, row, _what(row), _table(group, _limits(row, found)), _split(group)))
+    visit = "Host time per visit of a layer, beyond the layer itself"
+    sections += [section(visit, row, _overhead(row)) for row in _measured(found, "overhead")]
+    others = [row for row in found if row["kind"] in MODULES and row["status"] != "ok"]
+    sections += [section(f"Did not run: {row['kind']}", row, _note(row)) for row in others]
+    return "\n\n".join(sections) + "\n"
 
 
-def _limits(found: Sequence[Row]) -> Row | None:
-    return next((row for row in reversed(found) if row["kind"] == "limits" and row["status"] == "ok"), None)
+def _measured(found: Sequence[Row], kind: str) -> list[Row]:
+    return [row for row in found if row["kind"] == kind and row["status"] == "ok"]
 
 
-def grouped(found: Sequence[Row]) -> dict[tuple[str, float | None], list[Row]]:
-    """Rows of contestants by workload and device memory; of a contestant that ran twice, the last row."""
-    groups: dict[tuple[str, float | None], dict[str, Row]] = {}
+def _machine(row: Row) -> tuple[Any, ...]:
+    return tuple(row["machine"][key] for key in ("accelerator", "processor", "cores"))
+
+
+def _limits(row: Row, found: Sequence[Row]) -> Row | None:
+    """The ceilings for a row: its run's, otherwise the last that its machine showed."""
+    same = [each for each in _measured(found, "limits") if _machine(each) == _machine(row)]
+    return max(reversed(same), key=lambda each: each["run"] == row["run"], default=None)
+
+
+def grouped(found: Sequence[Row]) -> list[list[Row]]:
+    """Rows of contestants, of one workload, device memory and run each."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in found:
-        if row["kind"] in ("train", "predict"):
-            key = row["workload"]["name"], row["limits"]["device_gib"]
-            groups.setdefault(key, {})[row["contestant"]] = row
-    return {key: list(group.values()) for key, group in groups.items()}
+        if row["kind"] not in MODULES:
+            groups.setdefault((row["workload"]["name"], row["limits"]["device_gib"], row["run"]), []).append(row)
+    return list(groups.values())
+
+
+def _what(row: Row) -> str:
+    """What was measured, in words."""
+    workload, count = row["workload"], row["parameters"]
+    size, unit = next(each for each in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if count >= each[0])
+    length = "" if workload["family"] == "vision" else f" sequences of {workload['length']} tokens,"
+    kept = "computed again in backward (checkpointing)" if workload["checkpointing"] else "kept (no checkpointing)"
+    kept = f", activations {kept}" if workload["task"] == "train" else ""
+    family = FAMILIES[workload["family"]]
+    return f"{family}, {count / size:.3g} {unit} parameters,{length} {workload['precision']}{kept}."
 
 
 def _origin(found: Sequence[Row]) -> str:
     lines = []
     for row in found:
         machine = row["machine"]
-        device = machine["accelerator"] or "no accelerator"
+        memory = f", {machine['accelerator_bytes'] / GIB:.1f} GiB" if machine["accelerator"] else ""
         versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
         lines.append(
-            f"- {device}; {machine['processor']}, {machine['cores']} cores, {machine['host_bytes'] / GIB:.0f} GiB; "
-            f"Python {row['python']}, {versions}; commit {row['commit']}"
+            f"- {machine['accelerator'] or 'no accelerator'}{memory}; {machine['processor']}, {machine['cores']} cores, "
+            f"{machine['threads']} threads, {machine['host_bytes'] / GIB:.0f} GiB; "
+            f"Python {row['python']}, {versions}; commit {row['commit']}; run {row['run']}"
         )
     dates = sorted(row["date"] for row in found)
     commands = [f"- `{command}`" for command in dict.fromkeys(row["command"] for row in found)]
@@ -130,8 +161,9 @@ def _table(group: Sequence[Row], limits: Row | None) -> str:
     step = min((len(row["losses"]) for row in done), default=0)
     unit = group[0]["workload"]["unit"]
     head = [
-        "contestant", "step, s", f"{unit}/s", "÷ plain", "our best ÷ it", "of the limit",
-        "device, GiB", "reserved, GiB", "host, GiB", "pinned, GiB", f"loss, step {step}", "note",
+        "contestant", "step, s", "quartiles, s", f"{unit}/s", "÷ plain", "our best ÷ it", "of the limit",
+        "weights and gradients on the device", "device, GiB", "reserved, GiB", "host, GiB", "pinned, GiB",
+        f"loss, step {step}", "note",
     ]  # fmt: skip
     lines = []
     for row in group:
@@ -140,9 +172,10 @@ def _table(group: Sequence[Row], limits: Row | None) -> str:
             continue
         best = None if row is plain else limit_seconds(row, limits).get("best possible")
         lines.append([
-            row["label"], f"{row['median_step_seconds']:.4g}", f"{row['items_per_second']:,.0f}",
+            row["label"], f"{row['median_step_seconds']:.4g}", _quartiles(row), f"{row['items_per_second']:,.0f}",
             _ratio(row, plain), NONE if is_ours(row) else _ratio(ours, row),
             NONE if best is None else f"{best / row['median_step_seconds']:.2f}",
+            human_bytes(row["counted_peak_bytes"]) if "counted_peak_bytes" in row else NONE,
             *(_gib(row[key]) for key in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")),
             _pinned(row),
             f"{row['losses'][step - 1]:.5f}", "",
@@ -176,21 +209,12 @@ def _overhead(row: Row) -> str:
     return _markdown(head, lines)
 
 
-def is_ours(row: Row) -> bool:
-    """Whether the row is this project's."""
-    return row["contestant"].startswith(OURS)
-
-
-def _larger(group: Sequence[Row]) -> str:
-    head = ["device memory allowed, GiB", "workload", "contestant", "came to", "device, GiB", "note"]
-    lines = []
-    for row in group:
-        ran = row["status"] == "ok"
-        came = f"{row['median_step_seconds']:.4g} s per step, loss {row['losses'][-1]:.4f}" if ran else row["status"]
-        peak = _gib(row.get("peak_allocated_bytes"))
-        note = "" if ran else _note(row)
-        lines.append([f"{row['limits']['device_gib']:g}", row["workload"]["name"], row["label"], came, peak, note])
-    return _markdown(head, lines)
+def _quartiles(row: Row) -> str:
+    """Between which seconds the middle half of the measured steps lies."""
+    if len(row["step_seconds"]) < 2:
+        return NONE
+    low, _, high = statistics.quantiles(row["step_seconds"], n=4, method="inclusive")
+    return f"{low:.4g} to {high:.4g}"
 
 
 def _note(row: Row) -> str:
@@ -234,9 +258,8 @@ def write(found: Sequence[Row], folder: Path, *, mixed: bool = False) -> Path:
     if not mixed:
         one_origin(found)
     folder.mkdir(parents=True, exist_ok=True)
-    limits = _limits(found)
-    free = [group for (_, device_gib), group in grouped(found).items() if device_gib is None]
-    drawn = pictures.draw(free, lambda row, tokens: limit_seconds(row, limits, tokens), folder)
+    free = [group for group in grouped(found) if group[0]["limits"]["device_gib"] is None]
+    drawn = pictures.draw(free, lambda row, tokens: limit_seconds(row, _limits(row, found), tokens), folder)
     path = folder / "report.md"
     path.write_text(render(found, drawn), encoding="utf-8")
     return path
@@ -244,12 +267,14 @@ def write(found: Sequence[Row], folder: Path, *, mixed: bool = False) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("rows", type=Path, nargs="+", help="files of rows")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder (%(default)s)")
+    parser.add_argument("rows", type=Path, nargs="+", help="files of rows, or folders with a rows.jsonl")
+    parser.add_argument("--out", type=cli.report_folder, help="folder (the first rows' own)")
     parser.add_argument("--mixed", action="store_true", help="rows may come from several machines and commits")
     options = parser.parse_args(argv)
+    files = [each / "rows.jsonl" if each.is_dir() else each for each in options.rows]
     try:
-        path = write([row for file in options.rows for row in rows.read(file)], options.out, mixed=options.mixed)
+        found = [row for file in files for row in rows.read(file)]
+        path = write(found, options.out or files[0].parent, mixed=options.mixed)
     except ValueError as error:
         parser.error(str(error))
     print(path, flush=True)

@@ -19,9 +19,12 @@ import torch
 Row = dict[str, Any]
 
 REPOSITORY = Path(__file__).parents[2]
+RUN = "BENCHMARKS_RUN"  # the environment variable that tells a child whose run it is part of
 DISTRIBUTIONS = (
     "torch", "lightning", "transformers", "torchvision", "accelerate", "diffusers", "deepspeed", "torchao"
 )  # fmt: skip
+# What every row has.
+KEYS = ("kind", "status", "machine", "versions", "python", "commit", "date", "command")
 
 
 def installed(distribution: str) -> str | None:
@@ -84,9 +87,16 @@ def commit() -> str:
         return os.environ.get("COMMIT", "unknown")
 
 
+def run() -> str:
+    """What rows of one run have in common: when its first process started."""
+    started = datetime.datetime.fromtimestamp(psutil.Process().create_time(), datetime.UTC)
+    return os.environ.get(RUN) or started.isoformat(timespec="seconds")
+
+
 def origin() -> Row:
     """Where and when a row comes from."""
     return {
+        "run": run(),
         "machine": machine(),
         "versions": {name: found for name in DISTRIBUTIONS if (found := installed(name))},
         "python": platform.python_version(),
@@ -107,16 +117,25 @@ def read(path: Path) -> list[Row]:
     """All rows of a file.
 
     Raises:
-        ValueError: there is no such file, or a line is no JSON.
+        ValueError: there is no such file, or a line is no row.
     """
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file. Measure first: python -m examples.benchmarks --out FOLDER.")
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}, line {number}: is no JSON ({error}). Delete it: sed -i {number}d {path}"
-            ) from error
+            rows += [_parsed(line)] if line.strip() else []
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}. Delete it: sed -i {number}d {path}") from error
     return rows
+
+
+def _parsed(line: str) -> Row:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is no JSON ({error.msg})") from error
+    missing = [key for key in KEYS if key not in row] if isinstance(row, dict) else KEYS
+    if missing:
+        raise ValueError(f"is no row, which has {', '.join(missing)}")
+    return {"run": "unknown", **row}

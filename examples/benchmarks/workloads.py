@@ -43,6 +43,7 @@ SIZES = {"llm": tuple(_LLAMA), "vision": tuple(_VIT), "vlm": tuple(_EYE)}
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 CLASSES = 1000  # of the vision model
 LOSS_CHUNK = 2048  # tokens whose logits exist at once
+WARM_UP = 2  # steps that come before the measured ones
 BATCHES = 4  # different batches; they come again
 TILE = 4_194_301  # random numbers that all weights are cut from; a prime, so that rows of a matrix differ
 
@@ -76,6 +77,12 @@ class Workload:
             raise ValueError(f"There is no {self.family} of size {self.size!r}; sizes by family are {SIZES}.")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision {self.precision!r} is not among {PRECISIONS}.")
+        if self.steps <= WARM_UP:
+            raise ValueError(f"{self.steps} steps leave none to measure: {WARM_UP} warm up. For example --steps 5.")
+        if self.items < 1:
+            raise ValueError(
+                f"{self.items} {self.unit} per step are nothing to measure. For example --tokens {self.length}."
+            )
         if self.family != "vision" and self.items % self.length:
             raise ValueError(
                 f"{self.items} tokens per step are no whole sequences of {self.length}. "
