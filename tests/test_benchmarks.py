@@ -358,6 +358,7 @@ def test_the_reports_numbers_follow_from_the_rows(tmp_path: Path) -> None:
         made_up("fsdp2", 4.0, 18),
         made_up("deepspeed"),
         made_up("plain", device_gib=16),
+        made_up("superpipeline-2:1", 3.0, 9, device_gib=16),
     ]
     path = report.write(found, tmp_path)
     text = path.read_text()
@@ -378,13 +379,17 @@ def test_the_reports_numbers_follow_from_the_rows(tmp_path: Path) -> None:
         "Llama-shaped language model, 3.21 B parameters, sequences of 4096 tokens, bf16-mixed, "
         "activations kept (no checkpointing)."
     ) in text
-    capped = text[text.index("8192 tokens, 16 GiB of device memory allowed\n") :]
-    assert cells(capped, "plain Lightning")[-1].startswith("failed")
+    larger = text[text.index("## Larger than the card") : text.index("## Train")]
+    assert (
+        "| 16 | train llm 3B, bf16-mixed, 8192 tokens | superpipeline 2:1 | 3 s per step, loss 10.5000 | 9.00 |"
+        in larger
+    )
+    assert "| plain Lightning | failed | – | failed: OutOfMemoryError" in larger
     drawn = sorted(tmp_path.glob("*.png"))
     assert [each.name for each in drawn] == ["step-time-against-limit.png", "step-time-against-memory.png"]
     assert all(each.stat().st_size > 10_000 for each in drawn)
     # Directly after the ceilings, each under what it shows.
-    shown = text[text.index("## Ceilings") : text.index("## Train")]
+    shown = text[text.index("## Ceilings") : text.index("## Larger")]
     assert all(f"({each.name})" in shown for each in drawn)
     assert "train llm 3B, bf16-mixed, 8192 tokens" in shown
 

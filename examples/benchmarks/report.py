@@ -78,10 +78,12 @@ def render(found: Sequence[Row], drawn: Sequence[Picture] = ()) -> str:
     sections += [section("Ceilings", row, _ceilings(row)) for row in _measured(found, "limits")]
     sections += [f"{caption}\n\n![{path.stem.replace('-', ' ')}]({path.name})" for path, caption in drawn]
     sections += [] if drawn else [NO_PICTURES]
-    for group in grouped(found):
-        row = group[0]
-        name, gib = row["workload"]["name"], row["limits"]["device_gib"]
-        title = name[0].upper() + name[1:] + ("" if gib is None else f", {gib:g} GiB of device memory allowed")
+    groups = grouped(found)
+    capped = [row for group in groups if group[0]["limits"]["device_gib"] is not None for row in group]
+    sections += ["## Larger than the card\n\n" + _larger(capped)] if capped else []
+    for group in (group for group in groups if group[0]["limits"]["device_gib"] is None):
+        row, name = group[0], group[0]["workload"]["name"]
+        title = name[0].upper() + name[1:]
         sections.append(section(title, row, _what(row), _table(group, _limits(row, found)), _split(group)))
     visit = "Host time per visit of a layer, beyond the layer itself"
     sections += [section(visit, row, _overhead(row)) for row in _measured(found, "overhead")]
@@ -181,6 +183,17 @@ def _table(group: Sequence[Row], limits: Row | None) -> str:
             f"{row['losses'][step - 1]:.5f}", "",
         ])  # fmt: skip
     return _markdown(head, lines)
+
+
+def _larger(capped: Sequence[Row]) -> str:
+    """Who trained where a card of that size would have ended; nothing is compared, so runs may stand together."""
+    lines = []
+    for row in capped:
+        ran = row["status"] == "ok"
+        came = f"{row['median_step_seconds']:.4g} s per step, loss {row['losses'][-1]:.4f}" if ran else row["status"]
+        allowed, peak = f"{row['limits']['device_gib']:g}", _gib(row.get("peak_allocated_bytes"))
+        lines.append([allowed, row["workload"]["name"], row["label"], came, peak, "" if ran else _note(row)])
+    return _markdown(["device memory allowed, GiB", "workload", "contestant", "came to", "peak, GiB", "note"], lines)
 
 
 def _split(group: Sequence[Row]) -> str:
