@@ -68,7 +68,19 @@ def test_accumulation_and_clipping(name: str, options: dict[str, Any], poison: b
     assert_same(ours, plain(name, **options))
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "16-true", "64-true"])
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_bf16_mixed(name: str, k: int) -> None:
+    """What autocast made of a weight is made again in backward, from wherever the weight is then."""
+    options: dict[str, Any] = {"precision": "bf16-mixed"}
+    if name not in ("gan", "lbfgs"):
+        options |= {"accumulate_grad_batches": 2}
+    with poisoned():
+        ours = run(CASES[name], superpipeline(k=k), **options)
+    assert_same(ours, plain(name, **options))
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
 @pytest.mark.parametrize("name", ["llama-dropout", "resnet50", "t5-checkpoint", "lstm"])
 def test_precision(name: str, precision: Any) -> None:
     if (name, precision) == ("t5-checkpoint", "16-true"):

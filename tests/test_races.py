@@ -10,22 +10,33 @@ from tests.support.models import CASES
 from tests.support.runs import Outcome, assert_same, fit, superpipeline
 from tests.support.simdevice import simulated
 
-_plain: dict[str, Outcome] = {}
+_plain: dict[tuple[str, str], Outcome] = {}
 
 
-def run(name: str, strategy: Any) -> Outcome:
+def run(name: str, strategy: Any, precision: str = "32-true") -> Outcome:
     case = CASES[name]
     batches = case.batches()
     val = None if any(getattr(batch, "requires_grad", False) for batch in batches) else case.batches()[:2]
-    options = {} if name in ("gan", "lbfgs") else {"accumulate_grad_batches": 2, "max_epochs": 2}
+    options: dict[str, Any] = {"precision": precision}
+    if name not in ("gan", "lbfgs"):
+        options |= {"accumulate_grad_batches": 2, "max_epochs": 2}
     return fit(case.make, batches, strategy, val=val, **options)
+
+
+def check(name: str, k: int, k_prime: int, precision: str) -> None:
+    if (name, precision) not in _plain:
+        _plain[name, precision] = run(name, "auto", precision)
+    with simulated():
+        ours = run(name, superpipeline(k=k, k_prime=k_prime), precision)
+    assert_same(ours, _plain[name, precision])
 
 
 @pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 2), (99, 1)])
 @pytest.mark.parametrize("name", CASES)
 def test_no_race(name: str, k: int, k_prime: int) -> None:
-    if name not in _plain:
-        _plain[name] = run(name, "auto")
-    with simulated():
-        ours = run(name, superpipeline(k=k, k_prime=k_prime))
-    assert_same(ours, _plain[name])
+    check(name, k, k_prime, "32-true")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_race_in_mixed_precision(name: str) -> None:
+    check(name, 1, 1, "bf16-mixed")
