@@ -70,6 +70,7 @@ def test_limits_are_one_row(tmp_path: Path) -> None:
     assert min(row["matrix_flops"].values()) > 1e6
     assert row["dram_bytes"] > 1e8
     assert row["adamw_bytes"] == pytest.approx(28 / row["adamw_seconds_per_parameter"])
+    assert row["default_adamw_seconds_per_parameter"] > 0
     assert (row["host_to_device_bytes"] is None) == (not torch.cuda.is_available())
 
 
@@ -340,7 +341,8 @@ def made_up_limits() -> rows.Row:
     # 2 · 3.2e9 · 8192 / 1e15 is 0.053 s of forward and thrice that of a step; 34 bytes a parameter at 1e11 are the limit.
     names = ("host_to_device_bytes", "device_to_host_bytes", "duplex_bytes", "dram_bytes", "adamw_bytes")
     rates = dict.fromkeys(names, 1e11)
-    return {**rows.origin(), "kind": "limits", "status": "ok", "matrix_flops": {"bf16": 1e15, "fp32": 1e14}, **rates}
+    return {**rows.origin(), "kind": "limits", "status": "ok", "matrix_flops": {"bf16": 1e15, "fp32": 1e14}, **rates,
+            "adamw_seconds_per_parameter": 28e-11, "default_adamw_seconds_per_parameter": 2e-9}  # fmt: skip
 
 
 def cells(text: str, label: str) -> list[str]:
@@ -370,6 +372,7 @@ def test_the_reports_numbers_follow_from_the_rows(tmp_path: Path) -> None:
     assert ours[1:8] == ["2", "1.9 to 2.2", "4,096", "0.50", "–", "0.55", "1.5 GiB"]
     assert ours[11] == "3.00"
     assert "| drain stall, s |" in text
+    assert "| AdamW as users write it, on the CPU | 2 ns per parameter |" in text
     split = text[text.index("drain stall") :]
     assert cells(split, "superpipeline 2:1")[1:] == ["1.74", "0.05", "0.01", "0.2"]
     assert cells(split, "FSDP2 CPUOffloadPolicy")[1:] == ["3.8", "–", "–", "0.2"]

@@ -77,12 +77,20 @@ def dram_bytes(seconds: float) -> float:
 
 
 def adamw_rates(seconds: float) -> dict[str, float]:
-    """Fused AdamW on the CPU with fp32 state: bytes/s (28 per parameter), and seconds per parameter."""
+    """AdamW on the CPU with fp32 state: fused, in bytes/s (28 per parameter); fused and default, in seconds per parameter."""
     count = _buffer_bytes(seconds) // 4
     weight = nn.Parameter(torch.randn(count))
     weight.grad = torch.randn(count)
-    per_parameter = _median_seconds(torch.optim.AdamW([weight], fused=True).step, seconds) / count
-    return {"adamw_bytes": ADAMW_BYTES / per_parameter, "adamw_seconds_per_parameter": per_parameter}
+
+    def per_parameter(fused: bool | None) -> float:
+        return _median_seconds(torch.optim.AdamW([weight], fused=fused).step, seconds / 2) / count
+
+    fused = per_parameter(True)
+    return {
+        "adamw_bytes": ADAMW_BYTES / fused,
+        "adamw_seconds_per_parameter": fused,
+        "default_adamw_seconds_per_parameter": per_parameter(None),
+    }
 
 
 def _buffer_bytes(seconds: float) -> int:

@@ -150,9 +150,13 @@ def _ceilings(limits: Row) -> str:
         "device_to_host_bytes": "device to host, pinned",
         "duplex_bytes": "each way while both are busy",
         "dram_bytes": "host memory, read and written",
-        "adamw_bytes": "fused AdamW on the CPU",
+        "adamw_bytes": "the same, by fused AdamW on the CPU",
     }
     lines += [[text, f"{limits[key] / 1e9:.3g} GB/s"] for key, text in names.items() if limits[key] is not None]
+    update = {"adamw": "fused AdamW on the CPU", "default_adamw": "AdamW as users write it, on the CPU"}
+    lines += [
+        [text, f"{1e9 * limits[f'{key}_seconds_per_parameter']:.3g} ns per parameter"] for key, text in update.items()
+    ]
     return _markdown(["ceiling", "rate"], lines)
 
 
