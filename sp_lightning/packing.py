@@ -1,8 +1,5 @@
 """What autograd saves for backward: a weight that lies in a slot is packed as its place, not as its memory.
 
-So is what autocast made of a weight: otherwise a copy of the whole model, in the lower precision, would gather on the
-device until backward. It is made again from the weight, bit for bit.
-
 Packing is why a graph holds no slot; unpacking brings the layer back, wherever it was meanwhile. The version checks
 that autograd leaves out where saved-tensor hooks are active are done here, for weights and for everything else.
 """
@@ -19,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning.memory import Loan, normal_mode, strided
-from sp_lightning.parameters import DeviceParameter, DeviceParameters
+from sp_lightning.parameters import DeviceParameters
 from sp_lightning.slots import Slot
 
 
@@ -40,31 +37,6 @@ class _Packed(NamedTuple):
             if self.which is not None and weights[self.which].dtype is self.dtype:
                 return weights[self.which].as_strided(self.shape, self.stride, self.offset // self.dtype.itemsize)
             return strided(loan.memory, self.offset, self.dtype, self.shape, self.stride)
-
-
-class _Cast(NamedTuple):
-    """A saved tensor that is a weight in another dtype, or a view of that: which weight, and what was made of it.
-
-    Attributes:
-        made_stride: strides of the copy, which has the weight's shape.
-        offset: in elements.
-    """
-
-    layer: int
-    which: int
-    version: int
-    dtype: torch.dtype
-    made_stride: tuple[int, ...]
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    def view(self, loan: Loan, weights: Sequence[Tensor]) -> Tensor:
-        """The copy, made again."""
-        weight = weights[self.which]
-        with normal_mode():
-            made = torch.empty_strided(weight.shape, self.made_stride, dtype=self.dtype, device=weight.device)
-            return made.copy_(weight).as_strided(self.shape, self.stride, self.offset)
 
 
 _Kept = tuple[Tensor, int]
@@ -92,7 +64,7 @@ class Packing:
     """The pair of saved-tensor hooks.
 
     Args:
-        parameters: device parameters by layer, then those of the residents.
+        parameters: device parameters by layer.
         slots: by the address of their memory.
         reach: brings a layer and returns what a function makes of its memory and its weights there.
     """
@@ -106,23 +78,19 @@ class Packing:
         self._parameters = parameters
         self._slots = slots
         self._reach = reach
-        wide = any(span.dtype in (torch.float32, torch.float64) for group in parameters for span in group.spans)
-        self._lower = {torch.bfloat16, torch.float16} if wide else set()  # what weights may have been cast to
 
     def hooks(self) -> AbstractContextManager[None]:
         """Pack while this is active; what is no weight goes to the hooks that were active before."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        slots, lower = self._slots, self._lower
+        slots = self._slots
 
-        def pack(tensor: Tensor) -> _Packed | _Cast | _Kept | _Outer:
+        def pack(tensor: Tensor) -> _Packed | _Kept | _Outer:
             try:
                 slot = slots.get(tensor.untyped_storage().data_ptr())
             except (RuntimeError, NotImplementedError):  # no memory of its own: sparse, wrapped by a transform, fake
                 slot = None
             if slot is not None and slot.layer is not None and not (tensor.is_conj() or tensor.is_neg()):
                 return self._pack(slot.layer, tensor)
-            if tensor.dtype in lower and (cast := self._cast(tensor)) is not None:
-                return cast
             if outer is not None:
                 return _Outer(outer[0](tensor), outer[1])
             return tensor.detach(), tensor._version
@@ -139,36 +107,15 @@ class Packing:
             which = None  # of .data, say: a version counter of its own, which autograd does not hold against the weight
         return _Packed(layer, which, version, offset, tensor.dtype, tensor.shape, tensor.stride())
 
-    def _cast(self, tensor: Tensor) -> _Cast | None:
-        made = tensor._base if tensor._is_view() else tensor
-        maker = None if made is None else made.grad_fn
-        if made is None or maker is None or maker.name() != "ToCopyBackward0":
-            return None
-        weight = getattr(maker.next_functions[0][0], "variable", None)
-        if not isinstance(weight, DeviceParameter) or weight._of not in self._parameters[:-1]:  # residents stay
-            return None
-        group, which = weight._of, weight._index
-        offset = int(tensor.storage_offset())
-        return _Cast(
-            group.layer, which, group.version(which), tensor.dtype, made.stride(), offset, tensor.shape, tensor.stride()
-        )
-
-    def _unpack(self, packed: _Packed | _Cast | _Kept | _Outer) -> Tensor:
+    def _unpack(self, packed: _Packed | _Kept | _Outer) -> Tensor:
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
-        if isinstance(packed, (_Packed, _Cast)):
+        if isinstance(packed, _Packed):
             tensor, expected = self._reach(packed.layer, packed.view), packed.version
             found = expected if packed.which is None else self._parameters[packed.layer].version(packed.which)
         else:
             tensor, expected = packed
             found = tensor._version
-        if found != expected and isinstance(packed, _Cast):
-            name = self._parameters[packed.layer].spans[packed.which].name
-            raise RuntimeError(
-                f"Weight {name!r} was modified in place between forward and backward; autocast's copy of it is made again in "
-                "backward and would be another one. Update weights after backward, or keep the layer on the device: "
-                f"SuperpipelineStrategy(resident=[{name!r}])."
-            )
         if found != expected:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "

@@ -71,7 +71,7 @@ def test_accumulation_and_clipping(name: str, options: dict[str, Any], poison: b
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_bf16_mixed(name: str, k: int) -> None:
-    """What autocast made of a weight is made again in backward, from wherever the weight is then."""
+    """Autocast keeps copies of its own for backward; what it leaves alone comes from wherever the weight is then."""
     options: dict[str, Any] = {"precision": "bf16-mixed"}
     if name not in ("gan", "lbfgs"):
         options |= {"accumulate_grad_batches": 2}

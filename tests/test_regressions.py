@@ -660,41 +660,6 @@ def test_like_plain(make: Callable[[], pl.LightningModule], options: dict[str, A
     assert_like_plain(make, **options)
 
 
-def test_a_weight_that_autocast_had_cast_is_not_written_before_backward() -> None:
-    """Plain autocast kept a copy from before the write; ours is made again, and must not be another one unnoticed."""
-
-    class WritesBeforeBackward(Manual):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            loss = self.loss(batch)
-            with torch.no_grad():
-                self.net.blocks[1].outer.weight.mul_(2)
-            self.manual_backward(loss)
-
-    with pytest.raises(
-        RuntimeError, match=r"'net.blocks.1.outer.weight' was modified in place.*resident=\['net.blocks.1"
-    ):
-        bare(WritesBeforeBackward, superpipeline(k=1), precision="bf16-mixed")
-    resident = superpipeline(k=1, resident=["net.blocks.1.outer.weight"])
-    plain = bare(WritesBeforeBackward, "auto", precision="bf16-mixed")
-    assert_equal(bare(WritesBeforeBackward, resident, precision="bf16-mixed"), plain, "resident")
-
-
-class SlicesItsCast(nn.Module):
-    """Casts by hand and uses the halves crosswise: views of a cast, one at an offset, one transposed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(32, 16) / 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.weight.to(torch.bfloat16).chunk(2)
-        return (x.to(torch.bfloat16) @ second.t() @ first).float() + x
-
-
-def test_views_of_a_cast_weight_are_made_again_as_they_were() -> None:
-    assert_like_plain(lambda: Module(nn.Sequential(*(SlicesItsCast() for _ in range(4)))))
-
-
 def test_layers_without_a_byte() -> None:
     ours = bare(lambda: Module(Empty()), superpipeline(k=1, layers=["net.layers.*"]))
     assert_equal(ours, bare(lambda: Module(Empty()), "auto"), "empty")
