@@ -34,47 +34,63 @@ class FusedStep:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._users: list[bool | None] = []  # of each group that was fused here: what the user had
+        self._fused: list[dict[str, Any]] = []  # the groups that are fused here; their users had None
         self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self._look()),
             optimizer.register_state_dict_post_hook(self._as_users),
-            optimizer.register_load_state_dict_post_hook(self._loaded),
+            optimizer.register_load_state_dict_post_hook(lambda *_: self._fused.clear()),  # all groups are new ones
         ]
-        self.switch_on()
+        self._look()
+
+    @staticmethod
+    def suits(optimizer: Any) -> bool:
+        """Whether it is one of torch's that have a fused step on the CPU; a subclass may step in its own way."""
+        return type(optimizer) in _FUSED_ON_CPU
 
     def switch_on(self) -> bool:
         """Fuse every group that can be now; gradients may have become sparse, groups may have been added.
 
         Returns whether any is.
         """
-        groups = self._optimizer.param_groups
-        self._users += [group.get("fused") for group in groups[len(self._users) :]]
-        for group, users in zip(groups, self._users, strict=False):
-            if users is None and "fused" in group:
-                group["fused"] = True if _can_be_fused(self._optimizer, group) else None
-        return any(group.get("fused") for group in groups)
+        self._look()
+        return any(group.get("fused") for group in self._optimizer.param_groups)
 
     def close(self) -> None:
         """The optimizer is as the user configured it."""
         for hook in self._hooks:
             hook.remove()
-        self._as_users(self._optimizer, {"param_groups": self._optimizer.param_groups})
+        for group in self._fused:
+            group["fused"] = None
+        self._fused.clear()
+
+    def _look(self) -> None:
+        groups = self._optimizer.param_groups
+        self._fused = [group for group in self._fused if group["fused"] is True]  # otherwise the user has chosen since
+        for group in groups:
+            ours = any(group is each for each in self._fused)
+            if ours and not _can_be_fused(self._optimizer, group):
+                group["fused"] = None
+                self._fused = [each for each in self._fused if each is not group]
+            elif not ours and group.get("fused", False) is None and _can_be_fused(self._optimizer, group):
+                group["fused"] = True
+                self._fused.append(group)
 
     def _as_users(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        for group, users in zip(state["param_groups"], self._users, strict=False):
-            if "fused" in group:
-                group["fused"] = users
-
-    def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        self._users.clear()  # what was saved is the user's own; the next step looks again
+        for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+            if any(group is each for each in self._fused):
+                saved["fused"] = None
 
 
 _FUSED_ON_CPU = {torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD}
 
 
 def _can_be_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    with_gradient = [p for p in group["params"] if p.grad is not None]
+    # torch's fused SGD fails where some parameters have a momentum buffer and others get their first gradient.
+    buffers = [optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in with_gradient]
     return (
-        type(optimizer) in _FUSED_ON_CPU
-        and not any(group.get(other) for other in ("foreach", "differentiable", "capturable"))
+        not any(group.get(other) for other in ("foreach", "differentiable", "capturable"))
         and all(p.is_floating_point() and p.device.type == "cpu" for p in group["params"])
-        and not any(p.grad is not None and p.grad.layout is not torch.strided for p in group["params"])
+        and all(p.grad.layout is torch.strided for p in with_gradient)
+        and (not group.get("momentum") or all(buffers) or not any(buffers))
     )

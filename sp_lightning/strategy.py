@@ -209,7 +209,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         super().setup_optimizers(trainer)
         self._unfuse()
         if self._fused_optimizer:
-            self._fused = {optimizer: FusedStep(optimizer) for optimizer in self.optimizers}
+            self._fused = {each: FusedStep(each) for each in self.optimizers if FusedStep.suits(each)}
             for optimizer in [each for each, fused in self._fused.items() if fused.switch_on()]:
                 log.info(
                     "Superpipeline: %s runs fused on the host; its last bits are those of fused=True. "

@@ -129,13 +129,20 @@ def test_what_the_user_decided_is_left_alone() -> None:
         torch.optim.AdamW(parameters, fused=False),
         torch.optim.AdamW(parameters, foreach=True),
         torch.optim.Adam(parameters, differentiable=True),
-        torch.optim.RMSprop(parameters),
         torch.optim.Adam([nn.Parameter(torch.randn(3, device="meta"))]),
-        Own(parameters),
     ):
         before = [dict(group) for group in optimizer.param_groups]
         assert not FusedStep(optimizer).switch_on()
         assert optimizer.param_groups == before
+    assert not FusedStep.suits(torch.optim.RMSprop(parameters))
+    assert not FusedStep.suits(Own(parameters))
+    two = torch.optim.SGD([{"params": parameters}, {"params": [nn.Parameter(torch.randn(3))]}], lr=0.1)
+    fused = FusedStep(two)
+    two.param_groups[1]["fused"] = False  # chosen in mid-fit
+    two.param_groups.pop(0)
+    assert not fused.switch_on()
+    fused.close()
+    assert [group["fused"] for group in two.param_groups] == [False]
 
 
 def test_it_is_as_before_once_the_strategy_has_gone() -> None:
@@ -195,9 +202,61 @@ class Sparse(Net):
         return (self.net(batch.abs().long() % 5) - 1).square().mean()
 
 
-def test_sparse_gradients_are_stepped_as_plain_does() -> None:
-    plain = fit(Sparse, BATCHES)
-    assert_same(fit(Sparse, BATCHES, SuperpipelineStrategy(k=1)), plain)
+class SparseByHand(Sparse):
+    """Without Lightning's wrapper around the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make", [Sparse, SparseByHand])
+def test_sparse_gradients_are_stepped_as_plain_does(make: Callable[[], Net]) -> None:
+    plain = fit(make, BATCHES)
+    assert_same(fit(make, BATCHES, SuperpipelineStrategy(k=1)), plain)
+
+
+class Conditional(Net):
+    """torch's fused SGD fails where some parameters have momentum and others get their first gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(OPTIMIZERS["SGD"])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        net = self.net[:2] if batch_idx < 2 else self.net
+        return (net(batch) - 1).square().mean()
+
+
+def test_parameters_may_get_their_first_gradient_later() -> None:
+    ours, plain = fit(Conditional, BATCHES, SuperpipelineStrategy(k=1)), fit(Conditional, BATCHES)
+    assert all(torch.allclose(ours.state[name], value) for name, value in plain.state.items())
+
+
+def test_what_only_behaves_like_an_optimizer_is_left_alone() -> None:
+    class Wrapped(torch.optim.Optimizer):
+        """As many wrappers: the base class is never initialised."""
+
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner = inner
+            self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+
+        def step(self, closure: Any = None) -> Any:
+            return self.inner.step(closure)
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.inner.zero_grad(set_to_none)
+
+        def state_dict(self) -> Any:
+            return self.inner.state_dict()
+
+    make = lambda p: Wrapped(torch.optim.SGD(p, lr=0.1))  # noqa: E731
+    assert_same(fit(lambda: Net(make), BATCHES, SuperpipelineStrategy(k=1)), fit(lambda: Net(make), BATCHES))
 
 
 def test_a_log_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
