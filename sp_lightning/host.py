@@ -62,8 +62,6 @@ class HostBlock:
         Raises:
             RuntimeError: other dtype or shape, which has no place in the block.
         """
-        if [parameter.data_ptr() for parameter in self.parameters] == self._addresses:
-            return
         for index, (parameter, address) in enumerate(zip(self.parameters, self._addresses, strict=True)):
             if parameter.data_ptr() == address:
                 continue

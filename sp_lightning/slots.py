@@ -73,7 +73,7 @@ class Slot:
     @property
     def overwritable(self) -> bool:
         """Whether another layer may come in."""
-        return not self.lent and not self.loan.held
+        return self.state in (SlotState.FREE, SlotState.FILLED)
 
 
 class Slots:

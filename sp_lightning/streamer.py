@@ -413,8 +413,9 @@ class Streamer:
             return
         self._join_backward()
         self._accumulates = True
-        if self._gradients.arrived(layer, index, gradient):
-            self._note_peak()
+        complete = self._gradients.arrived(layer, index, gradient)
+        self._note_peak()
+        if complete:
             self._gradients.drain(layer)
 
     def _backward_begins(self, quiet: bool, gradient: Tensor) -> None:
@@ -486,7 +487,7 @@ class Streamer:
 
     def _hold(self, layers: Sequence[int]) -> None:
         """These layers are there, as the modules' parameters, until they are unpinned."""
-        if layers and self._used:
+        if layers:
             self._release_loose(keep=layers)
         for layer in layers:
             self._use(layer)

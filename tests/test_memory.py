@@ -58,6 +58,20 @@ def test_k_prime_layers_move_as_one_transfer(k_prime: int) -> None:
     assert stats.transfers - stats.demand_fetches <= -(-stats.fetched_layers // k_prime) + 2
 
 
+def test_gradients_of_a_layer_that_never_gets_all_of_them_count() -> None:
+    """The first layer's, whose backward is the last: they leave when the whole has ended."""
+
+    class Partly(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(16, 16)
+            self.unused = nn.Parameter(torch.zeros(1))
+
+    others = [nn.Linear(16, 16).requires_grad_(False) for _ in range(3)]
+    strategy = superpipeline(k=1)
+    fit(lambda: Module(nn.Sequential(Partly(), *others)), vectors(1), strategy)
+    assert strategy.stats().peak_device_bytes >= strategy.plan.slot_bytes + 16 * 17 * 4
+
+
 def test_nothing_is_evicted_with_k_for_all() -> None:
     strategy = superpipeline(k=7)
     fit(lambda: Module(Stack()), vectors(5), strategy)
