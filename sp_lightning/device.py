@@ -11,7 +11,8 @@ import enum
 import math
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ class Stream(enum.Enum):
     """The stream that the model's kernels run on: whatever stream is current."""
     UPLOAD = "host to device"
     DOWNLOAD = "device to host"
+    UPDATE = "host, in the background"
+    """No stream of the device's: the thread that updates weights while the host goes on."""
 
 
 class Wait(enum.Enum):
@@ -45,6 +48,8 @@ class Wait(enum.Enum):
     DROP_AFTER_DRAIN = "the host uses a dropped gradient's memory again after its copy"
     UPDATE_AFTER_FETCH = "the host writes weights after the transfers that read them"
     UPDATE_AFTER_RESIDENTS = "the host writes residents after the transfer that reads them"
+    FETCH_AFTER_UPDATE = "a layer is fetched after its update in the background"
+    READ_AFTER_UPDATE = "the host reads and writes weights and gradients after their updates in the background"
     CLOSE_AFTER_FETCH = "slots and host blocks are freed after the last transfer"
 
 
@@ -58,6 +63,7 @@ class Device:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stalled: dict[Wait, float] = dict.fromkeys(Wait, 0.0)
+        self._background: ThreadPoolExecutor | None = None
 
     def empty(self, nbytes: int) -> Tensor:
         """Uninitialised device memory, shape ``(nbytes,)``, ``uint8``, usable in and out of inference mode."""
@@ -99,11 +105,35 @@ class Device:
     def synchronize(self, event: Any, why: Wait) -> None:
         """Let the host wait for ``event``."""
 
+    def later(self, work: Callable[[], None]) -> Future[None]:
+        """Have the background thread do host work, one after the other, in the order of the calls."""
+        if self._background is None:
+            self._background = _one_thread()
+        return self._background.submit(work)
+
+    def finish(self, work: Future[None], why: Wait) -> None:
+        """Let the host wait for work of :meth:`later`.
+
+        Raises:
+            BaseException: whatever the work raised.
+        """
+        start = time.perf_counter()
+        try:
+            work.result()
+        finally:
+            self._stalled[why] += time.perf_counter() - start
+
     def access(self, memory: Tensor, by: Stream | None, *, write: bool) -> None:
         """Say that ``memory`` is read or written by a stream (None: the host) now. Nothing but a declaration.
 
         :meth:`copy` declares for itself. A simulated device checks that each access is ordered after those before.
         """
+
+    def close(self) -> None:
+        """End the background thread, once its work is done."""
+        if self._background is not None:
+            self._background.shutdown()
+            self._background = None
 
     def free_bytes(self) -> int | None:
         """Device memory that can still be had, in bytes; None where that is not a limit (CPU)."""
@@ -230,6 +260,20 @@ class PinnedMemory:
         """Give the page lock back; the memory stays as it is. The caller has synchronised."""
         if self._finalizer is not None:
             self._finalizer()
+
+
+def _one_thread() -> ThreadPoolExecutor:
+    """A background thread whose operators use all cores but one, which is left to Python."""
+    threads = torch.get_num_threads()
+
+    def leave_one() -> None:
+        torch.get_num_threads()  # a thread's first look at the number sets it to the one that was set last, by any thread
+        torch.set_num_threads(max(1, threads - 1))
+
+    executor = ThreadPoolExecutor(1, "superpipeline", leave_one)
+    executor.submit(lambda: None).result()
+    torch.set_num_threads(threads)  # so that threads that begin from now on take this one again
+    return executor
 
 
 def _clear_last_error(device: torch.device) -> None:

@@ -8,7 +8,7 @@ At most k' + 1 layers' gradients are on the device at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ class _Drain:
         landed: event of the copy.
     """
 
+    layer: int
     block: HostBlock
     gradients: list[Tensor]
     nbytes: int
@@ -56,18 +57,29 @@ class Gradients:
     Args:
         blocks: of the layers, then of the residents.
         device: the seam.
+        staging: host memory for gradients that are added to others.
         in_flight: layers whose gradients may be on the device at once (k' + 1).
+        complete: called with a layer once all of its parameters have got their gradients in this backward.
     """
 
-    def __init__(self, blocks: Sequence[HostBlock], device: Device, *, in_flight: int, pin: bool) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[HostBlock],
+        device: Device,
+        staging: Staging,
+        *,
+        in_flight: int,
+        complete: Callable[[int], None],
+    ) -> None:
+        self._complete = complete
         self._blocks = blocks
         self._device = device
         self._in_flight = in_flight
         self._residents = len(blocks) - 1
-        largest = max((block.planned.nbytes for block in blocks), default=0)
-        self._staging = Staging(device, largest, pin=pin)
+        self._staging = staging
         self._arrived: dict[int, dict[int, Tensor]] = {}
         self._expected: dict[int, int] = {}  # how many gradients a layer that has some is to get
+        self._applied: dict[int, set[int]] = {}
         self._flying: deque[_Drain] = deque()
         self._landed: deque[_Drain] = deque()
         self.device_bytes = 0
@@ -113,7 +125,7 @@ class Gradients:
             target = block.gradient_target(index) if block.parameters[index].grad is None else None
             own = target is not None
             if target is None:
-                staging = staging or self._staging.take()
+                staging = staging or self._staging.take(block.planned.nbytes)
                 span = block.planned.spans[index]
                 target = strided(staging.bytes, span.offset, gradient.dtype, span.shape, span.stride)
             targets.append(target)
@@ -123,7 +135,7 @@ class Gradients:
         nbytes = sum(gradient.nbytes for gradient in sources)
         self.drained_bytes += nbytes
         landed = self._device.record(Stream.DOWNLOAD)
-        self._flying.append(_Drain(block, list(gradients.values()), nbytes, landings, staging, landed))
+        self._flying.append(_Drain(layer, block, list(gradients.values()), nbytes, landings, staging, landed))
         self.retire(self._in_flight - 1)
 
     def make_room(self, layers: Sequence[int]) -> None:
@@ -162,6 +174,7 @@ class Gradients:
             if drain.staging is not None:
                 self._staging.give_back(drain.staging)
         self._arrived.clear()
+        self._applied.clear()
         self._flying.clear()
         self._landed.clear()
         self.device_bytes = 0
@@ -175,6 +188,10 @@ class Gradients:
         finally:
             if drain.staging is not None:
                 self._staging.give_back(drain.staging)
+        applied = self._applied.setdefault(drain.layer, set())
+        applied |= {landing.index for landing in drain.landings}
+        if len(applied) == self._expected[drain.layer] and drain.layer != self._residents:
+            self._complete(drain.layer)
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:

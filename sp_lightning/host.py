@@ -6,15 +6,16 @@ callback works on them as they are.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device import Device, PinnedMemory
+from sp_lightning.device import PAGE, Device, PinnedMemory
 from sp_lightning.layers import Layer
-from sp_lightning.memory import Loan, Span, lend, normal_mode, view
+from sp_lightning.memory import Loan, Span, lay_out, lend, normal_mode, total_bytes, view
 from sp_lightning.plan import PlannedLayer
 
 
@@ -27,15 +28,15 @@ class HostBlock:
         weights: all of them, flat ``uint8`` of ``planned.nbytes`` bytes: what a fetch copies.
     """
 
-    def __init__(self, layer: Layer, planned: PlannedLayer, device: Device, *, pin: bool) -> None:
+    def __init__(self, layer: Layer, planned: PlannedLayer, device: Device, staging: Staging, *, pin: bool) -> None:
         self.planned = planned
         self.parameters: Sequence[nn.Parameter] = [parameter for _, parameter in layer.parameters]
         self._device = device
-        self._pin = pin
+        self._staging = staging
         self._weights = PinnedMemory(device, planned.nbytes, pin=pin)
         self.weights = self._weights.bytes[: planned.nbytes]
         self._gradients: PinnedMemory | None = None
-        self._gradient_loans: list[Loan] = []
+        self._gradient_loans: dict[int, Loan] = {}
         self._alone = [replace(span, offset=0) for span in planned.spans]  # each in a storage of its own
         for index in range(len(self.parameters)):  # each original goes at once: set-up peaks at model plus one layer
             self._take(index)
@@ -75,12 +76,25 @@ class HostBlock:
             self._take(index)
 
     def gradient_target(self, index: int) -> Tensor | None:
-        """Pinned memory that may become ``parameter.grad``; None while somebody still holds what it was lent for."""
+        """Pinned memory that may become ``parameter.grad``; None while somebody still holds what it was lent for.
+
+        There is some for the parameters that were trainable when the layer got its first gradient.
+        """
         if self._gradients is None:
-            self._gradients = PinnedMemory(self._device, self.planned.nbytes, pin=self._pin)
-            self._gradient_loans = [Loan(_part(self._gradients.bytes, span)) for span in self.planned.spans]
-        loan = self._gradient_loans[index]
-        return None if loan.held else loan.views(None, [self._alone[index]])[0].data
+            trainable = [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
+            spans = lay_out((self.planned.spans[i].name, self.parameters[i]) for i in trainable)
+            self._gradients = self._staging.take(total_bytes(spans))
+            memory = self._gradients.bytes
+            self._gradient_loans = {i: Loan(_part(memory, span)) for i, span in zip(trainable, spans, strict=True)}
+        loan = self._gradient_loans.get(index)
+        return None if loan is None or loan.held else loan.views(None, [self._alone[index]])[0].data
+
+    def release_gradients(self) -> None:
+        """Nobody needs the gradients any more; other layers may have their memory, unless somebody holds some of it."""
+        if self._gradients is not None and not any(loan.held for loan in self._gradient_loans.values()):
+            self._gradient_loans.clear()
+            self._staging.give_back(self._gradients)
+            self._gradients = None
 
     def unpin(self) -> None:
         """Give the page locks back; parameters and gradients stay where they are. The caller has synchronised."""
@@ -103,18 +117,19 @@ def _part(memory: Tensor, span: Span) -> Tensor:
 
 
 class Staging:
-    """Pinned host memory for gradients that are added to others: blocks of one size, used again and again."""
+    """Pinned host memory for gradients, used again and again."""
 
-    def __init__(self, device: Device, nbytes: int, *, pin: bool) -> None:
+    def __init__(self, device: Device, *, pin: bool) -> None:
         self._device = device
-        self._nbytes = nbytes
         self._pin = pin
-        self._free: list[PinnedMemory] = []
+        self._free: defaultdict[int, list[PinnedMemory]] = defaultdict(list)  # by bytes
 
-    def take(self) -> PinnedMemory:
-        """A block of at least the size of the largest layer."""
-        return self._free.pop() if self._free else PinnedMemory(self._device, self._nbytes, pin=self._pin)
+    def take(self, nbytes: int) -> PinnedMemory:
+        """A block of at least so many bytes."""
+        padded = -(-max(nbytes, 1) // PAGE) * PAGE
+        free = self._free[padded]
+        return free.pop() if free else PinnedMemory(self._device, padded, pin=self._pin)
 
     def give_back(self, block: PinnedMemory) -> None:
         """The block may be overwritten."""
-        self._free.append(block)
+        self._free[block.bytes.nbytes].append(block)

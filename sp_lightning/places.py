@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 
 from sp_lightning.host import HostBlock
 from sp_lightning.layers import Place
@@ -69,10 +70,14 @@ class Places:
         self._swaps.clear()
 
     def _take_fingerprint(self) -> list[tuple[object, ...]]:
-        return [
-            (id(module), *((id(p), p.dtype, p.shape, p.stride()) for p in module._parameters.values() if p is not None))
-            for module in self._module.modules()
-        ]
+        with DisableTorchFunctionSubclass():  # neither weights nor gradients are read: no update need be waited for
+            return [
+                (
+                    id(module),
+                    *((id(p), p.dtype, p.shape, p.stride()) for p in module._parameters.values() if p is not None),
+                )
+                for module in self._module.modules()
+            ]
 
 
 def _swap(swaps: Iterable[tuple[Place, nn.Parameter, nn.Parameter]]) -> None:

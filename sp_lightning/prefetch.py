@@ -8,7 +8,7 @@ hide behind, it waits. And k' layers move as one transfer: a fetch waits for the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from sp_lightning.plan import Plan, schedule
@@ -17,9 +17,15 @@ from sp_lightning.trace import Trace
 
 
 class Prefetch:
-    """The choice of transfers for one plan; a trace for each phase (``train``, ``validate``, …)."""
+    """The choice of transfers for one plan; a trace for each phase (``train``, ``validate``, …).
 
-    def __init__(self, plan: Plan, slots: Slots) -> None:
+    Args:
+        plan, slots: what there is.
+        ready: whether a layer's weights on the host are those that are wanted.
+    """
+
+    def __init__(self, plan: Plan, slots: Slots, ready: Callable[[int], bool]) -> None:
+        self._ready = ready
         self._plan = plan
         self._slots = slots
         self._absent = [partial(slots.wants, ring) for ring in range(len(plan.rings))]
@@ -34,6 +40,11 @@ class Prefetch:
         self.trace = self._traces[phase]
         self.trace.start()
         self.trace.cyclic = False
+
+    def order(self, phase: str) -> Iterator[int]:
+        """The layers in the order in which the phase's last batch used them, or its next is expected to."""
+        trace = self._traces.get(phase)
+        return iter(schedule(self._plan, training=False) if trace is None else trace.order())
 
     def transfers(self) -> Iterator[list[tuple[int, Slot]]]:
         """The transfers that can begin now: layers and slots. Each must have been issued before the next is asked for."""
@@ -54,7 +65,7 @@ class Prefetch:
                     best, most, may_go = slot, gain, now
             if best is None:
                 break  # what is there is used sooner
-            if not may_go:
+            if not may_go or not self._ready(layer):
                 return []
             slots.remove(best)
             pairs.append((layer, best))

@@ -1,7 +1,8 @@
-"""Whether user code that could write weights runs at a certain point: where none does, copies stay valid.
+"""Which user code runs at a certain point and could write weights: where none does, copies stay valid.
 
 A write through ``.data`` bumps no version, so a copy on the device is trusted only where no hook of the module, its
-data module or any callback runs that is not known to leave weights alone.
+data module or any callback runs that is not known to leave weights alone. Likewise updates run in the background by
+themselves only where no hook would have to wait for them.
 """
 
 from __future__ import annotations
@@ -45,18 +46,27 @@ _HOOKS = {
     "validate": ("on_validation_batch_start", "on_validation_batch_end", *_TRANSFER),
     "test": ("on_test_batch_start", "on_test_batch_end", *_TRANSFER),
     "predict": ("on_predict_batch_start", "on_predict_batch_end", *_TRANSFER),
+    # between backward and the optimizer's step: gradients are there, and could be written
+    "gradients": ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"),
+    # around the optimizer's step
+    "optimizer": ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad", "lr_scheduler_step"),
 }  # fmt: skip
 
 
 def is_quiet(trainer: Any, phase: str) -> bool:
     """Whether no hook between two steps of a phase (``backward``: between forward and backward) can write weights."""
+    return not hooks_of_users(trainer, phase)
+
+
+def hooks_of_users(trainer: Any, phase: str) -> list[str]:
+    """The hooks that run at a certain point, by name: ``EMA.on_train_batch_end``."""
     owners: list[tuple[object, type]] = [(trainer.lightning_module, pl.LightningModule)]
     if trainer.datamodule is not None:
         owners.append((trainer.datamodule, pl.LightningDataModule))
     owners += [(each, Callback) for each in trainer.callbacks if type(each) not in WRITE_NO_WEIGHTS]
-    return not any(
-        is_overridden(hook, owner, parent=parent)
+    return [
+        f"{type(owner).__name__}.{hook}"
         for owner, parent in owners
         for hook in _HOOKS[phase]
-        if hasattr(parent, hook)
-    )
+        if hasattr(parent, hook) and is_overridden(hook, owner, parent=parent)
+    ]

@@ -95,6 +95,7 @@ class Slots:
         """Bytes of all slots that exist now, extra ones included."""
         self.all: list[Slot] = []
         self._at: dict[int, Slot] = {}
+        self._last: dict[int, Any] = {}  # event of the last transfer of each layer
         self.by_address: dict[int, Slot] = {}
         """Every slot that has memory, by the address where it begins."""
         self._planned = [[self._make(index) for _ in range(ring.slots)] for index, ring in enumerate(plan.rings)]
@@ -159,8 +160,9 @@ class Slots:
             self.fetched_layers += 1
             self.fetched_bytes += source.nbytes
         filled = self._device.record(Stream.UPLOAD)
-        for _, slot in pairs:
+        for layer, slot in pairs:
             slot.filled = filled
+            self._last[layer] = filled
         self.transfers += 1
 
     def use(self, layer: int) -> Slot:
@@ -198,10 +200,10 @@ class Slots:
                 self.device_bytes -= slot.memory.nbytes
                 self.by_address.pop(slot.memory.data_ptr(), None)
 
-    def synchronize(self, why: Wait) -> None:
-        """The host waits until no transfer reads its weights any more."""
-        for slot in self.all:
-            self._device.synchronize(slot.filled, why)
+    def synchronize(self, why: Wait, layer: int | None = None) -> None:
+        """The host waits until no transfer reads its weights any more: those of all layers, or of one."""
+        for event in [slot.filled for slot in self.all] if layer is None else [self._last.get(layer)]:
+            self._device.synchronize(event, why)
 
     def close(self) -> None:
         """Free all slots."""

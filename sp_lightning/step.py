@@ -64,7 +64,10 @@ class FusedStep:
         self._fused.clear()
 
     def _look(self) -> None:
-        groups = self._optimizer.param_groups
+        with torch._C.DisableTorchFunctionSubclass():  # updates may be under way, and need not be waited for
+            self._look_at(self._optimizer.param_groups)
+
+    def _look_at(self, groups: list[dict[str, Any]]) -> None:
         self._fused = [group for group in self._fused if group["fused"] is True]  # otherwise the user has chosen since
         for group in groups:
             ours = any(group is each for each in self._fused)
@@ -85,12 +88,13 @@ _FUSED_ON_CPU = {torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch
 
 
 def _can_be_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    with_gradient = [p for p in group["params"] if p.grad is not None]
+    with_gradient = [(p, gradient) for p in group["params"] if (gradient := p.grad) is not None]
     # torch's fused SGD fails where some parameters have a momentum buffer and others get their first gradient.
-    buffers = [optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in with_gradient]
+    state = vars(optimizer).get("state", {})  # it is not there while updates are under way
+    buffers = [state.get(p, {}).get("momentum_buffer") is not None for p, _ in with_gradient]
     return (
         not any(group.get(other) for other in ("foreach", "differentiable", "capturable"))
         and all(p.is_floating_point() and p.device.type == "cpu" for p in group["params"])
-        and all(p.grad.layout is torch.strided for p in with_gradient)
+        and all(gradient.layout is torch.strided for _, gradient in with_gradient)
         and (not group.get("momentum") or all(buffers) or not any(buffers))
     )

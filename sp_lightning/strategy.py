@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -14,6 +14,8 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch.plugins.precision import (
     BitsandbytesPrecision,
+    DoublePrecision,
+    HalfPrecision,
     MixedPrecision,
     Precision,
     TransformerEnginePrecision,
@@ -21,14 +23,16 @@ from lightning.pytorch.plugins.precision import (
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.callback import SuperpipelineCallback
 from sp_lightning.device import Device, device_for
 from sp_lightning.layers import Found, LayerChoice, find_layers
+from sp_lightning.overlap import LayeredStep
 from sp_lightning.plan import Plan, human_bytes, make_plan
-from sp_lightning.quiet import is_quiet
+from sp_lightning.quiet import hooks_of_users, is_quiet
 from sp_lightning.step import FusedStep, HostGradScaler
 from sp_lightning.streamer import Stats, Streamer
 
@@ -49,6 +53,10 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         resident: names or glob patterns of modules or parameters that stay on the device.
         pin_memory: page-lock host memory, without which copies are synchronous.
         fused_optimizer: run torch's optimizers fused (``fused=True``) where they can be; other last bits, much faster.
+        optimizer_overlap: when the host updates weights: ``"off"``, in the optimizer's step; ``"forward"``, layer by
+            layer in the background, under the next forward; ``"backward"``, each layer as soon as its gradients are
+            complete, which are then freed (``p.grad`` is None after the step); ``"auto"``, ``"forward"`` on an
+            accelerator where no user code would have to wait for it, else ``"off"``. Results are the same.
         callback: attach a :class:`~sp_lightning.SuperpipelineCallback` if the trainer has none.
         device, accelerator, checkpoint_io, precision_plugin: as in Lightning's ``SingleDeviceStrategy``; the device
             is the trainer's unless it is given.
@@ -70,6 +78,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         resident: str | Sequence[str] = (),
         pin_memory: bool = True,
         fused_optimizer: bool = True,
+        optimizer_overlap: Literal["auto", "off", "forward", "backward"] = "auto",
         callback: bool = True,
         device: str | int | torch.device | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
@@ -84,6 +93,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._resident = _checked_patterns("resident", resident)
         self._pin_memory = _checked_switch("pin_memory", pin_memory)
         self._fused_optimizer = _checked_switch("fused_optimizer", fused_optimizer)
+        self._optimizer_overlap = _checked_overlap(optimizer_overlap)
         self._callback = _checked_switch("callback", callback)
         self._device_given = device is not None
         self._streamer: Streamer | None = None
@@ -91,6 +101,9 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._last_stats: Stats | None = None
         self._hooks: list[RemovableHandle] = []
         self._fused: dict[torch.optim.Optimizer, FusedStep] = {}
+        self._layered: dict[torch.optim.Optimizer, LayeredStep] = {}
+        self._deferring: torch.optim.Optimizer | None = None
+        self._torn: str | None = None
         self._quiet: dict[str, bool] = {}
         self._last_phase = ""
         super().__init__(
@@ -199,6 +212,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         """Absorb the parameters into the host store; only what is no parameter goes to the device."""
         assert self.lightning_module is not None
         self._close_streamer()
+        self._torn = None
         self._build()
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_update),
@@ -222,8 +236,9 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             optimizer.load_state_dict(state)
 
     def teardown(self) -> None:
-        self._unfuse()
         self._close_streamer()
+        self._layered.clear()
+        self._unfuse()
         if self.lightning_module is not None and any(p.is_meta for p in self.lightning_module.parameters()):
             self._lightning_module = None  # set-up refused it; the base class would fail to move it to the CPU
         super().teardown()
@@ -273,6 +288,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             self._streamer.announce_backward(closure_loss, quiet=self._is_quiet("backward"))
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        layered = self._layered.get(optimizer)
+
         def closed() -> Any:
             result = closure()
             if self._streamer is not None:
@@ -281,7 +298,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
                 self._fused[optimizer].switch_on()  # gradients are there now, and may be sparse
             return result
 
-        with self._whole_after_failure():
+        with self._whole_after_failure(), nullcontext() if layered is None else self._deferred(optimizer, layered):
             return super().optimizer_step(optimizer, closed, *args, **kwargs)
 
     def on_exception(self, exception: BaseException) -> None:
@@ -289,10 +306,16 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         super().on_exception(exception)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._refuse_torn()
         if self._streamer is None:
             return super().lightning_module_state_dict()
         with self._streamer.reading():  # a checkpoint holds the host's parameters, whenever it is taken
             return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        self._finish_updates()
+        self._refuse_torn()
+        return super().optimizer_state(optimizer)
 
     def expect_next_batch(self) -> None:
         """The batch is over: where nothing writes weights before the next one, its first layers may come now."""
@@ -323,8 +346,13 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     def on_train_start(self) -> None:
         self._loop_starts()
+        self._arrange_overlap()
+
+    def on_train_end(self) -> None:
+        self._finish_updates()
 
     def on_validation_start(self) -> None:
+        self._finish_updates()
         self._loop_starts()
 
     def on_test_start(self) -> None:
@@ -352,6 +380,128 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         except Exception:
             log.exception("Superpipeline could not put the host's parameters back after the error that follows.")
 
+    # ------------------------------------------------------------------ updates in the background
+
+    def _arrange_overlap(self) -> None:
+        """Decide how the optimizers' steps run; callbacks and optimizers are what they are for this fit now."""
+        mode, why = self._optimizer_overlap, ""
+        self._layered.clear()
+        if mode in ("forward", "backward"):
+            why = self._against_overlap() or (self._against_early_updates() if mode == "backward" else "")
+            if why:
+                raise ValueError(
+                    f'optimizer_overlap="{mode}" cannot be: {why}. Use SuperpipelineStrategy(optimizer_overlap="auto"), which '
+                    "overlaps where it can."
+                )
+        elif mode == "auto":
+            why = self._against_overlap() or self._against_automatic_overlap()
+            mode = "off" if why else "forward"
+        if mode == "off":
+            if why and not self._computes_on_host:
+                log.info("Superpipeline: the optimizer's steps do not run in the background: %s.", why)
+            return
+        log.info('Superpipeline: layers are updated in the background (optimizer_overlap="%s").', mode)
+        self._layered = {each: self._take_apart(each, early=mode == "backward") for each in self.optimizers}
+
+    def _take_apart(self, optimizer: torch.optim.Optimizer, *, early: bool) -> LayeredStep:
+        assert self._streamer is not None
+        assert self.lightning_module is not None
+        untouched = not hooks_of_users(self.lightning_module.trainer, "gradients") and not self._parameter_hooks()
+        return LayeredStep(optimizer, self._streamer, early=early, measure=untouched and self._scaler() is None)
+
+    def _against_overlap(self) -> str:
+        """Why no step can be taken apart, if so."""
+        if not self.optimizers:
+            return "there is no optimizer"
+        for optimizer in self.optimizers:
+            if not FusedStep.suits(optimizer) or not all(group.get("fused") for group in optimizer.param_groups):
+                return f"{type(optimizer).__name__} does not run fused, and only fused steps give the same bits layer by layer"
+        return ""
+
+    def _against_early_updates(self) -> str:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        hooks = hooks_of_users(trainer, "gradients")
+        if not self.lightning_module.automatic_optimization:
+            return "optimization is manual"
+        if trainer.gradient_clip_val:
+            return f"gradients are clipped (gradient_clip_val={trainer.gradient_clip_val}), for which all must be there"
+        if self._scaler() is not None:
+            return "the gradient scaler of 16-mixed must see all gradients before any update"
+        return f"{hooks[0]} sees gradients after backward, and they are gone by then" if hooks else ""
+
+    def _against_automatic_overlap(self) -> str:
+        """User code that would wait for the updates, or something else that makes overlap no gain."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if self._computes_on_host:
+            return "the model runs on the CPU too"
+        if not self.lightning_module.automatic_optimization:
+            return "optimization is manual"
+        if type(self.precision_plugin) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
+            return f"{type(self.precision_plugin).__name__} is not among the precision plugins that were tried"
+        hooks = [hook for phase in ("train", "gradients", "optimizer") for hook in hooks_of_users(trainer, phase)]
+        if hooks:
+            return f"{hooks[0]} may look at weights or gradients"
+        if self._parameter_hooks():
+            return "parameters have hooks"
+        return "the optimizer has step hooks" if self._step_hooks() else ""
+
+    def _parameter_hooks(self) -> bool:
+        assert self.lightning_module is not None
+        return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.lightning_module.parameters())
+
+    def _step_hooks(self) -> bool:
+        ours = len(self._hooks)
+        everybodys = len(torch_optimizer._global_optimizer_pre_hooks) + len(
+            torch_optimizer._global_optimizer_post_hooks
+        )
+        return everybodys > ours or any(
+            len(each._optimizer_step_pre_hooks) > (each in self._fused) or each._optimizer_step_post_hooks
+            for each in self.optimizers
+        )
+
+    @property
+    def _computes_on_host(self) -> bool:
+        return self.root_device.type == "cpu"
+
+    def _scaler(self) -> Any:
+        return getattr(self.precision_plugin, "scaler", None)
+
+    @contextmanager
+    def _deferred(self, optimizer: torch.optim.Optimizer, layered: LayeredStep) -> Generator[None, None, None]:
+        """While this is active the optimizer's step, and the clipping before it, are submitted to the background."""
+        assert self.lightning_module is not None
+        plugin: Any = self.precision_plugin
+        theirs = (type(plugin).clip_grad_by_norm, type(plugin).clip_grad_by_value)
+        fold = theirs == (Precision.clip_grad_by_norm, Precision.clip_grad_by_value) and is_quiet(
+            self.lightning_module.trainer, "gradients"
+        )
+        self._deferring = optimizer
+        if fold:
+            plugin.clip_grad_by_norm, plugin.clip_grad_by_value = layered.clip_by_norm, layered.clip_by_value
+        try:
+            with layered.deferring():
+                yield
+        finally:
+            self._deferring = None
+            if fold:
+                del plugin.clip_grad_by_norm, plugin.clip_grad_by_value
+        for each in self._lightning_optimizers:
+            vars(each).pop("state", None)  # its copy of the attribute would not wait
+
+    def _finish_updates(self) -> None:
+        if self._streamer is not None:
+            with self._whole_after_failure():
+                self._streamer.updates.finish()
+
+    def _refuse_torn(self) -> None:
+        torn = self._torn if self._streamer is None else self._streamer.updates.torn
+        if torn is not None:
+            raise RuntimeError(
+                f"These weights are not those of any whole step and are not saved: {torn}. Go on from the last checkpoint."
+            )
+
     # ------------------------------------------------------------------ the engine
 
     def _current(self) -> Streamer:
@@ -359,10 +509,13 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         assert self._streamer is not None
         if self._streamer.changed():
             log.info("Superpipeline: parameters or modules have been exchanged; the layers are absorbed again.")
+            self._finish_updates()
             streamer, self._streamer = self._streamer, None  # if building fails there is none
             streamer.close()
             self._build()
             assert self._streamer is not None
+            if self._layered:
+                self._arrange_overlap()
         if self._streamer.thawed():
             self._plan = self._streamer.plan = make_plan(self._streamer.found, k=self._k, k_prime=self._k_prime)
         return self._streamer
@@ -386,12 +539,13 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._quiet.clear()
         if self._streamer is not None:
             self._last_stats = self._streamer.stats()
+            self._torn = self._streamer.updates.torn
             self._streamer.close()
             self._streamer = None
 
-    def _before_update(self, *_: Any) -> None:
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._streamer is not None:
-            self._streamer.before_update()
+            self._streamer.before_update(deferred=optimizer is self._deferring)
 
     def _unfuse(self) -> None:
         for fused in self._fused.values():
@@ -426,6 +580,13 @@ def _checked_switch(option: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{option} must be True or False, found {value!r}.")
     return value
+
+
+def _checked_overlap(mode: Any) -> str:
+    modes = ("auto", "off", "forward", "backward")
+    if mode not in modes:
+        raise ValueError(f"optimizer_overlap must be one of {modes}, found {mode!r}.")
+    return str(mode)
 
 
 def _checked_layers(layers: Any) -> LayerChoice:

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from sp_lightning.device import Device, Stream, Wait
 from sp_lightning.gates import attach_gates
 from sp_lightning.gradients import Gradients
-from sp_lightning.host import HostBlock
+from sp_lightning.host import HostBlock, Staging
 from sp_lightning.layers import Found
 from sp_lightning.memory import Loan, normal_mode, view
 from sp_lightning.packing import Packing, packs
@@ -45,6 +45,7 @@ from sp_lightning.places import Places
 from sp_lightning.plan import Plan
 from sp_lightning.prefetch import Prefetch
 from sp_lightning.slots import Slot, Slots
+from sp_lightning.updates import Updates
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Stats:
         peak_device_bytes: most device memory that weights and gradients took.
         stall_seconds: seconds that compute waited for fetches.
         drain_stall_seconds: seconds that compute waited for gradients to leave.
+        update_stall_seconds: seconds that the host waited for updates in the background.
     """
 
     fetched_layers: int
@@ -71,6 +73,7 @@ class Stats:
     peak_device_bytes: int
     stall_seconds: float
     drain_stall_seconds: float
+    update_stall_seconds: float
 
 
 class _BackwardEnd:
@@ -105,16 +108,23 @@ class Streamer:
         self.plan = plan
         self._module = module
         self.found = found
-        self._device = device
+        self.device = self._device = device
         self._lock = threading.RLock()  # backward's hooks run on autograd's threads; never held across user code
+        staging = Staging(device, pin=pin)
         self._blocks = [
-            HostBlock(layer, planned, device, pin=pin)
+            HostBlock(layer, planned, device, staging, pin=pin)
             for layer, planned in zip((*found.layers, found.residents), (*plan.layers, plan.residents), strict=True)
         ]
         if pin:
             _warn_unpinned(self._blocks)
         self._slots = Slots(plan, self._blocks, device)
-        self._gradients = Gradients(self._blocks, device, in_flight=plan.k_prime + 1, pin=pin)
+        self._gradients = Gradients(
+            self._blocks, device, staging, in_flight=plan.k_prime + 1, complete=self._layer_complete
+        )
+        self.updates = Updates(self._blocks, device)
+        self.on_complete: Callable[[int], None] | None = None
+        """Called in backward with each layer whose gradients are all in ``param.grad`` and will not change any more."""
+        self._layer_of = {id(p): layer for layer, block in enumerate(self._blocks) for p in block.parameters}
         self._parameters = [
             DeviceParameters(
                 index,
@@ -136,7 +146,7 @@ class Streamer:
         self._packing = Packing(self._parameters, self._slots.by_address, self._reach)
         self._gates = attach_gates(self, found.visits)
         # the batch: which trace, which phase was expected, whether modules hold device parameters
-        self._prefetch = Prefetch(plan, self._slots)
+        self._prefetch = Prefetch(plan, self._slots, self.updates.ready)
         self._expected: str | None = None
         self._in_step = False
         self._training = False
@@ -150,6 +160,7 @@ class Streamer:
         # the backward: open graph tasks, outermost first, and whether gradients are accumulated
         self._closed = False
         self._tasks: list[int] = []
+        self._nested = False
         self._accumulates = False
         self._demand_fetches = 0
         self._peak = 0
@@ -194,6 +205,7 @@ class Streamer:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Around code that reads the module from outside, in the middle of a step, too: it finds the host's parameters."""
+        self.updates.finish()
         with self._lock:
             active = self._places.on_device
             self._take_back_writes()
@@ -219,6 +231,7 @@ class Streamer:
         with self._lock:
             if self._closed:
                 return
+            self.updates.join()
             self._depth = 0
             self._pop_hooks(all_calls=True)
             self.abandon_backward()
@@ -228,7 +241,7 @@ class Streamer:
     def abandon_backward(self) -> None:
         """A backward that failed leaves no gradients behind on their way."""
         self._tasks.clear()
-        self._accumulates = False
+        self._nested = self._accumulates = False
         self._gradients.drop()
 
     def saving(self) -> AbstractContextManager[None]:
@@ -251,8 +264,14 @@ class Streamer:
             if self._in_step and self._ends_with_backward and not self._tasks:
                 self.end()
 
-    def before_update(self) -> None:
-        """Host weights are about to be written: nothing may read them meanwhile."""
+    def before_update(self, *, deferred: bool) -> None:
+        """An optimizer's step begins; nothing may read host weights while it writes them.
+
+        Args:
+            deferred: whether it only submits updates, and runs the next forward before that.
+        """
+        if not deferred:
+            self.updates.finish()
         with self._lock:
             self._take_back_writes()
             self._synchronize_uploads()
@@ -266,6 +285,28 @@ class Streamer:
             self._expected = None
             if self._in_step and self._manual:
                 self._activate()  # the step goes on after the optimizer's
+
+    def layer_of(self, parameter: nn.Parameter) -> int | None:
+        """The layer of a host parameter; None if it is none of the module's."""
+        return self._layer_of.get(id(parameter))
+
+    def parameters_of(self, layer: int) -> Sequence[nn.Parameter]:
+        """The host parameters of a layer."""
+        return self._blocks[layer].parameters
+
+    def update_order(self) -> Iterator[int]:
+        """Residents, then the layers as the next forward needs them."""
+        return iter(dict.fromkeys((self._residents, *self._prefetch.order("train"), *range(self._residents))))
+
+    def before_early_update(self, layer: int) -> None:
+        """A layer is about to be updated in the middle of backward; a fetch of it that nobody used may be under way."""
+        self._slots.synchronize(Wait.UPDATE_AFTER_FETCH, layer)
+
+    def release_gradients(self, layer: int) -> None:
+        """A layer is updated and nobody needs its gradients any more."""
+        for parameter in self._blocks[layer].parameters:
+            parameter.grad = None
+        self._blocks[layer].release_gradients()
 
     def changed(self) -> bool:
         """Whether modules or parameters were exchanged behind our back, or changed their dtype or shape."""
@@ -292,6 +333,7 @@ class Streamer:
             peak_device_bytes=self._peak,
             stall_seconds=self._device.stall_seconds(Wait.USE_AFTER_FETCH, Wait.USE_AFTER_RESIDENTS),
             drain_stall_seconds=self._device.stall_seconds(Wait.REUSE_AFTER_DRAIN),
+            update_stall_seconds=self._device.stall_seconds(Wait.FETCH_AFTER_UPDATE, Wait.READ_AFTER_UPDATE),
         )
 
     def close(self) -> None:
@@ -308,6 +350,7 @@ class Streamer:
             self._places.close()
             for block in self._blocks:
                 block.unpin()
+            self._device.close()
 
     # ------------------------------------------------------------------ doors: module calls
 
@@ -413,10 +456,27 @@ class Streamer:
             return
         self._join_backward()
         self._accumulates = True
+        if self._updated_early(layer):
+            raise RuntimeError(self._needed_again(layer, "another gradient arrived for it"))
         complete = self._gradients.arrived(layer, index, gradient)
         self._note_peak()
         if complete:
             self._gradients.drain(layer)
+
+    def _layer_complete(self, layer: int) -> None:
+        # Where backwards are nested (a reentrant checkpoint's), several may give one layer gradients.
+        if self.on_complete is not None and not self._nested:
+            self.on_complete(layer)
+
+    def _updated_early(self, layer: int) -> bool:
+        """Whether this backward has begun to update the layer (``optimizer_overlap="backward"``)."""
+        return self.updates.torn is not None and self.updates.under_way(layer)
+
+    def _needed_again(self, layer: int, why: str) -> str:
+        return (
+            f'optimizer_overlap="backward" had updated layer {self._blocks[layer].planned.name!r} when, in the same backward, '
+            f'{why}: some weights are those of the next step now. Use SuperpipelineStrategy(optimizer_overlap="forward").'
+        )
 
     def _backward_begins(self, quiet: bool, gradient: Tensor) -> None:
         self._accumulates = True
@@ -439,6 +499,7 @@ class Streamer:
                     "Call it before trainer.fit (validate, test, predict) returns."
                 )
             self._tasks.append(task)
+            self._nested = self._nested or len(self._tasks) > 1
         end = _BackwardEnd(self._backward_ends, task)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
@@ -460,6 +521,7 @@ class Streamer:
         with self._lock:
             self._synchronize_uploads()
             accumulated, self._accumulates = self._accumulates, False
+            self._nested = False
             if not self._in_step or (accumulated and self._ends_with_backward):
                 self.end()
             elif accumulated and self._manual:
@@ -475,8 +537,14 @@ class Streamer:
         if layer in self._used:
             return self._used[layer]
         self._prefetch.trace.visit(layer)
-        if layer in self._slots and self._parameters[layer].stale:
+        early = self._updated_early(layer)
+        if layer in self._slots and not early and self._parameters[layer].stale:
             self._slots.forget([layer])
+        if early and layer not in self._slots:
+            raise RuntimeError(self._needed_again(layer, "its weights were needed again"))
+        if not early and not self.updates.ready(layer):
+            self.updates.wait(layer, Wait.FETCH_AFTER_UPDATE)
+            self._fetch_ahead()
         if layer not in self._slots:
             self._demand_fetches += 1
             self._fetch([(layer, self._slots.find(layer, self._prefetch.trace.next_use))])
@@ -544,6 +612,7 @@ class Streamer:
     def _fetch(self, pairs: Sequence[tuple[int, Slot]]) -> None:
         self._write_back_late(slot for _, slot in pairs)
         for layer, _ in pairs:
+            self.updates.wait(layer, Wait.FETCH_AFTER_UPDATE)
             self._blocks[layer].adopt()
         self._slots.fetch(pairs)
         for layer, _ in pairs:
@@ -575,6 +644,7 @@ class Streamer:
 
     def _refresh_residents(self) -> None:
         residents = self._parameters[self._residents]
+        self.updates.wait(self._residents, Wait.FETCH_AFTER_UPDATE)
         if not residents.hosts or (self._resident_current and not residents.stale):
             return
         if not residents.stale:
@@ -599,8 +669,11 @@ class Streamer:
         """The host waits until no transfer reads its weights any more."""
         self._slots.synchronize(Wait.UPDATE_AFTER_FETCH)
         self._device.synchronize(self._residents_sent, Wait.UPDATE_AFTER_RESIDENTS)
-        for block in self._blocks:
-            self._device.access(block.weights, None, write=True)  # by whatever comes now: optimizer, hooks, callbacks
+        for layer, block in enumerate(self._blocks):
+            if not self.updates.under_way(layer):
+                self._device.access(
+                    block.weights, None, write=True
+                )  # by whatever comes now: optimizer, hooks, callbacks
 
     def _take_back_writes(self) -> None:
         """Every weight that was written on the device is the host's now."""

@@ -43,6 +43,10 @@ class Trace:
         self._recorded = []
         self._at = 0
 
+    def order(self) -> list[int]:
+        """The batch's order as far as it is known: of the running one, or else of the one before."""
+        return self._recorded or self._expected
+
     def visit(self, layer: int) -> None:
         """A layer is used now."""
         self._recorded.append(layer)

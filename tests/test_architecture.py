@@ -15,7 +15,7 @@ PACKAGE = Path(sp_lightning.__file__).parent
 # One layer's way, downwards: a file may import from those before it only.
 ORDER = (
     "_version", "memory", "layers", "plan", "trace", "device", "host", "parameters", "places", "gates", "slots", "packing",
-    "prefetch", "gradients", "streamer", "step", "quiet", "callback", "strategy", "__init__",
+    "prefetch", "gradients", "updates", "streamer", "step", "overlap", "quiet", "callback", "strategy", "__init__",
 )  # fmt: skip
 MAY_IMPORT_LIGHTNING = {"quiet", "callback", "strategy", "__init__"}
 
@@ -76,6 +76,7 @@ def test_the_options_are_frozen() -> None:
         "resident": (),
         "pin_memory": True,
         "fused_optimizer": True,
+        "optimizer_overlap": "auto",
         "callback": True,
         "device": None,
         "accelerator": None,

@@ -11,6 +11,8 @@ whose omission nothing notices is not needed, and goes: two went that way.
 | RESIDENTS_AFTER_USE, USE_AFTER_RESIDENTS | training, with residents |
 | UPDATE_AFTER_RESIDENTS | an optimizer step before any forward, in manual optimization |
 | WRITE_BACK_AFTER_USE | weights written in place on the device |
+| FETCH_AFTER_UPDATE | updates in the background |
+| READ_AFTER_UPDATE | updates in the background, and a callback that looks at weights |
 | DROP_AFTER_DRAIN | a hook that raises while gradients are applied |
 """
 
@@ -22,12 +24,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
+from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device import Wait
 from tests.support.models import CASES, Module, Stack, vectors
-from tests.support.runs import Outcome, assert_same, fit, superpipeline
+from tests.support.runs import Outcome, assert_same, fit, fused, superpipeline
 from tests.support.simdevice import Mixed, Race, simulated
 
 
@@ -90,6 +94,24 @@ def raises_while_applying(strategy: Any) -> Outcome:
     return fit(RaisesWhileApplying, vectors(), strategy)
 
 
+class Looks(Callback):
+    """Reads a weight after each step."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.net.head.weight.sum()
+
+
+def in_the_background(strategy: Any, **options: Any) -> Outcome:
+    if isinstance(strategy, SuperpipelineStrategy):
+        strategy._optimizer_overlap, strategy._fused_optimizer = "forward", True
+    make = fused(lambda: Module(Stack()))
+    return fit(make, vectors(), strategy, gradient_clip_val=0.05, gradients=False, **options)
+
+
+def looked_at(strategy: Any) -> Outcome:
+    return in_the_background(strategy, callbacks=[Looks()])
+
+
 SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {
     Wait.FETCH_AFTER_USE: training,
     Wait.USE_AFTER_FETCH: training,
@@ -102,6 +124,8 @@ SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {
     Wait.DROP_AFTER_DRAIN: raises_while_applying,
     Wait.UPDATE_AFTER_FETCH: training,
     Wait.UPDATE_AFTER_RESIDENTS: steps_first,
+    Wait.FETCH_AFTER_UPDATE: in_the_background,
+    Wait.READ_AFTER_UPDATE: looked_at,
     Wait.CLOSE_AFTER_FETCH: training,
 }
 

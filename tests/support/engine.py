@@ -40,7 +40,7 @@ def step(streamer: Streamer, run: Callable[[], Any], *, training: bool = True) -
 
 def update(streamer: Streamer, optimizer: torch.optim.Optimizer) -> None:
     """An optimizer's step, as the strategy's hooks on it do."""
-    streamer.before_update()
+    streamer.before_update(deferred=False)
     optimizer.step()
     streamer.forget()
 
@@ -75,7 +75,7 @@ def events() -> Iterator[list[str]]:
         drain(self, layer)
 
     def note_apply(self: Gradients, landed: Any) -> None:
-        layer = self._blocks.index(landed.block)
+        layer = landed.layer
         happened.append(f"apply {residents if layer == self._residents else layer}")
         apply(self, landed)
 

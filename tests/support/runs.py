@@ -18,10 +18,11 @@ from torch.utils.data import DataLoader
 from sp_lightning import SuperpipelineStrategy
 
 Batches = Sequence[Any]
+Make = Callable[[], pl.LightningModule]
 
 
-class Recorder(Callback):
-    """Notes losses and, in the order in which they come, all gradients as ``on_after_backward`` finds them."""
+class LossRecorder(Callback):
+    """Notes losses."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
@@ -31,6 +32,10 @@ class Recorder(Callback):
         loss = outputs["loss"] if isinstance(outputs, dict) and "loss" in outputs else outputs
         if isinstance(loss, Tensor):
             self.losses.append(loss.detach().clone())
+
+
+class Recorder(LossRecorder):
+    """Notes all gradients, too, in the order in which they come, as ``on_after_backward`` finds them."""
 
     def on_after_backward(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         self.gradients.append(
@@ -81,17 +86,18 @@ def trainer_for(strategy: Strategy | str, **options: Any) -> pl.Trainer:
 
 
 def fit(
-    make: Callable[[], pl.LightningModule],
+    make: Make,
     batches: Batches,
     strategy: Strategy | str = "auto",
     val: Batches | None = None,
     ckpt_path: Path | None = None,
+    gradients: bool = True,
     **options: Any,
 ) -> Outcome:
-    """Seed, make the module, train it."""
+    """Seed, make the module, train it; without ``gradients`` no hook looks at them."""
     pl.seed_everything(7, verbose=False)
     module = make()
-    recorder = Recorder()
+    recorder = Recorder() if gradients else LossRecorder()
     callbacks = [*options.pop("callbacks", []), recorder]
     trainer = trainer_for(strategy, callbacks=callbacks, **options)
     batches = copy.deepcopy(batches)
@@ -144,3 +150,25 @@ def assert_equal(ours: Any, plain: Any, where: str) -> None:
 def superpipeline(**options: Any) -> SuperpipelineStrategy:
     """The strategy under test; the optimizer is left as it is, because plain Lightning leaves it."""
     return SuperpipelineStrategy(**{"fused_optimizer": False, **options})
+
+
+def fused(make: Make) -> Make:
+    """The module with its optimizers as ours run them: fused, in the groups that leave it open."""
+
+    def made() -> pl.LightningModule:
+        module = make()
+        configure = module.configure_optimizers
+
+        def configured() -> Any:
+            found = configure()
+            for optimizer in (
+                found if isinstance(found, list) else [found["optimizer"] if isinstance(found, dict) else found]
+            ):
+                for group in optimizer.param_groups:
+                    group["fused"] = True
+            return found
+
+        module.configure_optimizers = configured  # type: ignore[method-assign]
+        return module
+
+    return made

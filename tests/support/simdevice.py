@@ -3,8 +3,9 @@
 What a synchronous CPU hides shows here, every time and not only when a race is lost:
 
 - **Lazy streams.** A copy runs only when somebody waits for it, as late as allowed; until then its target is poison.
-- **Vector clocks.** Host, compute, upload and download are agents. An agent's clock says what it knows of the others:
-  issuing work orders a stream after the host, a wait orders it after the event. Each access to memory must be ordered
+- **Lazy updates.** What is to be done in the background is done when somebody waits for it, as late as allowed.
+- **Vector clocks.** Host, background, compute, upload and download are agents. An agent's clock says what it knows of
+  the others: issuing work orders a stream after the host, a wait orders it after the event. Each access to memory must be ordered
   after the conflicting ones before it; otherwise :class:`Race` names both and the missing edge. Compute runs eagerly
   here, so that late copies alone would miss every wait *of* a copy stream; the clocks do not.
 - **Watch.** A dispatch mode that sees every operator: what touches a slot is an access by compute, what touches the
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,6 +95,8 @@ class SimDevice(Device):
         self._regions: list[Region] = []
         self._queues: dict[Stream, deque[tuple[int, Callable[[], None]]]] = {s: deque() for s in Stream}
         self._issued = dict.fromkeys(Stream, 0)
+        self._later: deque[tuple[Future[None], Callable[[], None], Clock]] = deque()
+        self._done: dict[Future[None], Clock] = {}
 
     # ------------------------------------------------------------------ the seam
 
@@ -144,9 +148,26 @@ class SimDevice(Device):
 
     def access(self, memory: Tensor, by: Stream | None, *, write: bool) -> None:
         agent: Agent = HOST if by is None else by
-        if by is not None:
+        if by is not None and by is not Stream.UPDATE:
             self._issue(by)
         self._check(memory, agent, write=write, what="written" if write else "read")
+
+    def later(self, work: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+        self._later.append((future, work, dict(self.clocks[HOST])))
+        return future
+
+    def finish(self, work: Future[None], why: Wait) -> None:
+        self.waits.append(why)
+        while not work.done():
+            future, run, clock = self._later.popleft()
+            self._learn(Stream.UPDATE, clock)
+            with self.engine():
+                run()
+            future.set_result(None)
+            self._done[future] = dict(self.clocks[Stream.UPDATE])
+        if why is not self.omit:
+            self._learn(HOST, self._done[work])
 
     # ------------------------------------------------------------------ streams
 

@@ -1,0 +1,147 @@
+"""Updates of layers in the background, while the next forward or the rest of backward runs.
+
+Nobody sees the difference: until a layer's update is done, its parameters are of a class that waits before anything
+reads or writes them, and a fetch of the layer waits as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.device import Device, Stream, Wait
+from sp_lightning.host import HostBlock
+
+
+class Updates:
+    """The updates under way.
+
+    Args:
+        blocks: of the layers, then of the residents.
+        device: the seam.
+
+    Attributes:
+        torn: why weights are not those of any whole step; None where they are.
+    """
+
+    def __init__(self, blocks: Sequence[HostBlock], device: Device) -> None:
+        self._blocks = blocks
+        self._device = device
+        self._work: dict[int, Future[None]] = {}  # in the order in which it is done
+        self._failure: BaseException | None = None
+        self._afterwards: list[Callable[[], None]] = []
+        self._class_of = cache(self._make_class)
+        self.torn: str | None = None
+
+    def submit(self, layer: int, work: Callable[[], None]) -> None:
+        """Have the background thread update a layer, after those that were submitted before."""
+        block = self._blocks[layer]
+        kinds = [type(parameter) for parameter in block.parameters]
+        for parameter, kind in zip(block.parameters, kinds, strict=True):
+            parameter.__class__ = self._class_of(kind)
+
+        def update() -> None:
+            try:
+                if self._failure is None:
+                    self._device.access(block.weights, Stream.UPDATE, write=True)
+                    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                        work()
+            except BaseException as error:
+                error.add_note(
+                    f"This was raised in the background, by the optimizer's update of layer {block.planned.name!r}."
+                )
+                self._failure = error
+            finally:
+                for parameter, kind in zip(block.parameters, kinds, strict=True):
+                    parameter.__class__ = kind
+
+        self._work.pop(layer, None)  # nobody waited for the last one, which comes before this one all the same
+        self._work[layer] = self._device.later(update)
+
+    def afterwards(self, then: Callable[[], None]) -> None:
+        """Call ``then`` when somebody has waited for all updates, whether they succeeded or not."""
+        self._afterwards.append(then)
+
+    def ready(self, layer: int) -> bool:
+        """Whether a layer can be read without waiting."""
+        return layer not in self._work or self._work[layer].done()
+
+    def under_way(self, layer: int) -> bool:
+        """Whether nobody has waited for a layer's update yet."""
+        return layer in self._work
+
+    def bound(self, most: int) -> None:
+        """Wait until at most so many updates are under way."""
+        for work in list(self._work.values())[:-most]:
+            self._device.finish(work, Wait.READ_AFTER_UPDATE)
+
+    def wait(self, layer: int, why: Wait) -> None:
+        """Wait for one layer's update.
+
+        Raises:
+            BaseException: what an update raised, with its traceback.
+        """
+        work = self._work.pop(layer, None)
+        if work is not None:
+            self._device.finish(work, why)
+        self._raise()
+
+    def finish(self) -> None:
+        """Wait for all updates.
+
+        Raises:
+            BaseException: what an update raised, with its traceback.
+        """
+        self.join()
+        self._raise()
+
+    def join(self) -> None:
+        """As :meth:`finish`, but where another error is under way already."""
+        while self._work:
+            work = self._work.pop(next(iter(self._work)), None)
+            if work is not None:
+                self._device.finish(work, Wait.READ_AFTER_UPDATE)
+        while self._afterwards:
+            self._afterwards.pop()()
+
+    def _raise(self) -> None:
+        if self._failure is not None:
+            self.torn = f"the optimizer's update failed in the background: {self._failure!r}"
+            raise self._failure
+
+    def _make_class(self, theirs: type[nn.Parameter]) -> type[nn.Parameter]:
+        return type(theirs.__name__, (_BeingUpdated, theirs), {"_updates": self, "__module__": theirs.__module__})
+
+
+class _BeingUpdated(nn.Parameter):
+    """A host parameter whose update is under way: whoever computes with it, or reads its gradient, waits first."""
+
+    _updates: Updates
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _UNCHANGED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        for kind in types:
+            if issubclass(kind, _BeingUpdated):
+                kind._updates.finish()  # they are ordinary parameters now
+        return func(*args, **(kwargs or {}))
+
+
+_UNCHANGED = frozenset(
+    [
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "requires_grad")
+        ),
+        *(getattr(Tensor, name) for name in ("size", "stride", "dim", "numel", "element_size", "is_floating_point")),
+    ]
+)

@@ -1,0 +1,549 @@
+"""Updates in the background: bitwise what the whole step gives, seen by nobody, and refused where that cannot be."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+
+from sp_lightning import SuperpipelineStrategy, overlap
+from sp_lightning.device import Device
+from sp_lightning.overlap import LayeredStep
+from sp_lightning.slots import Slots
+from sp_lightning.streamer import Streamer
+from sp_lightning.updates import Updates
+from tests.support.models import CASES, Module, Stack, vectors
+from tests.support.runs import Make, Outcome, assert_equal, assert_same, fit, fused, loader, trainer_for
+from tests.support.simdevice import simulated
+
+OVERLAP = ("forward", "backward")
+_plain: dict[Any, Outcome] = {}
+
+
+def run(name: str, strategy: Any, **options: Any) -> Outcome:
+    case = CASES[name]
+    if options.get("precision") == "16-mixed":
+        options.pop("precision")
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+        options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
+    convert = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(options.get("precision", ""))
+
+    def make() -> pl.LightningModule:
+        module = case.make() if name == "sparse-embedding" else fused(case.make)()  # fused takes no sparse gradients
+        return module if convert is None else module.to(convert)
+
+    batches = case.batches()
+    val = None if any(getattr(batch, "requires_grad", False) for batch in batches) else case.batches()[:2]
+    return fit(make, batches, strategy, val=val, gradients=False, **options)
+
+
+def plain(name: str, **options: Any) -> Outcome:
+    key = (name, *sorted(options.items()))
+    if key not in _plain:
+        _plain[key] = run(name, "auto", **options)
+    return _plain[key]
+
+
+def overlapping(mode: Any, **options: Any) -> SuperpipelineStrategy:
+    return SuperpipelineStrategy(**{"k": 1, "optimizer_overlap": mode, **options})
+
+
+@contextmanager
+def taken_apart() -> Iterator[list[int]]:
+    """The layers that are updated by themselves, in order."""
+    layers: list[int] = []
+    submit = Updates.submit
+
+    def noted(self: Updates, layer: int, work: Callable[[], None]) -> None:
+        layers.append(layer)
+        submit(self, layer, work)
+
+    with mock.patch.object(Updates, "submit", noted):
+        yield layers
+
+
+# ---------------------------------------------------------------------- equality
+
+
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+@pytest.mark.parametrize("mode", OVERLAP)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "lbfgs"])
+def test_updates_in_the_background_are_bitwise_those_of_the_step(name: str, mode: str, device: str) -> None:
+    options: dict[str, Any] = {"max_epochs": 2}
+    if name != "gan":
+        options |= {"accumulate_grad_batches": 2}
+        if mode == "forward" and name != "sparse-embedding":  # torch cannot clip sparse gradients
+            options |= {"gradient_clip_val": 0.05}
+    if mode == "backward" and name in ("gan", "sparse-embedding"):
+        with pytest.raises((ValueError, RuntimeError), match="manual" if name == "gan" else "sparse"):
+            run(name, overlapping(mode), max_epochs=2)
+        return
+    with simulated() if device == "simulated" else nullcontext(), taken_apart() as layers:
+        ours = run(name, overlapping(mode), **options)
+    assert layers or name == "sparse-embedding"
+    assert_same(ours, plain(name, **options))
+
+
+CLIPS: list[dict[str, Any]] = [
+    {},
+    {"gradient_clip_val": 0.05},
+    {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+]
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("clip", CLIPS, ids=str)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("mode", OVERLAP)
+@pytest.mark.parametrize("name", ["llama-dropout", "stack"])
+def test_every_precision_clipping_and_accumulation(
+    name: str, mode: str, precision: str, clip: dict[str, Any], accumulate: int
+) -> None:
+    options = {"precision": precision, "accumulate_grad_batches": accumulate, "max_epochs": 2, **clip}
+    if mode == "backward" and (clip or precision == "16-mixed"):
+        with pytest.raises(ValueError, match='optimizer_overlap="backward" cannot be'):
+            run(name, overlapping(mode), **options)
+        return
+    with taken_apart() as layers:
+        ours = run(name, overlapping(mode), **options)
+    assert layers
+    assert_same(ours, plain(name, **options))
+
+
+# ---------------------------------------------------------------------- what runs where
+
+
+def test_updates_run_under_the_next_forward_and_each_fetch_waits_for_its_own() -> None:
+    """On the simulated device, where updates are done as late as somebody waits for them."""
+    happened: list[str] = []
+    submit, fetch, enter = Updates.submit, Slots.fetch, Streamer.enter
+
+    def note_submit(self: Updates, layer: int, work: Callable[[], None]) -> None:
+        def noted() -> None:
+            happened.append(f"update {layer}")
+            work()
+
+        submit(self, layer, noted)
+
+    def note_fetch(self: Slots, pairs: Any) -> None:
+        happened.extend(f"fetch {layer}" for layer, _ in pairs)
+        fetch(self, pairs)
+
+    def note_enter(self: Streamer, visits: Any) -> None:
+        enter(self, visits)
+        happened.extend(f"forward {layer}" for layer in visits)
+
+    with (
+        simulated(),
+        mock.patch.object(Updates, "submit", note_submit),
+        mock.patch.object(Slots, "fetch", note_fetch),
+        mock.patch.object(Streamer, "enter", note_enter),
+    ):
+        fit(lambda: Module(Stack()), vectors()[:2], overlapping("forward"), gradients=False)
+    first = happened.index("update 0")
+    assert happened[first : first + 9] == [
+        *("update 0", "fetch 0", "forward 0"),
+        *("update 1", "fetch 1", "forward 1"),
+        *("update 2", "fetch 2", "forward 2"),
+    ]
+
+
+def test_early_updates_run_under_backward_and_free_their_gradients() -> None:
+    """At most k' + 1 layers' gradients wait; nothing is left when the step is over."""
+    alive: list[int] = []
+    submit = Updates.submit
+    module = Module(Stack())
+
+    def noted(self: Updates, layer: int, work: Callable[[], None]) -> None:
+        submit(self, layer, work)
+        self.bound(2)
+        alive.append(_gradients_of(module))
+
+    class NothingLeft(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            assert all(p.grad is None for p in pl_module.parameters())
+
+    with mock.patch.object(Updates, "submit", noted):
+        strategy = overlapping("backward")
+        trainer = trainer_for(strategy, callbacks=[NothingLeft()])
+        trainer.fit(module, loader(vectors()))
+    assert len(alive) == 3 * 7
+    assert max(alive) <= 2 * 4  # two blocks of four parameters, where the whole has 24
+
+
+def _gradients_of(module: nn.Module) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        hosts = [getattr(each, "host", each) for each in module.parameters()]
+        return sum(each.grad is not None for each in hosts)
+
+
+def test_the_norms_are_measured_while_backward_goes_on() -> None:
+    measured: list[int] = []
+    measure = LayeredStep._measure_layer
+
+    def noted(self: LayeredStep, layer: int) -> None:
+        measured.append(layer)
+        measure(self, layer)
+
+    def at_once(self: Device, work: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+        work()
+        future.set_result(None)
+        return future
+
+    options = {"gradient_clip_val": 0.05, "max_epochs": 2}
+    known: list[int] = []
+    total = overlap.get_total_norm
+
+    def note_total(norms: list[Tensor]) -> Tensor:
+        known.append(sum(not each.ndim for each in norms))
+        return total(norms)
+
+    with (
+        mock.patch.object(LayeredStep, "_measure_layer", noted),
+        mock.patch.object(overlap, "get_total_norm", note_total),
+        mock.patch.object(Device, "later", at_once),
+    ):
+        ours = run("stack", overlapping("forward"), **options)
+    assert measured[:7] == [6, 5, 4, 3, 2, 1, 0]
+    assert known == [24] * 6  # and none twice
+    assert_same(ours, plain("stack", **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3,), (1000003,), (517, 1031), (8, 16, 33, 31)])
+def test_norms_and_fused_steps_do_not_depend_on_the_threads(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """What lets the background, which leaves one core to Python, give the bits of the whole step."""
+
+    def results(threads: int) -> list[Tensor]:
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        found = []
+        for make in (
+            lambda p: torch.optim.AdamW(p, amsgrad=True, fused=True),
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+            lambda p: torch.optim.Adagrad(p, fused=True),
+        ):
+            memory = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+            parameter = nn.Parameter(torch.randn(shape).to(dtype, memory_format=memory))
+            optimizer = make([parameter])
+            for _ in range(2):
+                parameter.grad = torch.randn(shape).to(dtype, memory_format=memory)
+                found.append(torch.linalg.vector_norm(parameter.grad))
+                optimizer.step()
+            found.append(parameter.detach())
+        return found
+
+    before = torch.get_num_threads()
+    try:
+        one = results(1)
+        for threads in (2, 3, 7):
+            assert_equal(results(threads), one, f"{threads} threads")
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---------------------------------------------------------------------- nobody sees it
+
+
+class Looks(Module):
+    """Looks at everything at once: weights and gradients by old references, state through the optimizer and through Lightning."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.seen: list[Any] = []
+        self.references = [dict(self.named_parameters())["net.head.weight"]]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx:
+            self.look(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def look(self, batch_idx: int) -> None:
+        weight = self.references[0]
+        optimizer: Any = self.optimizers()
+        looks: list[Callable[[], Any]] = [
+            lambda: weight.detach().clone(),
+            lambda: weight.grad.clone(),
+            lambda: weight.data.sum(),
+            lambda: [value["exp_avg"].clone() for value in optimizer.state.values()],
+            lambda: optimizer.optimizer.state_dict()["state"][3]["exp_avg_sq"].clone(),
+            lambda: [p.detach().clone() for p in self.parameters()],
+            lambda: torch._foreach_norm([weight]),
+        ]
+        self.seen.append(looks[batch_idx % len(looks)]())
+        assert type(weight) is nn.Parameter
+
+
+def test_whoever_looks_waits() -> None:
+    batches = vectors() * 3
+    ours = fit(fused(Looks), batches, overlapping("forward"), gradients=False)
+    plain = fit(fused(Looks), batches, gradients=False)
+    assert_same(ours, plain)
+    assert len(plain.module.seen) == 8
+    assert_equal(ours.module.seen, plain.module.seen, "seen")
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_what_is_saved_waits_and_resumes_from_and_to_plain_in_mid_epoch(tmp_path: Path) -> None:
+    def run(strategy: Any, resume: Path | None = None, folder: str = "a") -> Outcome:
+        saver = ModelCheckpoint(tmp_path / folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+        return fit(
+            fused(Scheduled),
+            vectors()[:1] * 6,
+            strategy,
+            ckpt_path=resume,
+            gradients=False,
+            callbacks=[saver],
+            enable_checkpointing=True,
+        )
+
+    whole = {"auto": run("auto", folder="auto")}
+    for mode in OVERLAP:
+        whole[mode] = run(overlapping(mode), folder=mode)
+        assert_same(whole[mode], whole["auto"])
+    for source in whole:
+        for target in ("auto", *OVERLAP):
+            strategy = "auto" if target == "auto" else overlapping(target)
+            resumed = run(strategy, tmp_path / source / "step=4.ckpt", "resumed")
+            assert_equal(resumed.state, whole["auto"].state, f"from {source} to {target}")
+            assert_equal(resumed.optimizers, whole["auto"].optimizers, f"from {source} to {target}")
+
+
+def test_a_learning_rate_that_is_a_tensor_is_that_of_the_step() -> None:
+    class WithTensor(Scheduled):
+        @property
+        def rate(self) -> Tensor:
+            return torch.tensor(1e-2)  # the schedule writes it in place
+
+    reference = fit(fused(WithTensor), vectors(), gradients=False)
+    for mode in OVERLAP:
+        with simulated():
+            assert_same(fit(fused(WithTensor), vectors(), overlapping(mode), gradients=False), reference)
+
+
+class Scheduled(Module):
+    """The schedule moves the learning rate right after each step, while its updates are under way."""
+
+    rate: Any = 1e-2
+
+    def __init__(self) -> None:
+        super().__init__(Stack().eval())  # a run that resumes has another random state: no dropout
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate, weight_decay=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def test_step_hooks_and_counters_fire_once_per_step() -> None:
+    fired: list[str] = []
+
+    class Counted(Module):
+        def __init__(self) -> None:
+            super().__init__(Stack())
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, fused=True)
+            optimizer.register_step_pre_hook(lambda *_: fired.append("before"))
+            optimizer.register_step_post_hook(lambda o, *_: fired.append(f"after, {len(o.param_groups)} group"))
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    for mode in OVERLAP:
+        fired.clear()
+        ours = fit(Counted, vectors(), overlapping(mode), gradients=False)
+        assert fired == ["before", "after, 1 group"] * 3
+        assert ours.trainer.global_step == 3
+    assert_same(ours, fit(Counted, vectors(), gradients=False))
+
+
+# ---------------------------------------------------------------------- failures
+
+
+@contextmanager
+def failing(step: int, layer: int) -> Iterator[None]:
+    """The update of a layer raises in a step."""
+    submit = Updates.submit
+    seen: dict[int, int] = {}
+
+    def noted(self: Updates, which: int, work: Callable[[], None]) -> None:
+        seen[which] = seen.get(which, 0) + 1
+
+        def fails() -> None:
+            raise FloatingPointError("in the update")
+
+        submit(self, which, fails if which == layer and seen[which] == step else work)
+
+    with mock.patch.object(Updates, "submit", noted):
+        yield
+
+
+@pytest.mark.parametrize("step", [1, 3])  # the last one is waited for when training ends
+@pytest.mark.parametrize("mode", OVERLAP)
+def test_an_error_in_the_background_reaches_the_user_and_nothing_is_saved(mode: str, step: int, tmp_path: Path) -> None:
+    strategy = overlapping(mode)
+    trainer = trainer_for(strategy)
+    module = Module(Stack())
+    with failing(step, 2), pytest.raises(FloatingPointError, match="in the update") as raised:
+        trainer.fit(module, loader(vectors()))
+    assert "in the background, by the optimizer's update of layer 'net.blocks.1'" in raised.value.__notes__[0]
+    assert any(entry.name == "fails" for entry in raised.traceback)
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+    with pytest.raises(RuntimeError, match="not those of any whole step"):
+        trainer.save_checkpoint(tmp_path / "torn.ckpt")
+    assert not list(tmp_path.iterdir())
+    trainer = trainer_for(overlapping(mode))
+    trainer.fit(module, loader(vectors()))  # and all is well again
+    trainer.save_checkpoint(tmp_path / "whole.ckpt")
+
+
+def test_a_backward_that_fails_after_early_updates_is_not_saved(tmp_path: Path) -> None:
+    class FailsInBackward(Module):
+        def __init__(self) -> None:
+            super().__init__(Stack())
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            stem = self.net.stem(batch)
+            if batch_idx == 1:
+                stem.register_hook(lambda gradient: (_ for _ in ()).throw(KeyError("in backward")))
+            x = stem
+            for block in self.net.blocks:
+                x = block(x)
+            return self.net.head(x).square().mean()
+
+    module = FailsInBackward()
+    trainer = trainer_for(overlapping("backward"))
+    with pytest.raises(KeyError, match="in backward"):
+        trainer.fit(module, loader(vectors()))
+    with pytest.raises(RuntimeError, match="not those of any whole step"):
+        trainer.save_checkpoint(tmp_path / "torn.ckpt")
+    trainer = trainer_for(overlapping("forward"))
+    with pytest.raises(KeyError, match="in backward"):
+        trainer.fit(FailsInBackward(), loader(vectors()))
+    trainer.save_checkpoint(tmp_path / "whole.ckpt")  # the first step is whole
+
+
+def test_a_weight_that_backward_needs_after_its_update_is_refused_or_right() -> None:
+    class Detached(Module):
+        """The first block's weight is used once more, detached, below its own layer."""
+
+        def __init__(self) -> None:
+            super().__init__(Stack())
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x = self.net.stem(batch)
+            x = nn.functional.linear(x, self.net.blocks[4].inner.weight[:16].detach())
+            for block in self.net.blocks:
+                x = block(x)
+            return self.net.head(x).square().mean()
+
+    with pytest.raises(RuntimeError, match=r"net\.blocks\.4.*optimizer_overlap=\"forward\""):
+        fit(fused(Detached), vectors(), overlapping("backward"), gradients=False)
+    reference = fit(fused(Detached), vectors(), gradients=False)
+    assert_same(fit(fused(Detached), vectors(), overlapping("forward"), gradients=False), reference)
+    assert_same(fit(fused(Detached), vectors(), overlapping("backward", k=99), gradients=False), reference)
+
+
+# ---------------------------------------------------------------------- what is chosen
+
+
+def chosen(caplog: pytest.LogCaptureFixture, module: pl.LightningModule, **options: Any) -> str:
+    caplog.set_level(logging.INFO, logger="lightning.pytorch.superpipeline")
+    caplog.clear()
+    strategy_options = {key: options.pop(key) for key in list(options) if key in ("fused_optimizer",)}
+    strategy = SuperpipelineStrategy(k=1, **strategy_options)
+    with mock.patch.object(SuperpipelineStrategy, "_computes_on_host", False):  # as on an accelerator
+        trainer_for(strategy, **options).fit(module, loader(vectors()))
+    found = [record.getMessage() for record in caplog.records if "background" in record.getMessage()]
+    return found[0] if found else ""
+
+
+class Hook(Callback):
+    def on_after_backward(self, *_: Any) -> None:
+        """Could look at gradients."""
+
+
+def test_auto_overlaps_where_nobody_would_wait_and_says_what_it_does(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    plain = Module(Stack())
+    assert 'optimizer_overlap="forward"' in chosen(caplog, plain)
+    monitor = [LearningRateMonitor()]
+    assert 'optimizer_overlap="forward"' in chosen(caplog, plain, callbacks=monitor, logger=CSVLogger(tmp_path))
+    assert "Hook.on_after_backward" in chosen(caplog, plain, callbacks=[Hook()])
+    assert "does not run fused" in chosen(caplog, plain, fused_optimizer=False)
+    assert "does not run fused" in chosen(caplog, CASES["lbfgs"].make())
+    assert "manual" in chosen(caplog, CASES["gan"].make())
+    hooked = Module(Stack())
+    next(hooked.parameters()).register_hook(lambda gradient: None)
+    assert "parameters have hooks" in chosen(caplog, hooked)
+
+
+def test_auto_is_off_where_the_cpu_computes_the_model() -> None:
+    with taken_apart() as layers:
+        fit(lambda: Module(Stack()), vectors(), SuperpipelineStrategy(k=1), gradients=False)
+    assert not layers
+
+
+@pytest.mark.parametrize(
+    ("mode", "make", "options", "message"),
+    [
+        ("forward", CASES["lbfgs"].make, {}, "LBFGS does not run fused"),
+        ("forward", None, {"fused_optimizer": False}, "AdamW does not run fused"),
+        ("backward", CASES["gan"].make, {}, "manual"),
+        ("backward", None, {"gradient_clip_val": 1.0}, "gradient_clip_val=1.0"),
+        ("backward", None, {"plugins": MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))}, "scaler"),
+        ("backward", None, {"callbacks": [Hook()]}, "Hook.on_after_backward"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_first_step(
+    mode: str, make: Make | None, options: dict[str, Any], message: str
+) -> None:
+    options = dict(options)
+    extra = {key: options.pop(key) for key in list(options) if key == "fused_optimizer"}
+    with pytest.raises(ValueError, match=message):
+        fit(make or (lambda: Module(Stack())), vectors(), overlapping(mode, **extra), gradients=False, **options)
+
+
+def test_a_wrong_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match="optimizer_overlap must be one of"):
+        SuperpipelineStrategy(optimizer_overlap="always")  # type: ignore[arg-type]
+
+
+def test_the_thread_leaves_one_core_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    threads: set[int] = set()
+    submit = Updates.submit
+
+    def noted(self: Updates, layer: int, work: Callable[[], None]) -> None:
+        def counted() -> None:
+            threads.add(torch.get_num_threads())
+            work()
+
+        submit(self, layer, counted)
+
+    monkeypatch.setattr(Updates, "submit", noted)
+    try:
+        fit(lambda: Module(Stack()), vectors(), overlapping("forward"), gradients=False)
+        elsewhere: list[int] = []
+        thread = threading.Thread(target=lambda: elsewhere.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert (threads, torch.get_num_threads(), elsewhere) == ({2}, 3, [3])
+    finally:
+        torch.set_num_threads(before)
+    assert not [each for each in threading.enumerate() if each.name.startswith("superpipeline")]
