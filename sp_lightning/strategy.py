@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from sp_lightning.callback import SuperpipelineCallback
 from sp_lightning.device import Device, device_for
 from sp_lightning.layers import Found, LayerChoice, find_layers
+from sp_lightning.ledger import Ledger, make_ledger
 from sp_lightning.overlap import LayeredStep
 from sp_lightning.plan import Plan, human_bytes, make_plan
 from sp_lightning.quiet import hooks_of_users, is_quiet
@@ -98,12 +99,14 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._device_given = device is not None
         self._streamer: Streamer | None = None
         self._plan: Plan | None = None
+        self._ledger: Ledger | None = None
         self._last_stats: Stats | None = None
         self._hooks: list[RemovableHandle] = []
         self._fused: dict[torch.optim.Optimizer, FusedStep] = {}
         self._layered: dict[torch.optim.Optimizer, LayeredStep] = {}
         self._deferring: torch.optim.Optimizer | None = None
         self._torn: str | None = None
+        self._said = ""
         self._quiet: dict[str, bool] = {}
         self._last_phase = ""
         super().__init__(
@@ -125,6 +128,17 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         if self._plan is None:
             raise RuntimeError("There is no plan yet: it is made in trainer.fit (validate, test, predict).")
         return self._plan
+
+    @property
+    def ledger(self) -> Ledger:
+        """Host memory and traffic of training, from set-up for ``trainer.fit`` on.
+
+        Raises:
+            RuntimeError: before, and outside training.
+        """
+        if self._ledger is None:
+            raise RuntimeError("There is no ledger yet: it is made in trainer.fit, once the optimizers are known.")
+        return self._ledger
 
     def stats(self) -> Stats:
         """Counters since the last set-up; they can be read after the run, too.
@@ -206,6 +220,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self.model = self._setup_model(self.model)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            self._said = ""
+            self._arrange_overlap()
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
@@ -383,9 +399,20 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     # ------------------------------------------------------------------ updates in the background
 
     def _arrange_overlap(self) -> None:
-        """Decide how the optimizers' steps run; callbacks and optimizers are what they are for this fit now."""
+        """Decide how the optimizers' steps run, from optimizers, hooks and callbacks as they are now."""
+        mode, why = self._overlap()
+        self._layered = {
+            each: self._take_apart(each, early=mode == "backward") for each in self.optimizers if mode != "off"
+        }
+        self._ledger = self._make_ledger(early=mode == "backward")
+        said = f"off ({why})" if why else mode
+        if said != self._said:
+            log.info("Superpipeline: updates in the background: %s.\n%s", said, self._ledger)
+        self._said = said
+
+    def _overlap(self) -> tuple[str, str]:
+        """The mode that is possible, and why not the one that was asked for."""
         mode, why = self._optimizer_overlap, ""
-        self._layered.clear()
         if mode in ("forward", "backward"):
             why = self._against_overlap() or (self._against_early_updates() if mode == "backward" else "")
             if why:
@@ -396,12 +423,19 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         elif mode == "auto":
             why = self._against_overlap() or self._against_automatic_overlap()
             mode = "off" if why else "forward"
-        if mode == "off":
-            if why and not self._computes_on_host:
-                log.info("Superpipeline: the optimizer's steps do not run in the background: %s.", why)
-            return
-        log.info('Superpipeline: layers are updated in the background (optimizer_overlap="%s").', mode)
-        self._layered = {each: self._take_apart(each, early=mode == "backward") for each in self.optimizers}
+        return mode, why
+
+    def _make_ledger(self, *, early: bool) -> Ledger:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        return make_ledger(
+            self.plan,
+            self.optimizers,
+            early=early,
+            accumulate=trainer.accumulate_grad_batches,
+            clips=(trainer.gradient_clip_algorithm or "norm") if trainer.gradient_clip_val else None,
+            scales=self._scaler() is not None,
+        )
 
     def _take_apart(self, optimizer: torch.optim.Optimizer, *, early: bool) -> LayeredStep:
         assert self._streamer is not None

@@ -480,9 +480,9 @@ def test_auto_overlaps_where_nobody_would_wait_and_says_what_it_does(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     plain = Module(Stack())
-    assert 'optimizer_overlap="forward"' in chosen(caplog, plain)
+    assert "background: forward" in chosen(caplog, plain)
     monitor = [LearningRateMonitor()]
-    assert 'optimizer_overlap="forward"' in chosen(caplog, plain, callbacks=monitor, logger=CSVLogger(tmp_path))
+    assert "background: forward" in chosen(caplog, plain, callbacks=monitor, logger=CSVLogger(tmp_path))
     assert "Hook.on_after_backward" in chosen(caplog, plain, callbacks=[Hook()])
     assert "does not run fused" in chosen(caplog, plain, fused_optimizer=False)
     assert "does not run fused" in chosen(caplog, CASES["lbfgs"].make())

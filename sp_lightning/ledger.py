@@ -1,0 +1,140 @@
+"""The host's side of the plan: what its memory holds, and how often a step of the optimizer passes over it.
+
+After the transfers, memory bandwidth is what bounds training with the optimizer on the host, so each pass is listed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sp_lightning.plan import Plan, human_bytes
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One walk over host memory in a step, in bytes of all parameters.
+
+    Attributes:
+        what: what it does.
+        read, written: bytes.
+    """
+
+    what: str
+    read: int
+    written: int
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Host memory in bytes, while training.
+
+    Attributes:
+        parameters: how many numbers the weights are, frozen ones included.
+        weights: all parameters.
+        gradients: ``param.grad``, and memory for gradients that are added to others.
+        state: the optimizers' tensors; None if it is not known before the first step.
+        passes: what one step of the optimizer reads and writes at most, with all its micro-batches.
+    """
+
+    parameters: int
+    weights: int
+    gradients: int
+    state: int | None
+    passes: tuple[Pass, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """All of it; without the optimizers' state if that is not known."""
+        return self.weights + self.gradients + (self.state or 0)
+
+    def __str__(self) -> str:
+        """Two lines: memory, and traffic."""
+        count = max(self.parameters, 1)
+        state = (
+            "the optimizer's, known after its first step" if self.state is None else f"{human_bytes(self.state)} state"
+        )
+        passes = ", ".join(f"{each.what} {each.read / count:.3g}/{each.written / count:.3g}" for each in self.passes)
+        read, written = (sum(getattr(each, way) for each in self.passes) / count for way in ("read", "written"))
+        return (
+            f"  host memory: {human_bytes(self.nbytes)}, {self.nbytes / count:.3g} bytes per parameter "
+            f"({human_bytes(self.weights)} weights, {human_bytes(self.gradients)} gradients, {state})\n"
+            f"  host traffic: {read:.3g} bytes read and {written:.3g} written per parameter and step ({passes})"
+        )
+
+
+def make_ledger(
+    plan: Plan,
+    optimizers: Iterable[torch.optim.Optimizer],
+    *,
+    early: bool,
+    accumulate: int,
+    clips: str | None,
+    scales: bool,
+) -> Ledger:
+    """Count for the chosen options.
+
+    Args:
+        plan: layers and residents.
+        optimizers: whose state is counted.
+        early: whether gradients go with their layer's update in backward.
+        accumulate: micro-batches in a step.
+        clips: ``"norm"``, ``"value"`` or None.
+        scales: whether gradients are unscaled.
+    """
+    layers = (*plan.layers, plan.residents)
+    weights = sum(layer.nbytes for layer in layers)
+    gradients = sum(layer.gradient_bytes for layer in layers)
+    state = _state_bytes(optimizers)
+    largest = max(layer.gradient_bytes for layer in layers)
+    in_flight = (plan.k_prime + 2) * largest
+    held = gradients if not early or accumulate > 1 else min(gradients, plan.residents.gradient_bytes + 2 * in_flight)
+    passes = [
+        Pass("fetch", 2 * accumulate * weights, 0),
+        Pass("gradients", 0, accumulate * gradients),
+        Pass("accumulation", 2 * (accumulate - 1) * gradients, (accumulate - 1) * gradients),
+        Pass("unscaling", gradients * scales, gradients * scales),
+        Pass("norm", gradients * (clips == "norm"), 0),
+        Pass("clipping", gradients * (clips is not None), gradients * (clips is not None)),
+        Pass("update", 2 * gradients + (state or 0), gradients + (state or 0)),  # a gradient is as large as its weight
+    ]
+    return Ledger(
+        parameters=sum(math.prod(span.shape) for layer in layers for span in layer.spans),
+        weights=weights,
+        gradients=held + (in_flight if accumulate > 1 else 0),
+        state=state,
+        passes=tuple(each for each in passes if each.read or each.written),
+    )
+
+
+def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
+    """Bytes of the state of torch's optimizers, and of whatever state is there already."""
+    total = 0
+    for optimizer in optimizers:
+        count = _TENSORS.get(type(optimizer))
+        if count is None:
+            return None
+        for group in optimizer.param_groups:
+            total += count(group) * sum(p.numel() * p.element_size() for p in group["params"] if p.requires_grad)
+    return total
+
+
+def _adam(group: dict[str, Any]) -> int:
+    return 2 + bool(group["amsgrad"])
+
+
+_TENSORS: dict[type, Any] = {
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adam,
+    torch.optim.SGD: lambda group: int(group["momentum"] != 0),
+    torch.optim.Adagrad: lambda group: 1,
+    torch.optim.RMSprop: lambda group: 1 + bool(group["momentum"]) + bool(group["centered"]),
+    torch.optim.NAdam: lambda group: 2,
+    torch.optim.RAdam: lambda group: 2,
+    torch.optim.Adamax: lambda group: 2,
+    torch.optim.Adadelta: lambda group: 2,
+}
