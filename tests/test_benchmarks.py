@@ -332,7 +332,9 @@ def made_up(
         "peak_host_bytes": 2 * GIB,
         "pinned_bytes": GIB,
         "optimizer_seconds": [0.3, 0.1, 0.2],
-        "stats": [{"stall_seconds": 0.05, "drain_stall_seconds": 0.01}] if "superpipeline" in name else None,
+        "stats": [{"stall_seconds": 0.05, "drain_stall_seconds": 0.01, "update_stall_seconds": 0.03}]
+        if "superpipeline" in name
+        else None,
         **more,
     }
 
@@ -374,8 +376,8 @@ def test_the_reports_numbers_follow_from_the_rows(tmp_path: Path) -> None:
     assert "| drain stall, s |" in text
     assert "| AdamW as users write it, on the CPU | 2 ns per parameter |" in text
     split = text[text.index("drain stall") :]
-    assert cells(split, "superpipeline 2:1")[1:] == ["1.74", "0.05", "0.01", "0.2"]
-    assert cells(split, "FSDP2 CPUOffloadPolicy")[1:] == ["3.8", "–", "–", "0.2"]
+    assert cells(split, "superpipeline 2:1")[1:] == ["1.71", "0.05", "0.01", "0.03", "0.2"]
+    assert cells(split, "FSDP2 CPUOffloadPolicy")[1:] == ["3.8", "–", "–", "–", "0.2"]
     assert cells(text, "plain Lightning")[4:7] == ["1.00", "0.62", "–"]
     assert "OutOfMemoryError: no \\| room" in text
     assert (

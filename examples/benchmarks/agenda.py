@@ -73,7 +73,11 @@ def h200() -> Agenda:
     large = train("llm", "3B", 32768)
     return [
         Module("limits", ("--seconds", "16")),
-        Contest(large, ("plain", "superpipeline-2:1", "superpipeline-4:2", "fsdp2", "deepspeed"), 120),
+        Contest(
+            large,
+            ("plain", "superpipeline-2:1", "superpipeline-2:1-off", "superpipeline-4:2", "fsdp2", "deepspeed"),
+            120,
+        ),
         Contest(Workload("predict", "llm", "7B", "bf16-true", 8192, 4096, steps=12), PREDICTION, 60),
         Contest(train("llm", "3B", 8192), PAIR, 60, device_gib=16),
         Contest(train("vlm", "1.5B", 8192), PAIR, 60, device_gib=16),

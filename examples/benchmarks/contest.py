@@ -220,7 +220,11 @@ def make_parser(task: str, description: str) -> argparse.ArgumentParser:
     parser.set_defaults(checkpointing=False)
     if task == "train":
         add("--checkpointing", action=argparse.BooleanOptionalAction, help="of activations (%(default)s)")
-    add("--contestants", nargs="+", help="by name; superpipeline stands for all its pairs (default: all)")
+    add(
+        "--contestants",
+        nargs="+",
+        help="by name; superpipeline stands for all its pairs, superpipeline-2:1-forward for one way of the optimizer (default: all)",
+    )
     add("--k-and-k-prime", nargs="+", default=pairs, metavar="K:K'", help="superpipeline's pairs (%(default)s)")
     add("--steps", type=int, default=12, help="at most, two to warm up included (%(default)s)")
     add("--seconds", type=cli.positive, default=30, help="for a contestant's measured steps (%(default)s)")

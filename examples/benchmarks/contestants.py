@@ -56,15 +56,24 @@ class Contestant:
         return {"strategy": "auto"}
 
 
+UPDATES: dict[str, dict[str, Any]] = {
+    "": {},
+    "default": {"fused_optimizer": False},
+    **{mode: {"optimizer_overlap": mode} for mode in ("off", "forward", "backward")},
+}
+"""How the optimizer runs, by the last part of a contestant's name: superpipeline-2:1-forward."""
+
+
 @dataclass(frozen=True)
 class Superpipeline(Contestant):
     """This project."""
 
     k: int = 2
     k_prime: int = 1
+    update: str = ""
 
     def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
-        return {"strategy": SuperpipelineStrategy(k=self.k, k_prime=self.k_prime)}
+        return {"strategy": SuperpipelineStrategy(k=self.k, k_prime=self.k_prime, **UPDATES[self.update])}
 
 
 class Fsdp(Contestant):
@@ -183,11 +192,21 @@ def _holds_blocks(module: nn.Module) -> bool:
     return any(isinstance(member, BLOCKS) for each in lists for member in each)
 
 
-def superpipeline(k: int, k_prime: int) -> Superpipeline:
-    """This project at one (k, k')."""
+def superpipeline(k: int, k_prime: int, update: str = "") -> Superpipeline:
+    """This project at one (k, k'), and one way to run the optimizer."""
     copies = {"train": TRAINING, "predict": 1.0}
-    name = f"superpipeline-{k}:{k_prime}"
-    return Superpipeline(name, f"superpipeline {k}:{k_prime}", copies, updates_on_host=True, k=k, k_prime=k_prime)
+    name, label = f"superpipeline-{k}:{k_prime}", f"superpipeline {k}:{k_prime}"
+    if update:
+        name, label = f"{name}-{update}", f"{label}, {_UPDATE_LABELS[update]}"
+    return Superpipeline(name, label, copies, updates_on_host=True, k=k, k_prime=k_prime, update=update)
+
+
+_UPDATE_LABELS = {
+    "default": "default optimizer",
+    "off": "fused",
+    "forward": "fused, under forward",
+    "backward": "fused, under backward",
+}
 
 
 def _rival(kind: Callable[..., Contestant], name: str, label: str, copies: float, **more: Any) -> Contestant:
@@ -223,15 +242,17 @@ def by_name(name: str) -> Contestant:
     Raises:
         ValueError: there is none of that name.
     """
-    head, _, pair = name.partition("-")
-    if head == "superpipeline" and pair:
-        return superpipeline(*parse_pair(pair))
+    head, _, rest = name.partition("-")
+    pair, _, update = rest.partition("-")
+    if head == "superpipeline" and pair and update in UPDATES:
+        return superpipeline(*parse_pair(pair), update)
     try:
         return known([])[name]
     except KeyError:
         names = ", ".join(known([]))
         raise ValueError(
-            f"There is no contestant {name!r}; there are {names} and superpipeline-2:1, or other k:k'."
+            f"There is no contestant {name!r}; there are {names} and superpipeline-2:1, or other k:k', "
+            f"or superpipeline-2:1-forward; its optimizer's ways are {[each for each in UPDATES if each]}."
         ) from None
 
 

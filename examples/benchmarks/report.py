@@ -206,12 +206,19 @@ def _split(group: Sequence[Row]) -> str:
     for row in (row for row in group if row["status"] == "ok" and row.get("optimizer_seconds")):
         update = statistics.median(row["optimizer_seconds"])
         stalls = [
-            statistics.median(step[name] for step in row["stats"]) if row.get("stats") else None
-            for name in ("stall_seconds", "drain_stall_seconds")
+            statistics.median(step.get(name, 0.0) for step in row["stats"]) if row.get("stats") else None
+            for name in ("stall_seconds", "drain_stall_seconds", "update_stall_seconds")
         ]
         rest = row["median_step_seconds"] - update - sum(stall or 0.0 for stall in stalls)
         lines.append([row["label"], *(NONE if each is None else f"{each:.3g}" for each in (rest, *stalls, update))])
-    head = ["contestant", "forward and backward, s", "fetch stall, s", "drain stall, s", "update, s"]
+    head = [
+        "contestant",
+        "forward and backward, s",
+        "fetch stall, s",
+        "drain stall, s",
+        "wait for updates, s",
+        "update, s",
+    ]
     return _markdown(head, lines) if lines else ""
 
 
