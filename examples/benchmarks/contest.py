@@ -223,7 +223,7 @@ def make_parser(task: str, description: str) -> argparse.ArgumentParser:
     add(
         "--contestants",
         nargs="+",
-        help="by name; superpipeline stands for all its pairs, superpipeline-2:1-forward for one way of the optimizer (default: all)",
+        help="by name; superpipeline stands for all its pairs, superpipeline-2:1-off for one optimizer_overlap (default: all)",
     )
     add("--k-and-k-prime", nargs="+", default=pairs, metavar="K:K'", help="superpipeline's pairs (%(default)s)")
     add("--steps", type=int, default=12, help="at most, two to warm up included (%(default)s)")
