@@ -18,8 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sp_lightning import SuperpipelineStrategy
 from tests.support.models import CASES, Transformer, llama
-from tests.support.runs import Recorder, assert_equal, loader, superpipeline, trainer_for
+from tests.support.runs import LossRecorder, Recorder, assert_equal, fused, loader, superpipeline, trainer_for
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -42,10 +43,10 @@ def to_device(batch: Any) -> Any:
     return move_data_to_device(batch, torch.device("cuda"))
 
 
-def reference(name: str, precision: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+def reference(name: str, precision: str, *, fuse: bool = False) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Losses and parameters of the plain module on the device, stepped on the CPU."""
     pl.seed_everything(7, verbose=False)
-    module: Any = CASES[name].make()
+    module: Any = (fused(CASES[name].make) if fuse else CASES[name].make)()
     optimizer = module.configure_optimizers()
     masters = {p: p.detach().clone() for group in optimizer.param_groups for p in group["params"]}
     on_cpu = {p: torch.nn.Parameter(value) for p, value in masters.items()}
@@ -87,6 +88,22 @@ def test_training_is_bitwise_equal(name: str, k: int, k_prime: int, precision: A
     assert_equal(ours, state, "state")
     if name not in {"returns-view"}:
         assert strategy.stats().extra_slots == 0
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("mode", ["auto", "forward", "backward"])
+@pytest.mark.parametrize("name", NAMES)
+def test_updates_in_the_background_are_bitwise_those_of_the_step(name: str, mode: Any, precision: Any) -> None:
+    losses, state = reference(name, precision, fuse=True)
+    pl.seed_everything(7, verbose=False)
+    module = CASES[name].make()
+    recorder = LossRecorder()
+    strategy = SuperpipelineStrategy(k=1, optimizer_overlap=mode)
+    trainer = trainer_for(strategy, accelerator="gpu", precision=precision, callbacks=[recorder])
+    trainer.fit(module, loader(CASES[name].batches()))
+    assert_equal([each.cpu() for each in recorder.losses], losses, "losses")
+    ours = {key: value.cpu() for key, value in module.state_dict().items() if key != "hooked"}
+    assert_equal(ours, state, "state")
 
 
 def large_llama() -> Transformer:
