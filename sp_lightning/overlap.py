@@ -51,7 +51,6 @@ class LayeredStep:
         self._armed: dict[int, list[dict[str, Any]]] | None = None
         self._begun: set[int] = set()  # layers whose updates backward has begun
         self._class = type(optimizer)
-        self._state: dict[Any, Any] = optimizer.state
         self._known: set[nn.Parameter] | None = None  # which had state before this step
 
     @contextmanager
@@ -174,8 +173,6 @@ class LayeredStep:
     def _groups_by_layer(self) -> dict[int, list[dict[str, Any]]] | None:
         """The groups as they are now (schedulers change them after the step), cut by layers; None if they cannot be."""
         found = defaultdict(list)
-        if hasattr(self._optimizer, "grad_scale"):  # an optimizer that was constructed fused unscales in its own step
-            return None
         for group in self._optimizer.param_groups:
             if not group.get("fused"):
                 return None
@@ -196,13 +193,12 @@ class LayeredStep:
     def _submit(self, layer: int, groups: list[dict[str, Any]]) -> None:
         parameters = [parameter for group in groups for parameter in group["params"]]
         if type(self._optimizer) is self._class:
-            self._state = vars(self._optimizer).pop("state")
             self._optimizer.__class__ = _waiting(self._class, self._updates.finish)
             if self._known is None:
-                self._known = set(self._state)
+                self._known = set(vars(self._optimizer)["state"])
             self._updates.afterwards(partial(self._updated, self._known))
         part = object.__new__(self._class)
-        vars(part).update(vars(self._optimizer), param_groups=groups, state=self._state)
+        vars(part).update(vars(self._optimizer), param_groups=groups)
         clip, streamer = self._clip, self._streamer
 
         def update() -> None:
@@ -220,7 +216,7 @@ class LayeredStep:
     def _updated(self, known: set[nn.Parameter]) -> None:
         """All updates are done. New state stands in the order of the groups, as the step of the whole would leave it."""
         self._optimizer.__class__ = self._class
-        state = vars(self._optimizer)["state"] = self._state
+        state = self._optimizer.state
         if len(state) > len(known):
             for parameter in [p for group in self._optimizer.param_groups for p in group["params"] if p in state]:
                 if parameter not in known:

@@ -90,7 +90,7 @@ _FUSED_ON_CPU = {torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch
 def _can_be_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     with_gradient = [(p, gradient) for p in group["params"] if (gradient := p.grad) is not None]
     # torch's fused SGD fails where some parameters have a momentum buffer and others get their first gradient.
-    state = vars(optimizer).get("state", {})  # it is not there while updates are under way
+    state = vars(optimizer)["state"]  # as it is: updates may be under way, and need not be waited for
     buffers = [state.get(p, {}).get("momentum_buffer") is not None for p, _ in with_gradient]
     return (
         not any(group.get(other) for other in ("foreach", "differentiable", "capturable"))

@@ -521,8 +521,6 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             self._deferring = None
             if fold:
                 del plugin.clip_grad_by_norm, plugin.clip_grad_by_value
-        for each in self._lightning_optimizers:
-            vars(each).pop("state", None)  # its copy of the attribute would not wait
 
     def _finish_updates(self) -> None:
         if self._streamer is not None:

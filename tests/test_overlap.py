@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelChec
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from sp_lightning import SuperpipelineStrategy, overlap
 from sp_lightning.device import Device
@@ -123,6 +124,106 @@ def test_every_precision_clipping_and_accumulation(
     assert_same(ours, plain(name, **options))
 
 
+@pytest.mark.parametrize("mode", OVERLAP)
+@pytest.mark.parametrize("name", ["llama-dropout", "stack"])
+def test_mixed_precision_on_the_simulated_device(name: str, mode: str) -> None:
+    """Autocast's copies save backward a fetch: one that came early may be under way when its layer is updated."""
+    options: dict[str, Any] = {"precision": "bf16-mixed", "max_epochs": 2}
+    with simulated():
+        ours = run(name, overlapping(mode), **options)
+    assert_same(ours, plain(name, **options))
+
+
+class KeepsGradients(Callback):
+    """What ``p.grad`` is after each step."""
+
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.found += [p.grad.clone() for p in pl_module.parameters() if p.grad is not None]
+
+
+class Constructed(Module):
+    """With a parameter from outside the module, so that no step can be taken apart, and one that unscales by itself."""
+
+    def __init__(self, stray: bool) -> None:
+        super().__init__(Stack())
+        self.stray = [nn.Parameter(torch.ones(16))] if stray else []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch * self.stray[0] if self.stray else batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([*self.parameters(), *self.stray], fused=True)
+
+
+@pytest.mark.parametrize("init_scale", [2.0**8, 2.0**40])  # the larger one makes steps be skipped
+@pytest.mark.parametrize("clip", [None, 1e-3])
+@pytest.mark.parametrize("case", ["stack", "stray", "unscales by itself"])
+def test_gradients_after_skipped_and_whole_steps_are_clipped_too(
+    case: str, clip: float | None, init_scale: float
+) -> None:
+    if case == "unscales by itself" and clip:
+        pytest.skip("Lightning refuses to clip for such an optimizer")
+
+    def run(strategy: Any) -> tuple[Outcome, list[Tensor]]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2, backoff_factor=2.0**-20)
+        plugins = [] if case == "stray" else [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
+        keeps = KeepsGradients()
+        make = fused(CASES["stack"].make) if case == "stack" else lambda: Constructed(stray=case == "stray")
+        options: dict[str, Any] = {"plugins": plugins, "gradient_clip_val": clip, "callbacks": [keeps]}
+        return fit(make, vectors() * 2, strategy, gradients=False, **options), keeps.found
+
+    plain, gradients = run("auto")
+    with nullcontext() if case == "stray" else simulated():  # which would not let it meet the device's batch
+        ours, our_gradients = run(overlapping("forward"))
+    assert_same(ours, plain)
+    assert gradients
+    assert_equal(our_gradients, gradients, "gradients after steps")
+
+
+class SharedWithCheckpoint(Module):
+    """The first block is used inside a reentrant checkpoint, and outside, before or after it."""
+
+    def __init__(self, outside_last: bool) -> None:
+        super().__init__(Stack().eval())
+        self.outside_last = outside_last
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first, *others = self.net.blocks
+        x = self.net.stem(batch)
+        x = x if self.outside_last else first(x)
+        x = checkpoint(nn.Sequential(first, others[0]), x, use_reentrant=True)
+        for block in others[1:]:
+            x = block(x)
+        return self.net.head(first(x) if self.outside_last else x).square().mean()
+
+
+def test_gradients_of_one_layer_from_nested_backwards() -> None:
+    options: dict[str, Any] = {"gradients": False, "max_epochs": 2}
+    for outside_last in (False, True):
+        make = fused(lambda last=outside_last: SharedWithCheckpoint(last))
+        clipped = {**options, "gradient_clip_val": 0.01}
+        with mock.patch.object(Device, "later", at_once):  # norms are measured before the second gradient comes
+            ours = fit(make, vectors(), overlapping("forward"), **clipped)
+        assert_same(ours, fit(make, vectors(), **clipped))
+    early = fused(lambda: SharedWithCheckpoint(False))
+    assert_same(fit(early, vectors(), overlapping("backward"), **options), fit(early, vectors(), **options))
+    late = fused(lambda: SharedWithCheckpoint(True))
+    for k, why in ((1, "its weights were needed again"), (99, "another gradient arrived")):
+        with pytest.raises(RuntimeError, match=rf"net\.blocks\.0.*{why}"):
+            fit(late, vectors(), overlapping("backward", k=k), **options)
+
+
+def at_once(self: Device, work: Callable[[], None]) -> Future[None]:
+    """In place of the background thread."""
+    future: Future[None] = Future()
+    work()
+    future.set_result(None)
+    return future
+
+
 # ---------------------------------------------------------------------- what runs where
 
 
@@ -197,12 +298,6 @@ def test_the_norms_are_measured_while_backward_goes_on() -> None:
     def noted(self: LayeredStep, layer: int) -> None:
         measured.append(layer)
         measure(self, layer)
-
-    def at_once(self: Device, work: Callable[[], None]) -> Future[None]:
-        future: Future[None] = Future()
-        work()
-        future.set_result(None)
-        return future
 
     options = {"gradient_clip_val": 0.05, "max_epochs": 2}
     known: list[int] = []
@@ -288,9 +383,11 @@ class Looks(Module):
         assert type(weight) is nn.Parameter
 
 
-def test_whoever_looks_waits() -> None:
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+def test_whoever_looks_waits(device: str) -> None:
     batches = vectors() * 3
-    ours = fit(fused(Looks), batches, overlapping("forward"), gradients=False)
+    with simulated() if device == "simulated" else nullcontext():
+        ours = fit(fused(Looks), batches, overlapping("forward"), gradients=False)
     plain = fit(fused(Looks), batches, gradients=False)
     assert_same(ours, plain)
     assert len(plain.module.seen) == 8
@@ -402,8 +499,9 @@ def test_an_error_in_the_background_reaches_the_user_and_nothing_is_saved(mode: 
     assert "in the background, by the optimizer's update of layer 'net.blocks.1'" in raised.value.__notes__[0]
     assert any(entry.name == "fails" for entry in raised.traceback)
     assert all(type(p) is nn.Parameter for p in module.parameters())
-    with pytest.raises(RuntimeError, match="not those of any whole step"):
-        trainer.save_checkpoint(tmp_path / "torn.ckpt")
+    for weights_only in (False, True):
+        with pytest.raises(RuntimeError, match="not those of any whole step"):
+            trainer.save_checkpoint(tmp_path / "torn.ckpt", weights_only=weights_only)
     assert not list(tmp_path.iterdir())
     trainer = trainer_for(overlapping(mode))
     trainer.fit(module, loader(vectors()))  # and all is well again
