@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from sp_lightning.casts import Casts
 from sp_lightning.device import Device, Stream, Wait
 from sp_lightning.gates import attach_gates
 from sp_lightning.gradients import Gradients
@@ -107,33 +108,40 @@ class Streamer:
         self.found = found
         self._device = device
         self._lock = threading.RLock()  # backward's hooks run on autograd's threads; never held across user code
+        self._masters = {layer: each.masters for layer, each in enumerate(plan.layers) if each.masters is not None}
+        self._owners = {masters: layer for layer, masters in self._masters.items()}
+        layers = (*found.layers, *found.masters, found.residents)
         self._blocks = [
-            HostBlock(layer, planned, device, pin=pin)
-            for layer, planned in zip((*found.layers, found.residents), (*plan.layers, plan.residents), strict=True)
+            HostBlock(layer, planned, device, pin=pin, fetched_seldom=index in self._owners)
+            for index, (layer, planned) in enumerate(zip(layers, (*plan.moving, plan.residents), strict=True))
         ]
+        self._casts = {
+            layer: Casts(self._blocks[layer], self._blocks[masters], device) for layer, masters in self._masters.items()
+        }
         if pin:
-            _warn_unpinned(self._blocks)
+            _warn_unpinned([block for index, block in enumerate(self._blocks) if index not in self._owners])
         self._slots = Slots(plan, self._blocks, device)
-        self._gradients = Gradients(self._blocks, device, in_flight=plan.k_prime + 1, pin=pin)
+        self._gradients = Gradients(self._blocks, self._owners, device, in_flight=plan.k_prime + 1, pin=pin)
         self._parameters = [
             DeviceParameters(
                 index,
                 block.planned.spans,
                 block.parameters,
                 device.device,
+                autocast=found.autocast if index in self._owners else None,
                 together=self._together,
                 kept_raw=_kept_raw,
                 arrived=self._arrived,
             )
             for index, block in enumerate(self._blocks)
         ]
-        self._residents = len(plan.layers)
+        self._residents = len(plan.moving)
         self._resident_memory = device.empty(plan.residents.nbytes)
         self._attach_residents()
         self._resident_current = False
         self._residents_sent: Any = None
         self._places = Places(module, found.places, self._blocks, self._parameters)
-        self._packing = Packing(self._parameters, self._slots.by_address, self._reach)
+        self._packing = Packing(self._parameters, self._slots.by_address, self._casts, self._reach)
         self._gates = attach_gates(self, found.visits)
         # the batch: which trace, which phase was expected, whether modules hold device parameters
         self._prefetch = Prefetch(plan, self._slots)
@@ -273,7 +281,7 @@ class Streamer:
 
     def thawed(self) -> bool:
         """Whether gradients are expected that the plan did not count: layers have been unfrozen."""
-        blocks = zip(self._blocks, (*self.plan.layers, self.plan.residents), strict=True)
+        blocks = zip(self._blocks, (*self.plan.moving, self.plan.residents), strict=True)
         return any(
             not planned.gradient_bytes and any(parameter.requires_grad for parameter in block.parameters)
             for block, planned in blocks
@@ -380,9 +388,11 @@ class Streamer:
     # ------------------------------------------------------------------ doors: weights read elsewhere
 
     @contextmanager
-    def _together(self, parameters: Sequence[DeviceParameter]) -> Iterator[None]:
-        """These device parameters are there for one operation."""
+    def _together(self, parameters: Sequence[DeviceParameter], *, casts: bool = False) -> Iterator[None]:
+        """These device parameters, or their ``casts``, are there for one operation."""
         layers = sorted({parameter._of.layer for parameter in parameters} - {self._residents})
+        if casts:
+            layers = [self._owners[masters] for masters in layers]
         residents = any(parameter._of.layer == self._residents for parameter in parameters)
         with self._lock:
             if residents:
@@ -411,6 +421,9 @@ class Streamer:
         gradient = take_gradient(parameter)
         if gradient is None:
             return
+        group = self._parameters[layer]
+        if group.autocast is not None and group.lossless(index, gradient):
+            gradient = gradient.to(group.autocast)
         self._join_backward()
         self._accumulates = True
         complete = self._gradients.arrived(layer, index, gradient)
@@ -474,8 +487,10 @@ class Streamer:
         """The layer is on the device now; whoever called is the reason."""
         if layer in self._used:
             return self._used[layer]
-        self._prefetch.trace.visit(layer)
-        if layer in self._slots and self._parameters[layer].stale:
+        if layer not in self._owners:  # masters come by demand only
+            self._prefetch.trace.visit(layer)
+        casts = self._casts.get(layer)
+        if layer in self._slots and (self._parameters[layer].stale or (casts is not None and not casts.current)):
             self._slots.forget([layer])
         if layer not in self._slots:
             self._demand_fetches += 1
@@ -494,9 +509,18 @@ class Streamer:
             self._pins[layer] += 1
         for layer in layers:
             group = self._parameters[layer]
+            views = self._slots.views(self._used[layer])
             if not group.attached:
-                group.attach(self._slots.views(self._used[layer]))
+                group.attach(views[: len(group.all)])
             group.sync_requires_grad()
+            if layer in self._masters:
+                self._offer_casts(layer, views[len(group.all) :])
+
+    def _offer_casts(self, layer: int, casts: Sequence[Tensor]) -> None:
+        """The layer's casts stand for its masters, unless those are there and may be written."""
+        masters = self._parameters[self._masters[layer]]
+        masters.sync_requires_grad()
+        masters.casts = casts if masters.layer not in self._slots and self._casts[layer].current else None
 
     def _release(self, layer: int) -> None:
         slot = self._used.pop(layer)
@@ -514,6 +538,14 @@ class Streamer:
                 self._slots.forget([layer])
                 group.exposed.clear()
         self._slots.release(slot)
+        if layer in self._masters:
+            self._parameters[self._masters[layer]].casts = None
+        if layer in self._owners:
+            if slot.escaped:  # views of the masters may be written at any time
+                group.casts = None
+            else:
+                self._slots.forget([layer])
+                group.exposed.clear()
 
     def _release_loose(self, keep: Sequence[int] = ()) -> bool:
         """Release what no running call pins. Returns whether anything was."""
@@ -528,6 +560,7 @@ class Streamer:
             self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
             self._blocks[layer].write(index, value)
             self._parameters[layer].written_back()
+            self._parameters[layer].casts = None
 
     def _write_back_late(self, slots: Iterable[Slot]) -> None:
         """A view that outlived its layer's release may have been written since; its memory is the slot's still."""
@@ -545,13 +578,21 @@ class Streamer:
         self._write_back_late(slot for _, slot in pairs)
         for layer, _ in pairs:
             self._blocks[layer].adopt()
+            if layer in self._casts:
+                self._casts[layer].refresh()
         self._slots.fetch(pairs)
-        for layer, _ in pairs:
+        for layer, slot in pairs:
             self._parameters[layer].fetched()
+            if layer in self._casts:
+                self._casts[layer].sent = slot.filled
 
     def _forget_copies(self) -> None:
         """What no running call uses is out of date."""
-        self._slots.forget(layer for layer in range(self._residents) if layer not in self._used)
+        out_of_date = [layer for layer in range(self._residents) if layer not in self._used]
+        self._slots.forget(out_of_date)
+        for layer in out_of_date:
+            if layer in self._casts:
+                self._casts[layer].doubt()
 
     def _fetch_ahead(self) -> None:
         """Fetch along the trace what there are slots for."""

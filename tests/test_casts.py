@@ -1,0 +1,605 @@
+"""Weights that travel as their casts: nobody can tell, whatever is done with them, and half the bytes move."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from contextlib import nullcontext, suppress
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
+
+from sp_lightning.device import Device
+from sp_lightning.packing import Packing
+from tests.support.engine import step, streamed, update
+from tests.support.models import CASES, Block, Module, Stack, llama, tokens, vectors
+from tests.support.poison import poisoned
+from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
+from tests.support.simdevice import simulated
+
+MIXED: dict[str, Any] = {"precision": "bf16-mixed"}
+
+
+def bare(make: Any, strategy: Any, **options: Any) -> list[Any]:
+    """Train without callbacks, so that copies are kept across batches; what is left, and what the module saw."""
+    pl.seed_everything(7, verbose=False)
+    module = make()
+    trainer = trainer_for(strategy, **{**MIXED, **options})
+    trainer.fit(module, loader(vectors(4)))
+    return [dict(module.state_dict()), [each.state_dict() for each in trainer.optimizers], getattr(module, "seen", None)]
+
+
+def assert_like_plain(make: Any, **options: Any) -> None:
+    plain = bare(make, "auto", **options)
+    for context in (nullcontext, poisoned, simulated):
+        for k in (1, 99):
+            with context():
+                ours = bare(make, superpipeline(k=k), **options)
+            assert_equal(ours, plain, f"{context.__name__}, k={k}")
+
+
+class Seeing(Module):
+    """Notes what it sees, and does something with the weights of its layers before or while they are called."""
+
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__(net or Stack(3))
+        self.seen: list[Any] = []
+
+    def see(self, *things: Any) -> None:
+        self.seen.extend(thing.detach().clone() if isinstance(thing, Tensor) else thing for thing in things)
+
+
+class Manual(Seeing):
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__(net)
+        self.automatic_optimization = False
+
+
+# ---------------------------------------------------------------------- how often, and by whom
+
+
+class Twice(Stack):
+    """A weight used twice or thrice in one forward: its gradients are summed in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(self.stem(x))
+        for block in self.blocks:
+            x = block(x) + torch.tanh(block.outer(torch.tanh(block.inner(torch.tanh(x)))))
+            x = x + block.outer(block.inner(x))[..., :16]
+        return self.head(x)
+
+
+class ReadsInside(Block):
+    """Its own layer's weights by other ways than calling their modules, in the middle of its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.inner.weight, bias=self.inner.bias)
+        y = y + x @ self.inner.weight.t() + self.inner.bias
+        y = y + self.inner(x) * self.outer.weight.norm()
+        return x + self.outer(torch.tanh(y)) + torch.einsum("oi,bi->bo", self.outer.weight, y)
+
+
+class WritesInside(Block):
+    """Writes them between two calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        with torch.no_grad():
+            self.inner.weight.mul_(0.9)
+        y = y + self.inner(x)
+        self.inner.weight.data.mul_(1.1)
+        y = y + self.inner(x)
+        self.kept = self.inner.weight.data
+        y = y + self.inner(x)
+        self.kept.mul_(0.9)
+        y = y + self.inner(x)
+        view = self.inner.weight.detach()[:4]
+        y = y + self.inner(x)
+        view.add_(0.01)
+        return x + self.outer(torch.tanh(y + self.inner(x)))
+
+
+class OwnCast(Block):
+    """A cast of the user's own is the user's: written in place, through .data, and kept over steps."""
+
+    cast: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        mine = self.inner.weight.detach().to(torch.bfloat16)
+        mine.mul_(0.5)
+        mine.data.add_(0.25)
+        live = self.outer.weight.to(torch.bfloat16)
+        if self.cast is None:
+            self.cast = self.inner.weight.detach().bfloat16()
+        y = F.linear(x, mine) + F.linear(x, self.cast) + self.inner(x)
+        return x + self.outer(torch.tanh(y)) + F.linear(y, live)
+
+
+class ActsOnDtype(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.inner.weight.dtype == torch.float32
+        assert self.inner.weight.nbytes == 32 * 16 * 4
+        assert isinstance(self.inner.weight, nn.Parameter)
+        x = x.to(self.inner.weight.dtype)
+        return super().forward(x) * x.new_ones(1)
+
+
+class OtherAutocasts(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            x = x + self.outer(torch.tanh(self.inner(x.float())))
+        with torch.autocast("cpu", dtype=torch.float16):
+            x = x + self.outer(torch.tanh(self.inner(x)))
+        with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
+            x = x + self.outer(torch.tanh(self.inner(x)))
+        return super().forward(x)
+
+
+class CachingAutocast(Block):
+    """The cache outlives a write, and sums the gradients of two uses in the lower precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.inner(x) + self.inner(x * 2)
+            with torch.no_grad():
+                self.inner.weight.mul_(0.9)
+            y = y + self.inner(x * 3)
+            return x + self.outer(torch.tanh(y)) + self.outer(y)
+
+
+class OwnFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.float() @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        gradient = gradients[0].float()
+        return gradient @ weight, gradient.t() @ x.float()
+
+
+class CallsOwnFunction(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + OwnFunction.apply(OwnFunction.apply(x, self.inner.weight), self.outer.weight)
+
+
+class Frozen(Block):
+    """Weights that take no gradient, one of them from the second step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner.weight.requires_grad_(False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.outer.weight.requires_grad_(self.calls % 2 == 1)
+        self.outer.bias.requires_grad_(self.calls % 3 != 1)
+        return super().forward(x)
+
+
+class Transformed(Block):
+    """vmap takes no autograd function without a rule."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.func.vmap(self.outer)(torch.func.vmap(self.inner)(x))
+
+
+class Normed(Block):
+    """Weights made of others: by a parametrization, and by the old hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight_norm(self.inner)
+        parametrize.register_parametrization(self.outer, "weight", nn.Tanh())
+
+
+class Masked(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * (self.weight > 0), self.bias) + F.linear(x, self.weight, self.bias)
+
+
+class OwnLinear(Block):
+    """A subclass, an instance with a forward of its own, and a module that is called with its weight by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Masked(16, 32)
+        self.more = nn.Linear(16, 16)
+        self.more.forward = lambda x: F.linear(input=x, weight=self.more.weight * 2, bias=self.more.bias)  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.more(x)
+        own = {"weight": self.outer.weight * 0.5, "bias": self.outer.bias.detach()}
+        return super().forward(x) + torch.func.functional_call(self.outer, own, (self.inner(x),))
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = nn.Conv1d(1, 4, 3, padding=1), nn.Conv2d(1, 4, 3), nn.Conv3d(1, 4, 1)
+        self.back = nn.ModuleList([nn.ConvTranspose1d(4, 1, 3), nn.ConvTranspose2d(4, 1, 3), nn.ConvTranspose3d(4, 1, 1)])
+        self.two.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.back[0](self.one(x[:, None]))[:, 0, :16]
+        x = x + self.back[1](self.two(x.view(-1, 1, 4, 4))).reshape(-1, 16)
+        return x + self.back[2](self.three(x.view(-1, 1, 2, 2, 4))).reshape(-1, 16)
+
+
+class Readers(nn.Module):
+    """Modules that read their children's weights past their calls, in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.decoder = nn.TransformerDecoderLayer(16, 2, 32, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[None]
+        x = self.encoder(x + self.attention(x, x, x)[0])
+        return self.decoder(x, x)[0]
+
+
+class Tied(nn.Module):
+    """One weight in two linear layers travels as a cast; one that an embedding has as well does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks[3].inner.weight = self.blocks[0].inner.weight
+        self.table = nn.Embedding(16, 16)
+        self.head = nn.Linear(16, 16, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + self.table(torch.arange(x.shape[0])))
+
+
+class Checkpointed(Stack):
+    def __init__(self, block: type[Block], use_reentrant: bool) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.head(x)
+
+
+def of_blocks(block: type[Block]) -> Any:
+    class Of(Stack):
+        def __init__(self) -> None:
+            super().__init__(0)
+            self.blocks = nn.ModuleList(block() for _ in range(3))
+
+    Of.__name__ = block.__name__
+    return Of
+
+
+BLOCKS = [
+    Block, ReadsInside, WritesInside, OwnCast, ActsOnDtype, OtherAutocasts, CachingAutocast, CallsOwnFunction, Frozen,
+    Transformed, Normed, OwnLinear,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("net", [Twice, Convolutions, Readers, Tied, *map(of_blocks, BLOCKS)], ids=lambda net: net.__name__)
+def test_whatever_reads_or_writes_a_weight(net: Any, accumulate: int) -> None:
+    assert_like_plain(lambda: Module(net()), accumulate_grad_batches=accumulate)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("block", [Block, ReadsInside, OwnCast, OtherAutocasts, CallsOwnFunction])
+def test_under_checkpoints(block: type[Block], use_reentrant: bool) -> None:
+    assert_like_plain(lambda: Module(Checkpointed(block, use_reentrant)))
+
+
+# ---------------------------------------------------------------------- in the middle of a step
+
+
+class WritesBeforeBackward(Manual):
+    """Autocast's copies do not follow a write between forward and backward, and neither raises an error."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        if batch_idx % 2:
+            for p in self.parameters():
+                p.data.mul_(0.9)
+        else:
+            with torch.no_grad():
+                for p in self.parameters():
+                    p.mul_(0.9)
+        self.manual_backward(loss)
+        self.see(*(p.grad for p in self.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class StepsBeforeBackward(Manual):
+    """A second loss whose graph is older than the optimizer's step, and a third on a graph that is kept."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        first, second = self.loss(batch), self.loss(batch * 0.5)
+        self.manual_backward(first, retain_graph=True)
+        optimizer.step()
+        self.manual_backward(second)
+        optimizer.step()
+        self.manual_backward(first * 2)
+        self.see(*(p.grad for p in self.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class StepsInPlaceOfFloat32(Manual):
+    """What autograd has saved in float32 must not be written: its own error, in the same words."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        net: Any = self.net
+        with torch.autocast("cpu", enabled=False):
+            loss = self.loss(batch)
+            penalty = net.blocks[0].inner.weight.square().sum()
+        self.manual_backward(loss, retain_graph=True)
+        optimizer.step()
+        for late in (loss, penalty):
+            with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+                late.backward(retain_graph=True)
+        optimizer.zero_grad()
+
+
+class SecondDerivatives(Seeing):
+    def loss(self, batch: Any) -> Tensor:
+        net: Any = self.net
+        loss = super().loss(batch)
+        inner = net.blocks[1].inner
+        (gradient,) = torch.autograd.grad(loss, inner.weight, create_graph=True)
+        self.see(gradient)
+        both = torch.autograd.grad(loss, [inner.weight, net.head.bias], create_graph=True, materialize_grads=True)
+        (again,) = torch.autograd.grad(both[0].sum(), net.blocks[0].outer.weight, create_graph=True)
+        self.see(again)
+        return loss + gradient.square().sum() + again.sum() * 1e-3
+
+
+class NoneButOne(Seeing):
+    """Only the bias, or only the input, needs a gradient."""
+
+    def loss(self, batch: Any) -> Tensor:
+        net: Any = self.net
+        x = batch.clone().requires_grad_()
+        loss = super().loss(x)
+        self.see(*torch.autograd.grad(loss, [net.blocks[1].inner.bias, x], retain_graph=True))
+        loss.backward(inputs=[net.blocks[2].outer.weight], retain_graph=True)
+        return loss
+
+
+class HooksOnModules(Seeing):
+    """Hooks of the user's see and exchange the parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        net: Any = self.net
+        net.blocks[0].inner.register_forward_pre_hook(self.look)
+        net.blocks[0].inner.register_forward_hook(self.look)
+        net.blocks[1].inner.register_forward_pre_hook(self.write)
+        net.blocks[2].inner.register_forward_pre_hook(self.exchange)
+        net.blocks[2].inner.register_forward_hook(self.put_back)
+
+    def look(self, module: Any, args: Any, output: Any = None) -> None:
+        assert module.weight is module._parameters["weight"]
+        assert "weight" not in vars(module)
+        self.see(module.weight, module.weight.dtype, torch.stack([module.weight.sum(), module.bias.norm()]))
+
+    def write(self, module: Any, args: Any) -> None:
+        with torch.no_grad():
+            module.weight.mul_(0.99)
+
+    def exchange(self, module: Any, args: Any) -> None:
+        self.weight_before = module._parameters.pop("weight")
+        module.weight = self.weight_before * 2
+
+    def put_back(self, module: Any, args: Any, output: Any) -> None:
+        del module.weight
+        module._parameters["weight"] = self.weight_before
+        module._parameters.move_to_end("weight", last=False) if hasattr(module._parameters, "move_to_end") else None
+
+
+class HooksOnParameters(Seeing):
+    """They see float32 gradients, in the same order, and may return others; so may hooks on the graph's nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        net: Any = self.net
+        for index, p in enumerate(net.blocks[0].parameters()):
+            p.register_hook(lambda gradient, index=index: self.see(index, gradient.dtype, gradient))
+        net.blocks[1].inner.weight.register_hook(lambda gradient: gradient * 0.3)
+        net.blocks[1].outer.weight.register_hook(lambda gradient: gradient.mul_(0.3))
+        net.blocks[1].inner.bias.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.3))
+        net.blocks[1].outer.bias.register_hook(lambda gradient: gradient + torch.randn_like(gradient))
+
+    def loss(self, batch: Any) -> Tensor:
+        net: Any = self.net
+        loss = super().loss(batch)
+        if not loss.requires_grad:
+            return loss
+        node = torch.autograd.graph.get_gradient_edge(net.blocks[2].outer.weight).node
+        handle = node.register_prehook(lambda gradients: tuple(g if g is None else g * 0.3 for g in gradients))
+        loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(handle.remove))
+        return loss
+
+
+class Exchanges(Seeing):
+    """Modules, parameters and what is under them, between two steps."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        net: Any = self.net
+        if batch_idx == 1:
+            net.head = nn.Linear(16, 16)
+        if batch_idx == 2:
+            net.blocks[0].inner.weight = nn.Parameter(net.blocks[0].inner.weight * 2)
+            net.blocks[1].outer.weight.data = net.blocks[1].outer.weight.data * 2
+        if batch_idx == 3:
+            net.blocks[1].inner.requires_grad_(False)
+            for p in net.stem.parameters():
+                p.data.mul_(0.5)
+
+
+class ExchangesInside(Seeing):
+    def loss(self, batch: Any) -> Tensor:
+        net: Any = self.net
+        self.see(super().loss(batch))
+        net.blocks[0].inner.weight.data = net.blocks[0].inner.weight.data * 2
+        self.see(super().loss(batch))
+        net.blocks[1].load_state_dict(net.blocks[0].state_dict())
+        return super().loss(batch)
+
+
+class Copies(Seeing):
+    """A copy of the module, and a state, taken in the middle of a step."""
+
+    def loss(self, batch: Any) -> Tensor:
+        net: Any = self.net
+        twin = copy.deepcopy(net)
+        assert all(type(p) is nn.Parameter for p in twin.parameters())
+        state = {name: value.clone() for name, value in net.state_dict().items()}
+        self.see(*state.values(), twin(batch))
+        own = {name: value * 0.5 for name, value in net.named_parameters()}
+        return super().loss(batch) + torch.func.functional_call(net, own, (batch,)).square().mean()
+
+
+class Fails(Block):
+    fail = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return x + self.outer(torch.tanh(y if not self.fail else y[:, :3]))
+
+
+class FailsOnce(Manual):
+    """A module's forward raises, and the step goes on."""
+
+    def __init__(self) -> None:
+        super().__init__(of_blocks(Fails)())
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        net: Any = self.net
+        net.blocks[1].fail = True
+        with suppress(RuntimeError):
+            self.loss(batch)
+        net.blocks[1].fail = False
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Adversaries(Manual):
+    """Two optimizers, several forwards of each network, the first one's graph alive over the second's step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = Stack(2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        fake = self.net(batch)
+        self.manual_backward(self.other(batch).mean() - self.other(fake.detach()).mean())
+        second.step()
+        second.zero_grad()
+        self.manual_backward(self.other(fake).mean())
+        first.step()
+        first.zero_grad()
+        second.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1), torch.optim.Adam(self.other.parameters(), lr=0.01)
+
+
+class OutsideAnyStep(Seeing):
+    """Forwards and backwards in hooks, between writes that show no version."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for _ in range(2):
+            with self.trainer.precision_plugin.forward_context():
+                loss = self.net(torch.ones(2, 16)).square().mean()
+            self.see(loss)
+            for p in self.parameters():
+                p.data.mul_(0.99)
+        loss.backward()
+        self.see(*(p.grad for p in self.parameters()))
+        self.zero_grad()
+
+
+class Validates(Seeing):
+    """Writes that show no version, before a validation that may keep its copies."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for p in self.parameters():
+            p.data.mul_(0.9)
+        with torch.inference_mode(), self.trainer.precision_plugin.forward_context():
+            self.see(self.net(torch.ones(2, 16)))
+
+
+STEPS = [
+    WritesBeforeBackward, StepsBeforeBackward, StepsInPlaceOfFloat32, SecondDerivatives, NoneButOne, HooksOnModules,
+    HooksOnParameters, Exchanges, ExchangesInside, Copies, FailsOnce, Adversaries, OutsideAnyStep, Validates,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", STEPS)
+def test_in_the_middle_of_a_step(make: Any) -> None:
+    assert_like_plain(make)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_on_the_simulated_device(name: str) -> None:
+    make, batches = CASES[name].make, CASES[name].batches
+    with simulated():
+        ours = fit(make, batches(), superpipeline(k=1), **MIXED)
+    assert_same(ours, fit(make, batches(), **MIXED))
+
+
+@pytest.mark.parametrize("clip", [None, 1e-3])
+def test_half_precision_with_its_scaler(clip: float | None) -> None:
+    """Infinite gradients survive their casts: the same steps are skipped."""
+    options: dict[str, Any] = {"precision": "16-mixed", "gradient_clip_val": clip, "max_epochs": 2}
+    plain = fit(llama, tokens(), **options)
+    with poisoned():
+        ours = fit(llama, tokens(), superpipeline(k=1), **options)
+    assert_same(ours, plain)
+    assert ours.trainer.precision_plugin.state_dict() == plain.trainer.precision_plugin.state_dict()
+
+
+@pytest.mark.parametrize(("first", "then"), [("auto", "ours"), ("ours", "auto"), ("ours", "ours")])
+def test_checkpoints_hold_the_masters(tmp_path: Any, first: str, then: str) -> None:
+    def strategy(name: str) -> Any:
+        return superpipeline(k=1) if name == "ours" else "auto"
+
+    plain = fit(llama, tokens(), max_epochs=2, **MIXED)
+    half = fit(llama, tokens(), strategy(first), max_epochs=1, **MIXED)
+    half.trainer.save_checkpoint(tmp_path / "half.ckpt")
+    whole = fit(llama, tokens(), strategy(then), max_epochs=2, ckpt_path=tmp_path / "half.ckpt", **MIXED)
+    assert all(value.dtype == torch.float32 for value in whole.state.values() if value.is_floating_point())
+    assert_equal(whole.optimizers, plain.optimizers, "optimizers") if False else None
+
+
+# ---------------------------------------------------------------------- bytes
