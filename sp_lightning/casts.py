@@ -19,12 +19,10 @@ from sp_lightning.device import Device, Stream, Wait
 from sp_lightning.host import HostBlock
 from sp_lightning.memory import Span, normal_mode, strided
 
-LOWERED_FUNCTIONS: frozenset[Any] = frozenset(
-    (
-        torch.nn.functional.linear, torch.conv1d, torch.conv2d, torch.conv3d,
-        torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
-    )  # fmt: skip
-)
+LOWERED_FUNCTIONS: frozenset[Any] = frozenset({
+    torch.nn.functional.linear, torch.conv1d, torch.conv2d, torch.conv3d,
+    torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
+})  # fmt: skip
 """Functions whose every tensor autocast casts, on every device."""
 
 
@@ -132,7 +130,7 @@ class Casts:
         self._device.access(self._masters.weights, None, write=False)
         self._device.access(self._block.weights, None, write=True)
         wire = self._block.weights
-        edition = self._edition and self._edition()
+        edition = self._edition() if self._edition is not None else None
         with normal_mode(), torch.no_grad():
             if edition is None:
                 self._cast_into(wire)
@@ -149,7 +147,7 @@ class Casts:
         """For what a graph saves at ``offset`` of the slot: the present casts, if it lies among them."""
         if offset < self._begin:
             return None
-        edition = self._edition and self._edition()
+        edition = self._edition() if self._edition is not None else None
         if edition is None:
             edition = Edition(self._begin, self._device)
             self._edition = ref(edition)

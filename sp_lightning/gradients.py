@@ -71,7 +71,10 @@ class Gradients:
         self._in_flight = in_flight
         self._residents = len(blocks) - 1
         sizes = [block.planned.nbytes for block in blocks]
-        largest = max((sizes[i] + sizes[self._masters[i]] if i in self._masters else sizes[i] for i in range(len(sizes))), default=0)
+        largest = max(
+            (sizes[i] + sizes[self._masters[i]] if i in self._masters else sizes[i] for i in range(len(sizes))),
+            default=0,
+        )
         self._staging = Staging(device, largest, pin=pin)
         self._arrived: dict[int, dict[tuple[int, int], Tensor]] = {}  # by layer: (block, index) → gradient
         self._expected: dict[int, int] = {}  # how many gradients a layer that has some is to get

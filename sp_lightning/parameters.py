@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -69,15 +69,15 @@ class DeviceParameter(nn.Parameter):
     @property
     def data(self) -> Tensor:
         # Writes through .data bump no version, and may come as long as somebody holds what is returned here.
-        self._of.bring_for(self)
-        self._of.exposed.add(self._index)
-        return _tensor_data.__get__(self)
+        with self._of.there(self):
+            self._of.exposed.add(self._index)
+            return _tensor_data.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        self._of.bring_for(self)
-        self._of.exposed.add(self._index)
-        _tensor_data.__set__(self, value)
+        with self._of.there(self):
+            self._of.exposed.add(self._index)
+            _tensor_data.__set__(self, value)
 
     @property
     def grad(self) -> Tensor | None:
@@ -160,12 +160,13 @@ def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
         of = each._of
         if of.autocast is None or not autocast_would_cast(of.autocast, of.device):
             return None
-    if all(each._of.casts is not None for each in away):  # as ever, inside their layer's call
-        return func(*map(_cast, args), **{name: _cast(each) for name, each in kwargs.items()})
-    with away[0]._of.together(away, casts=True):
+    there = all(each._of.casts is not None for each in away)  # as ever, inside their layer's call
+    with nullcontext() if there else away[0]._of.together(away, casts=True):
         if any(each._of.casts is None for each in away):
             return None
-        return func(*map(_cast, args), **{name: _cast(each) for name, each in kwargs.items()})
+        # Autocast casts the last argument first, so that in backward the gradients come in the arguments' order.
+        last = {name: _cast(kwargs[name]) for name in sorted(kwargs)}  # bias before weight
+        return func(*[_cast(each) for each in reversed(args)][::-1], **last)
 
 
 def _cast(each: Any) -> Any:
@@ -394,11 +395,9 @@ class DeviceParameters:
         self._accumulators.clear()
         self.all.clear()
 
-    def bring_for(self, parameter: DeviceParameter) -> None:
-        """Bring the layer if it is away."""
-        if isinstance(parameter, StandIn):
-            with self.together([parameter]):
-                pass
+    def there(self, parameter: DeviceParameter) -> AbstractContextManager[None]:
+        """A context during which the layer is there; it may leave at the end of it."""
+        return self.together([parameter]) if isinstance(parameter, StandIn) else nullcontext()
 
 
 @cache

@@ -219,7 +219,9 @@ def _wire_notes(found: Found) -> tuple[str, ...]:
         return ()
     share = lowered / sum(layer.nbytes for layer in found.layers)
     dtype = str(found.autocast).removeprefix("torch.")
-    return (f"{share:.0%} of the layers' bytes travel as {dtype}, as autocast would cast them; float32 stays on the host.",)
+    return (
+        f"{share:.0%} of the layers' bytes travel as {dtype}, as autocast would cast them; float32 stays on the host.",
+    )
 
 
 def _rings(

@@ -371,7 +371,9 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         assert module is not None
         device = device_for(self.root_device)
-        autocast = _AUTOCAST.get(plugin.precision) if isinstance(plugin := self.precision_plugin, MixedPrecision) else None
+        autocast = (
+            _AUTOCAST.get(plugin.precision) if isinstance(plugin := self.precision_plugin, MixedPrecision) else None
+        )
         found = find_layers(module, layers=self._layers, resident=self._resident, autocast=autocast)
         plan = make_plan(found, k=self._k, k_prime=self._k_prime)
         _check_fits(plan, device)

@@ -436,6 +436,7 @@ class Streamer:
         self._join_backward()
         if not quiet:
             with self._lock:
+                self._write_back_late(self._slots.all)
                 self._forget_copies()
 
     def _join_backward(self) -> None:
@@ -537,6 +538,8 @@ class Streamer:
             if moved:  # param.data = another tensor: the slot does not have it
                 self._slots.forget([layer])
                 group.exposed.clear()
+        else:  # used by autograd only; a view that had outlived the use before may have been written
+            self._write_back_late((slot,))
         self._slots.release(slot)
         if layer in self._masters:
             self._parameters[self._masters[layer]].casts = None
