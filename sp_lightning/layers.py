@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -278,7 +279,9 @@ def _places(module: nn.Module, aside: dict[nn.Module, str]) -> dict[nn.Parameter
 
 def _lowered(module: nn.Module, places: dict[nn.Parameter, tuple[Place, ...]]) -> set[nn.Parameter]:
     """The float32 parameters that nothing but their modules' own calls is known to read."""
-    whole = [each for each in module.modules() if isinstance(each, _READING) or _is_compiled(each)]
+    whole = [
+        each for each in module.modules() if isinstance(each, _READING) or _is_compiled(each) or _uses_scripts(each)
+    ]
     apart = {child for each in whole for child in each.modules()}
     return {
         parameter
@@ -287,6 +290,23 @@ def _lowered(module: nn.Module, places: dict[nn.Parameter, tuple[Place, ...]]) -
         and parameter.dtype is torch.float32
         and all(type(child) in _LOWERED and child not in apart for child, _ in where)
     }
+
+
+def _uses_scripts(module: nn.Module) -> bool:
+    """Whether its code names a TorchScript function: those read the memory of what they are given without asking."""
+    kind: Any = type(module)
+    return _class_uses_scripts(kind) or any(isinstance(v, torch.jit.ScriptFunction) for v in vars(module).values())
+
+
+@cache
+def _class_uses_scripts(kind: Any) -> bool:
+    for each in kind.__mro__:
+        for value in vars(each).values():
+            code, known = getattr(value, "__code__", None), getattr(value, "__globals__", {})
+            named = [known.get(name) for name in code.co_names] if code is not None else [value]
+            if any(isinstance(each, torch.jit.ScriptFunction) for each in named):
+                return True
+    return False
 
 
 def _aside(module: nn.Module) -> dict[nn.Module, str]:

@@ -124,10 +124,15 @@ class StandIn(DeviceParameter):
     """A device parameter whose layer is away. Reading its metadata is free, anything else brings the layer."""
 
     @classmethod
+    @torch.compiler.disable  # the engine is no part of a graph
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in LOWERED_FUNCTIONS:
+            found = _call_with_casts(func, args, kwargs)
+            if found is not None:
+                return found
         if func in _METADATA:
             with _Untouched():
                 return func(*args, **kwargs)
@@ -136,10 +141,6 @@ class StandIn(DeviceParameter):
         if func in (torch.autograd.backward, Tensor.backward):  # backward(inputs=…)
             args, kwargs = tree_map_only(DeviceParameter, _edge, (args, kwargs))
             return func(*args, **kwargs)
-        if func in LOWERED_FUNCTIONS:
-            found = _call_with_casts(func, args, kwargs)
-            if found is not None:
-                return found
         away = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)]
         if not away:
             raise RuntimeError(
@@ -154,29 +155,32 @@ class StandIn(DeviceParameter):
 
 
 def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """The result for the casts of all stand-ins among the arguments; None if one of them has to come itself."""
-    away = [each for each in (*args, *kwargs.values()) if isinstance(each, StandIn)]
-    for each in away:
-        of = each._of
+    """The result for the casts of all stand-ins among the arguments; None if they have to come themselves."""
+    away = [each for each in (*args, *kwargs.values()) if issubclass(type(each), StandIn)]
+    groups = {each._of for each in away}
+    for of in groups:
         if of.autocast is None or not autocast_would_cast(of.autocast, of.device):
             return None
-    there = all(each._of.casts is not None for each in away)  # as ever, inside their layer's call
-    with nullcontext() if there else away[0]._of.together(away, casts=True):
-        if any(each._of.casts is None for each in away):
-            return None
-        # Autocast casts the last argument first, so that in backward the gradients come in the arguments' order.
-        last = {name: _cast(kwargs[name]) for name in sorted(kwargs)}  # bias before weight
-        return func(*[_cast(each) for each in reversed(args)][::-1], **last)
+        if of.casts is None:  # called from outside their layer
+            with of.together(away, casts=True):
+                return None if any(of.casts is None for of in groups) else _call(func, args, kwargs)
+    return _call(func, args, kwargs) if groups else None
+
+
+def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    # Autocast casts the last argument first, so that in backward the gradients come in the arguments' order.
+    last = {name: _cast(kwargs[name]) for name in sorted(kwargs)} if kwargs else kwargs  # bias before weight
+    return func(*[_cast(each) for each in reversed(args)][::-1], **last)
 
 
 def _cast(each: Any) -> Any:
-    if not isinstance(each, StandIn):
+    if not issubclass(type(each), StandIn):  # isinstance of a Parameter is slow: its metaclass asks in Python
         return each
-    assert each._of.casts is not None
-    cast = each._of.casts[each._index]
+    of, index = each._of, each._index
+    assert of.casts is not None
     if not torch.is_grad_enabled():
-        return cast
-    return Cast.apply(each, cast) if requires_grad(each) else cast.detach()
+        return of.casts[index]
+    return Cast.apply(each, of.casts[index]) if of.hosts[index].requires_grad else of.casts[index].detach()
 
 
 class DeviceParameters:

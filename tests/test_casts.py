@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from contextlib import nullcontext, suppress
 from typing import Any
 from unittest import mock
@@ -289,6 +290,33 @@ class Checkpointed(Stack):
         return self.head(x)
 
 
+def relu_of_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.relu(x @ weight.t() + bias)
+
+
+with warnings.catch_warnings(action="ignore"):  # it is deprecated
+    scripted = torch.jit.script(relu_of_linear)
+
+
+class Scripted(Block):
+    """TorchScript reads memory without asking: what a module that names such a function holds stays as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(scripted(x, self.inner.weight, self.inner.bias))
+
+
+class CompiledInside(Block):
+    """A function that is compiled, and a module's forward, where no set-up sees it: graphs break at each weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled = torch.compile(lambda x: torch.tanh(self.inner(x)), backend="eager")
+        self.outer.forward = torch.compile(self.outer.forward, backend="eager")  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(self.compiled(x))
+
+
 def of_blocks(block: type[Block]) -> Any:
     class Of(Stack):
         def __init__(self) -> None:
@@ -301,7 +329,7 @@ def of_blocks(block: type[Block]) -> Any:
 
 BLOCKS = [
     Block, ReadsInside, WritesInside, OwnCast, ActsOnDtype, OtherAutocasts, CachingAutocast, CallsOwnFunction, Frozen,
-    Transformed, Normed, OwnLinear,
+    Transformed, Normed, OwnLinear, Scripted,
 ]  # fmt: skip
 
 
@@ -311,6 +339,14 @@ BLOCKS = [
 )
 def test_whatever_reads_or_writes_a_weight(net: Any, accumulate: int) -> None:
     assert_like_plain(lambda: Module(net()), accumulate_grad_batches=accumulate)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo asks for it where a graph breaks
+def test_compiled_where_no_set_up_sees_it() -> None:
+    """Dynamo would trace the engine; now its graphs break at each weight that travels as a cast."""
+    plain = bare(lambda: Module(of_blocks(CompiledInside)()), "auto")
+    torch._dynamo.reset()
+    assert_equal(bare(lambda: Module(of_blocks(CompiledInside)()), superpipeline(k=1)), plain, "compiled inside")
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
