@@ -157,10 +157,11 @@ class StandIn(DeviceParameter):
 def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
     """The result for the casts of all stand-ins among the arguments; None if they have to come themselves."""
     away = [each for each in (*args, *kwargs.values()) if issubclass(type(each), StandIn)]
-    groups = {each._of for each in away}
+    groups = list(dict.fromkeys(each._of for each in away))
     for of in groups:
         if of.autocast is None or not autocast_would_cast(of.autocast, of.device):
             return None
+    for of in groups:
         if of.casts is None:  # called from outside their layer
             with of.together(away, casts=True):
                 return None if any(of.casts is None for of in groups) else _call(func, args, kwargs)

@@ -15,6 +15,10 @@ that moment, through one of four doors, and all four end in :meth:`Streamer._use
 - autograd unpacks a weight that it saved (saved-tensor hook),
 - anything else computes with a device parameter whose layer is away (its ``__torch_function__``),
 - the trace says that it will be needed soon (prefetch).
+
+In mixed precision some weights travel as their casts (``casts``), which only the functions get that autocast would cast
+them for. Their float32 masters are, to this file, further layers: without slots, without visits, brought by the third
+door alone, and everything that holds for a layer holds for them.
 """
 
 from __future__ import annotations

@@ -277,6 +277,21 @@ class Tied(nn.Module):
         return self.head(x + self.table(torch.arange(x.shape[0])))
 
 
+class Across(Stack):
+    """Weights of several layers in one function, some of which travel as casts and some do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        for block, norm in zip(self.blocks, self.norms, strict=False):
+            y = F.linear(x, block.inner.weight, norm[0].bias) + F.linear(x, block.inner.weight, norm[1].bias)
+            x = x + F.linear(torch.tanh(norm(y)), bias=self.head.bias, weight=block.outer.weight) + block.outer(y)
+        return x
+
+
 class Checkpointed(Stack):
     def __init__(self, block: type[Block], use_reentrant: bool) -> None:
         super().__init__(0)
@@ -335,7 +350,7 @@ BLOCKS = [
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
-    "net", [Twice, Convolutions, Readers, Tied, *map(of_blocks, BLOCKS)], ids=lambda net: net.__name__
+    "net", [Twice, Convolutions, Readers, Tied, Across, *map(of_blocks, BLOCKS)], ids=lambda net: net.__name__
 )
 def test_whatever_reads_or_writes_a_weight(net: Any, accumulate: int) -> None:
     assert_like_plain(lambda: Module(net()), accumulate_grad_batches=accumulate)
