@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -69,15 +69,15 @@ class DeviceParameter(nn.Parameter):
     @property
     def data(self) -> Tensor:
         # Writes through .data bump no version, and may come as long as somebody holds what is returned here.
-        with self._of.there(self):
-            self._of.exposed.add(self._index)
-            return _tensor_data.__get__(self)
+        self._of.bring_for(self)
+        self._of.exposed.add(self._index)
+        return _tensor_data.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        with self._of.there(self):
-            self._of.exposed.add(self._index)
-            _tensor_data.__set__(self, value)
+        self._of.bring_for(self)
+        self._of.exposed.add(self._index)
+        _tensor_data.__set__(self, value)
 
     @property
     def grad(self) -> Tensor | None:
@@ -400,9 +400,11 @@ class DeviceParameters:
         self._accumulators.clear()
         self.all.clear()
 
-    def there(self, parameter: DeviceParameter) -> AbstractContextManager[None]:
-        """A context during which the layer is there; it may leave at the end of it."""
-        return self.together([parameter]) if isinstance(parameter, StandIn) else nullcontext()
+    def bring_for(self, parameter: DeviceParameter) -> None:
+        """Bring the layer if it is away."""
+        if isinstance(parameter, StandIn):
+            with self.together([parameter]):
+                pass
 
 
 @cache

@@ -112,6 +112,46 @@ class WritesInside(Block):
         return x + self.outer(torch.tanh(y + self.inner(x)))
 
 
+class WritesBetweenCalls(Stack):
+    """A layer that is called again, while views of its weights are written; and one whose masters leave in between."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        first: Any = self.blocks[0]
+        view = first.inner.weight.detach()
+        for block in self.blocks:
+            x = first(block(x))
+            view.mul_(0.95)
+        x = first(x) + self.head.weight.norm()
+        return self.head(first(x))
+
+
+class WritesAndLooksElsewhere(Block):
+    """Looking at another layer's weight sends away the written one, or the one that is written next through a view."""
+
+    elsewhere: Any = None
+    late = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        view = self.inner.weight.detach() if self.late else None
+        if view is None:
+            with torch.no_grad():
+                self.inner.weight.mul_(0.9)
+        size = self.elsewhere[0].weight.norm()
+        if view is not None:
+            view.mul_(0.9)
+        return super().forward(x) * size
+
+
+class LooksElsewhere(Stack):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(WritesAndLooksElsewhere() for _ in range(3))
+        for index, block in enumerate(self.blocks):
+            vars(block).update(elsewhere=[self.head], late=index == 1)
+
+
 class OwnCast(Block):
     """A cast of the user's own is the user's: written in place, through .data, and kept over steps."""
 
@@ -137,15 +177,18 @@ class ActsOnDtype(Block):
         return super().forward(x) * x.new_ones(1)
 
 
-class OtherAutocasts(Block):
+class NoAutocast(Block):
     def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
         with torch.autocast("cpu", enabled=False):
-            x = x + self.outer(torch.tanh(self.inner(x.float())))
-        with torch.autocast("cpu", dtype=torch.float16):
-            x = x + self.outer(torch.tanh(self.inner(x)))
+            return super().forward(x.float())
+
+
+class OtherAutocast(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
         with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
-            x = x + self.outer(torch.tanh(self.inner(x)))
-        return super().forward(x)
+            return super().forward(x)
 
 
 class CachingAutocast(Block):
@@ -343,17 +386,33 @@ def of_blocks(block: type[Block]) -> Any:
 
 
 BLOCKS = [
-    Block, ReadsInside, WritesInside, OwnCast, ActsOnDtype, OtherAutocasts, CachingAutocast, CallsOwnFunction, Frozen,
+    Block, ReadsInside, WritesInside, OwnCast, ActsOnDtype, NoAutocast, OtherAutocast, CachingAutocast, CallsOwnFunction, Frozen,
     Transformed, Normed, OwnLinear, Scripted,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
-    "net", [Twice, Convolutions, Readers, Tied, Across, *map(of_blocks, BLOCKS)], ids=lambda net: net.__name__
+    "net",
+    [Twice, Convolutions, Readers, Tied, Across, WritesBetweenCalls, LooksElsewhere, *map(of_blocks, BLOCKS)],
+    ids=lambda net: net.__name__,
 )
 def test_whatever_reads_or_writes_a_weight(net: Any, accumulate: int) -> None:
     assert_like_plain(lambda: Module(net()), accumulate_grad_batches=accumulate)
+
+
+@pytest.mark.parametrize("net", [Twice, Convolutions, Tied, Across, of_blocks(ReadsInside)])
+def test_in_evaluation(net: Any) -> None:
+    """In inference mode, whose tensors no graph may save. (The simulation's dispatch mode takes other kernels there.)"""
+
+    def predict(strategy: Any) -> Any:
+        pl.seed_everything(7, verbose=False)
+        return trainer_for(strategy, **MIXED).predict(Module(net()), loader(vectors(2)))
+
+    plain = predict("auto")
+    for context in (nullcontext, poisoned):
+        with context():
+            assert_equal(predict(superpipeline(k=1)), plain, context.__name__)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo asks for it where a graph breaks
@@ -365,7 +424,7 @@ def test_compiled_where_no_set_up_sees_it() -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("block", [Block, ReadsInside, OwnCast, OtherAutocasts, CallsOwnFunction])
+@pytest.mark.parametrize("block", [Block, ReadsInside, OwnCast, NoAutocast, CallsOwnFunction])
 def test_under_checkpoints(block: type[Block], use_reentrant: bool) -> None:
     assert_like_plain(lambda: Module(Checkpointed(block, use_reentrant)))
 
@@ -521,6 +580,22 @@ class Exchanges(Seeing):
                 p.data.mul_(0.5)
 
 
+class Thaws(Seeing):
+    """What is frozen between two steps is thawed between two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.requires_grad_(False)
+        self.net.head.requires_grad_(True)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        net: Any = self.net
+        net.blocks[1].requires_grad_(batch_idx % 2 == 1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 class ExchangesInside(Seeing):
     def loss(self, batch: Any) -> Tensor:
         net: Any = self.net
@@ -619,7 +694,7 @@ class Validates(Seeing):
 
 STEPS = [
     WritesBeforeBackward, StepsBeforeBackward, StepsInPlaceOfFloat32, SecondDerivatives, NoneButOne, HooksOnModules,
-    HooksOnParameters, Exchanges, ExchangesInside, Copies, FailsOnce, Adversaries, OutsideAnyStep, Validates,
+    HooksOnParameters, Exchanges, Thaws, ExchangesInside, Copies, FailsOnce, Adversaries, OutsideAnyStep, Validates,
 ]  # fmt: skip
 
 
