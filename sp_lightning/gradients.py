@@ -8,7 +8,7 @@ At most k' + 1 layers' gradients are on the device at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sp_lightning.device import Device, PinnedMemory, Stream, Wait
 from sp_lightning.host import HostBlock, Staging
-from sp_lightning.memory import normal_mode, strided
+from sp_lightning.memory import aligned, normal_mode, strided
 
 
 @dataclass
@@ -25,12 +25,13 @@ class _Landing:
     """One gradient's memory on the host.
 
     Attributes:
-        own: whether ``memory`` may become ``param.grad`` itself; otherwise it is staging and is used again.
+        own: memory that may become ``param.grad``: ``memory`` itself, or, while that is staging, the memory to widen it
+            into; None if there is none.
     """
 
-    index: int
+    parameter: nn.Parameter
     memory: Tensor
-    own: bool
+    own: Tensor | None
 
 
 @dataclass
@@ -43,7 +44,6 @@ class _Drain:
     """
 
     layer: int
-    block: HostBlock
     gradients: list[Tensor]
     nbytes: int
     landings: list[_Landing]
@@ -55,7 +55,8 @@ class Gradients:
     """The gradients of all layers, from autograd to ``param.grad``.
 
     Args:
-        blocks: of the layers, then of the residents.
+        blocks: of the layers and their masters, then of the residents.
+        owners: masters → the layer that their gradients leave with.
         device: the seam.
         staging: host memory for gradients that are added to others.
         in_flight: layers whose gradients may be on the device at once (k' + 1).
@@ -65,6 +66,7 @@ class Gradients:
     def __init__(
         self,
         blocks: Sequence[HostBlock],
+        owners: Mapping[int, int],
         device: Device,
         staging: Staging,
         *,
@@ -73,11 +75,13 @@ class Gradients:
     ) -> None:
         self._complete = complete
         self._blocks = blocks
+        self._owners = owners
+        self._masters = {owner: masters for masters, owner in owners.items()}
         self._device = device
         self._in_flight = in_flight
         self._residents = len(blocks) - 1
         self._staging = staging
-        self._arrived: dict[int, dict[int, Tensor]] = {}
+        self._arrived: dict[int, dict[tuple[int, int], Tensor]] = {}  # by layer: (block, index) → gradient
         self._expected: dict[int, int] = {}  # how many gradients a layer that has some is to get
         self._applied: dict[int, set[int]] = {}
         self._flying: deque[_Drain] = deque()
@@ -98,48 +102,54 @@ class Gradients:
                 f"The gradient of {name!r} has a graph of its own (backward(create_graph=True)); it would be lost on "
                 f"the way to the host. Use torch.autograd.grad(loss, parameters, create_graph=True), which keeps it."
             )
-        if index in self._arrived.get(layer, ()):
+        of, layer = layer, self._owners.get(layer, layer)
+        if (of, index) in self._arrived.get(layer, ()):
             self.drain(layer)
         if layer not in self._arrived:
             self._arrived[layer] = {}
-            self._expected[layer] = sum(parameter.requires_grad for parameter in block.parameters)
-        self._arrived[layer][index] = gradient
+            self._expected[layer] = self._count(layer) + self._count(self._masters.get(layer))
+        self._arrived[layer][of, index] = gradient
         self._device.access(gradient, Stream.COMPUTE, write=True)
         self.device_bytes += gradient.nbytes if gradient.layout is torch.strided else 0
         return len(self._arrived[layer]) == self._expected[layer] and layer != self._residents
 
     def drain(self, layer: int) -> None:
         """Send what has arrived of one layer to the host; with the next layer's, at most k' + 1 are on the device."""
+        layer = self._owners.get(layer, layer)
         gradients = self._arrived.pop(layer, None)
         if gradients is None:
             return
-        block = self._blocks[layer]
+        used = 0  # of the staging memory
         staging: PinnedMemory | None = None
         landings = []
         targets, sources = [], []
         self._device.wait(Stream.DOWNLOAD, self._device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
-        for index, gradient in gradients.items():
+        for (of, index), gradient in gradients.items():
+            block = self._blocks[of]
+            parameter = block.parameters[index]
             if gradient.layout is not torch.strided:  # sparse: of no fixed size, as nn.Embedding(sparse=True) makes
-                landings.append(_Landing(index, gradient.to("cpu"), own=True))
+                sparse = gradient.to("cpu")
+                landings.append(_Landing(parameter, sparse, own=sparse))
                 continue
-            target = block.gradient_target(index) if block.parameters[index].grad is None else None
-            own = target is not None
-            if target is None:
-                staging = staging or self._staging.take(block.planned.nbytes)
+            own = target = block.gradient_target(index) if parameter.grad is None else None
+            if target is None or target.dtype is not gradient.dtype:
+                staging = staging or self._staging.take(sum(aligned(each.nbytes) for each in gradients.values()))
                 span = block.planned.spans[index]
-                target = strided(staging.bytes, span.offset, gradient.dtype, span.shape, span.stride)
+                target = strided(staging.bytes, used, gradient.dtype, span.shape, span.stride)
+                used += aligned(gradient.nbytes)
             targets.append(target)
             sources.append(gradient)
-            landings.append(_Landing(index, target, own))
+            landings.append(_Landing(parameter, target, own))
         self._device.copy(targets, sources, Stream.DOWNLOAD)
         nbytes = sum(gradient.nbytes for gradient in sources)
         self.drained_bytes += nbytes
         landed = self._device.record(Stream.DOWNLOAD)
-        self._flying.append(_Drain(layer, block, list(gradients.values()), nbytes, landings, staging, landed))
+        self._flying.append(_Drain(layer, list(gradients.values()), nbytes, landings, staging, landed))
         self.retire(self._in_flight - 1)
 
     def make_room(self, layers: Sequence[int]) -> None:
         """The backward of ``layers`` begins: what is left of others' gradients leaves (some parameters get none)."""
+        layers = [self._owners.get(layer, layer) for layer in layers]
         for layer in list(self._arrived):
             if layer not in layers and layer != self._residents:
                 self.drain(layer)
@@ -179,17 +189,24 @@ class Gradients:
         self._landed.clear()
         self.device_bytes = 0
 
+    def _count(self, of: int | None) -> int:
+        return 0 if of is None else sum(parameter.requires_grad for parameter in self._blocks[of].parameters)
+
     def _apply(self, drain: _Drain) -> None:
         self._device.synchronize(drain.landed, Wait.APPLY_AFTER_DRAIN)
         try:
             for landing in drain.landings:
                 self._device.access(landing.memory, None, write=True)  # it may become param.grad, which the user writes
-                accumulate(drain.block.parameters[landing.index], landing.memory, own=landing.own)
+                gradient = landing.memory
+                if landing.own is not None and landing.own is not gradient and landing.parameter.grad is None:
+                    with normal_mode():
+                        gradient = landing.own.copy_(gradient)
+                accumulate(landing.parameter, gradient, own=gradient is landing.own)
         finally:
             if drain.staging is not None:
                 self._staging.give_back(drain.staging)
         applied = self._applied.setdefault(drain.layer, set())
-        applied |= {landing.index for landing in drain.landings}
+        applied |= {id(landing.parameter) for landing in drain.landings}
         if len(applied) == self._expected[drain.layer] and drain.layer != self._residents:
             self._complete(drain.layer)
 
@@ -202,7 +219,7 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:
 
     Args:
         parameter: the user's parameter.
-        gradient: on the host, shape and dtype of the parameter.
+        gradient: on the host, shape of the parameter, its dtype or a lower one.
         own: whether ``gradient`` may be kept; a copy is kept otherwise.
     """
     if not parameter.requires_grad:
@@ -212,7 +229,7 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:
     else:
         with normal_mode(), torch.no_grad():
             if parameter.grad is None:
-                parameter.grad = gradient.clone()
+                parameter.grad = gradient.to(parameter.dtype, copy=True)
             elif parameter.grad.layout is not torch.strided and gradient.layout is torch.strided:
                 parameter.grad = gradient + parameter.grad
             else:

@@ -25,15 +25,27 @@ class HostBlock:
     Attributes:
         planned: where each parameter lies.
         parameters: the user's parameters, in the order of ``planned.spans``.
-        weights: all of them, flat ``uint8`` of ``planned.nbytes`` bytes: what a fetch copies.
+        weights: all of them, flat ``uint8`` of ``planned.nbytes`` bytes: what a fetch copies. Casts come behind them.
+
+    Args:
+        pin: page-lock the memory of gradients and, unless ``fetched_seldom``, of weights.
     """
 
-    def __init__(self, layer: Layer, planned: PlannedLayer, device: Device, staging: Staging, *, pin: bool) -> None:
+    def __init__(
+        self,
+        layer: Layer,
+        planned: PlannedLayer,
+        device: Device,
+        staging: Staging,
+        *,
+        pin: bool,
+        fetched_seldom: bool = False,
+    ) -> None:
         self.planned = planned
         self.parameters: Sequence[nn.Parameter] = [parameter for _, parameter in layer.parameters]
         self._device = device
         self._staging = staging
-        self._weights = PinnedMemory(device, planned.nbytes, pin=pin)
+        self._weights = PinnedMemory(device, planned.nbytes, pin=pin and not fetched_seldom)
         self.weights = self._weights.bytes[: planned.nbytes]
         self._gradients: PinnedMemory | None = None
         self._gradient_loans: dict[int, Loan] = {}

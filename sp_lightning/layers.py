@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,6 +27,10 @@ _Thing = TypeVar("_Thing")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # These read their children's weights without calling the children.
 _UNDIVIDED = (nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule)
+# Autocast casts their weights and biases wherever they are called. A subclass may do anything with them.
+_LOWERED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+# These read the weights of such children, past their calls.
+_READING = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 # A unit that is not one of several like blocks is cut further while it holds more than this share of the model.
 _LARGE_SHARE = 1 / 4
 # Small units stay on the device: together at most this share of the model, each at most a tenth of the largest.
@@ -47,15 +52,17 @@ class Layer:
     Attributes:
         name: of the module, or of the parameter where it belongs to no layer's module.
         parameters: qualified name and host parameter; one that several layers share belongs to the first.
+        lowered: those, beside ``parameters``, that travel as their casts.
     """
 
     name: str
     parameters: tuple[tuple[str, nn.Parameter], ...]
+    lowered: tuple[tuple[str, nn.Parameter], ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the parameters, without alignment."""
-        return sum(_nbytes(parameter) for _, parameter in self.parameters)
+        return sum(_nbytes(parameter) for _, parameter in (*self.parameters, *self.lowered))
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,7 @@ class Found:
         places: parameter → everywhere it sits in the tree.
         aside: modules that keep their parameters to themselves (ScriptModules, tensor subclasses): moved whole.
         notes: what the plan should say about this model.
+        autocast: dtype of the casts.
     """
 
     layers: tuple[Layer, ...]
@@ -78,6 +86,12 @@ class Found:
     places: dict[nn.Parameter, tuple[Place, ...]]
     aside: tuple[tuple[str, nn.Module], ...]
     notes: tuple[str, ...] = ()
+    autocast: torch.dtype | None = None
+
+    @property
+    def masters(self) -> tuple[Layer, ...]:
+        """The float32 parameters of every layer that has casts, as further layers that come on demand."""
+        return tuple(Layer(layer.name, layer.lowered) for layer in self.layers if layer.lowered)
 
 
 @dataclass
@@ -106,7 +120,13 @@ class _Walk:
     above: list[nn.Module] = field(default_factory=list)
 
 
-def find_layers(module: nn.Module, *, layers: LayerChoice = None, resident: Sequence[str] = ()) -> Found:
+def find_layers(
+    module: nn.Module,
+    *,
+    layers: LayerChoice = None,
+    resident: Sequence[str] = (),
+    autocast: torch.dtype | None = None,
+) -> Found:
     """Find the layers of any module.
 
     Args:
@@ -114,6 +134,7 @@ def find_layers(module: nn.Module, *, layers: LayerChoice = None, resident: Sequ
         layers: names or glob patterns (``*`` within one name, ``**`` across), module classes, or a callable that
             returns names or modules; None finds them.
         resident: names or glob patterns of modules or parameters that are to stay on the device.
+        autocast: the dtype that steps run autocast with, if they do.
 
     Raises:
         ValueError: a pattern that matches nothing, overlapping layers, parameters without memory of their own.
@@ -133,6 +154,7 @@ def find_layers(module: nn.Module, *, layers: LayerChoice = None, resident: Sequ
     walk = _Walk(sum(_nbytes(p) for p in module.parameters()), chosen, aside)
     units = list(_units(module, names[module], walk))
     places = _places(module, aside)
+    lowered = set() if autocast is None else _lowered(module, places)
 
     stay = _small(units) | {id(unit) for unit in units if _all_of(unit, kept)}
     residents = [named for unit in units for named in unit.parameters if id(unit) in stay or named[1] in kept]
@@ -143,8 +165,14 @@ def find_layers(module: nn.Module, *, layers: LayerChoice = None, resident: Sequ
             modules[unit.module] = None
         parameters = tuple(named for named in unit.parameters if named[1] not in kept)
         if parameters and id(unit) not in stay:
-            found.append(Layer(unit.name, parameters))
-    owner = {parameter: index for index, layer in enumerate(found) for _, parameter in layer.parameters}
+            found.append(
+                Layer(
+                    unit.name,
+                    tuple(named for named in parameters if named[1] not in lowered),
+                    tuple(named for named in parameters if named[1] in lowered),
+                )
+            )
+    owner = {p: index for index, layer in enumerate(found) for _, p in (*layer.parameters, *layer.lowered)}
     above = set(walk.above)
     return Found(
         layers=tuple(found),
@@ -153,6 +181,7 @@ def find_layers(module: nn.Module, *, layers: LayerChoice = None, resident: Sequ
         places=places,
         aside=tuple((name, each) for each, name in aside.items()),
         notes=_notes(walk, [(unit.name, unit.module) for unit in units], found, aside),
+        autocast=autocast,
     )
 
 
@@ -246,6 +275,38 @@ def _places(module: nn.Module, aside: dict[nn.Module, str]) -> dict[nn.Parameter
             if parameter is not None:
                 places[parameter] = (*places.get(parameter, ()), Place(child, key))
     return places
+
+
+def _lowered(module: nn.Module, places: dict[nn.Parameter, tuple[Place, ...]]) -> set[nn.Parameter]:
+    """The float32 parameters that nothing but their modules' own calls is known to read."""
+    whole = [
+        each for each in module.modules() if isinstance(each, _READING) or _is_compiled(each) or _uses_scripts(each)
+    ]
+    apart = {child for each in whole for child in each.modules()}
+    return {
+        parameter
+        for parameter, where in places.items()
+        if type(parameter) is nn.Parameter
+        and parameter.dtype is torch.float32
+        and all(type(child) in _LOWERED and child not in apart for child, _ in where)
+    }
+
+
+def _uses_scripts(module: nn.Module) -> bool:
+    """Whether its code names a TorchScript function: those read the memory of what they are given without asking."""
+    kind: Any = type(module)
+    return _class_uses_scripts(kind) or any(isinstance(v, torch.jit.ScriptFunction) for v in vars(module).values())
+
+
+@cache
+def _class_uses_scripts(kind: Any) -> bool:
+    for each in kind.__mro__:
+        for value in vars(each).values():
+            code, known = getattr(value, "__code__", None), getattr(value, "__globals__", {})
+            named = [known.get(name) for name in code.co_names] if code is not None else [value]
+            if any(isinstance(each, torch.jit.ScriptFunction) for each in named):
+                return True
+    return False
 
 
 def _aside(module: nn.Module) -> dict[nn.Module, str]:

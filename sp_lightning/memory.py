@@ -50,10 +50,10 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def lay_out(named: Iterable[tuple[str, Tensor]]) -> tuple[Span, ...]:
+def lay_out(named: Iterable[tuple[str, Tensor]], *, begin: int = 0) -> tuple[Span, ...]:
     """Lay tensors one after the other, each aligned; dense strides (channels-last, say) are kept."""
     spans = []
-    offset = 0
+    offset = begin
     for name, tensor in named:
         nbytes = tensor.numel() * tensor.element_size()
         stride = tuple(torch.empty_like(tensor, device="meta").stride())  # preserve_format: dense, same order

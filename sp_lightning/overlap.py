@@ -208,6 +208,7 @@ class LayeredStep:
             if clip is not None:
                 clip(parameters)
             self._class.step.__wrapped__(part)  # type: ignore[attr-defined]  # without its hooks, which run once per step
+            streamer.after_update(layer)
             if self._early:
                 streamer.release_gradients(layer)
 

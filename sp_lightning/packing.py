@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from sp_lightning.casts import Casts, Edition
 from sp_lightning.memory import Loan, normal_mode, strided
 from sp_lightning.parameters import DeviceParameters
 from sp_lightning.slots import Slot
@@ -30,6 +31,7 @@ class _Packed(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
+    edition: Edition | None
 
     def view(self, loan: Loan, weights: Sequence[Tensor]) -> Tensor:
         """The saved tensor, where its layer is now."""
@@ -66,6 +68,7 @@ class Packing:
     Args:
         parameters: device parameters by layer.
         slots: by the address of their memory.
+        casts: by layer, where there are any.
         reach: brings a layer and returns what a function makes of its memory and its weights there.
     """
 
@@ -73,10 +76,12 @@ class Packing:
         self,
         parameters: list[DeviceParameters],
         slots: Mapping[int, Slot],
+        casts: Mapping[int, Casts],
         reach: Callable[[int, Callable[[Loan, Sequence[Tensor]], Tensor]], Tensor],
     ) -> None:
         self._parameters = parameters
         self._slots = slots
+        self._casts = casts
         self._reach = reach
 
     def hooks(self) -> AbstractContextManager[None]:
@@ -105,13 +110,16 @@ class Packing:
         version = -1 if which is None else group.version(which)
         if which is not None and tensor._version != version - group.earlier[which]:
             which = None  # of .data, say: a version counter of its own, which autograd does not hold against the weight
-        return _Packed(layer, which, version, offset, tensor.dtype, tensor.shape, tensor.stride())
+        edition = self._casts[layer].edition(offset) if layer in self._casts else None
+        return _Packed(layer, which, version, offset, tensor.dtype, tensor.shape, tensor.stride(), edition)
 
     def _unpack(self, packed: _Packed | _Kept | _Outer) -> Tensor:
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
         if isinstance(packed, _Packed):
             tensor, expected = self._reach(packed.layer, packed.view), packed.version
+            if packed.edition is not None and packed.edition.kept is not None:  # what has come may be newer
+                return packed.edition.recall(packed.offset, packed.dtype, packed.shape, packed.stride)
             found = expected if packed.which is None else self._parameters[packed.layer].version(packed.which)
         else:
             tensor, expected = packed

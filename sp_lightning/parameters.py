@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_vers
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from sp_lightning.casts import LOWERED_FUNCTIONS, Cast, autocast_would_cast, came_from_cast
 from sp_lightning.memory import Span, normal_mode
 
 _Untouched = torch._C.DisableTorchFunctionSubclass  # reads of a stand-in itself, not of the weight that it stands for
@@ -123,10 +124,15 @@ class StandIn(DeviceParameter):
     """A device parameter whose layer is away. Reading its metadata is free, anything else brings the layer."""
 
     @classmethod
+    @torch.compiler.disable  # the engine is no part of a graph
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in LOWERED_FUNCTIONS:
+            found = _call_with_casts(func, args, kwargs)
+            if found is not None:
+                return found
         if func in _METADATA:
             with _Untouched():
                 return func(*args, **kwargs)
@@ -148,6 +154,36 @@ class StandIn(DeviceParameter):
             return func(*args, **kwargs)
 
 
+def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """The result for the casts of all stand-ins among the arguments; None if they have to come themselves."""
+    away = [each for each in (*args, *kwargs.values()) if issubclass(type(each), StandIn)]
+    groups = list(dict.fromkeys(each._of for each in away))
+    for of in groups:
+        if of.autocast is None or not autocast_would_cast(of.autocast, of.device):
+            return None
+    for of in groups:
+        if of.casts is None:  # called from outside their layer
+            with of.together(away, casts=True):
+                return None if any(of.casts is None for of in groups) else _call(func, args, kwargs)
+    return _call(func, args, kwargs) if groups else None
+
+
+def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    # Autocast casts the last argument first, so that in backward the gradients come in the arguments' order.
+    last = {name: _cast(kwargs[name]) for name in sorted(kwargs)} if kwargs else kwargs  # bias before weight
+    return func(*[_cast(each) for each in reversed(args)][::-1], **last)
+
+
+def _cast(each: Any) -> Any:
+    if not issubclass(type(each), StandIn):  # isinstance of a Parameter is slow: its metaclass asks in Python
+        return each
+    of, index = each._of, each._index
+    assert of.casts is not None
+    if not torch.is_grad_enabled():
+        return of.casts[index]
+    return Cast.apply(each, of.casts[index]) if of.hosts[index].requires_grad else of.casts[index].detach()
+
+
 class DeviceParameters:
     """The device parameters of one layer.
 
@@ -158,7 +194,9 @@ class DeviceParameters:
         spans: where each parameter lies in the layer's memory.
         hosts: the user's parameters, in the same order.
         device: of the slots.
-        together: called with the stand-ins that something wants to compute with; a context during which they are there.
+        autocast: the dtype of these parameters' casts, if they are masters.
+        together: called with the stand-ins that something wants to compute with; a context during which they, or their
+            ``casts``, are there.
         kept_raw: whether autograd would save tensors as they are now, and not as our hooks pack them.
         arrived: called with an index and a device parameter when autograd has put a gradient there.
     """
@@ -170,7 +208,8 @@ class DeviceParameters:
         hosts: Sequence[nn.Parameter],
         device: torch.device,
         *,
-        together: Callable[[Sequence[DeviceParameter]], AbstractContextManager[None]],
+        autocast: torch.dtype | None = None,
+        together: Callable[..., AbstractContextManager[None]],
         kept_raw: Callable[[], bool],
         arrived: Callable[[int, int, Tensor], None],
     ) -> None:
@@ -178,6 +217,11 @@ class DeviceParameters:
         self.spans = spans
         self._offsets = [span.offset for span in spans]
         self.hosts = hosts
+        self.device = device
+        self.autocast = autocast
+        self.casts: Sequence[Tensor] | None = None
+        """Of masters: what their functions are given in their place, while their layer is there and has them right."""
+        self._lossless: tuple[int, int, int] | None = None  # index, address, version of the gradient under way
         self.together = together
         self.kept_raw = kept_raw
         self._arrived = arrived
@@ -209,7 +253,7 @@ class DeviceParameters:
         _tensor_data.__set__(parameter, self._away[index])
         if takes_gradient:
             # The user's hooks run where they do on a plain parameter, with torch.autograd.grad as well.
-            self._handles.append(parameter.register_hook(lambda gradient: _run_hooks(host, gradient)))
+            self._handles.append(parameter.register_hook(lambda gradient: self._hooked(index, gradient)))
             arrived, layer = self._arrived, self.layer
             self._handles.append(parameter.register_post_accumulate_grad_hook(lambda p: arrived(layer, index, p)))
             parameter.requires_grad_(host.requires_grad)
@@ -217,6 +261,15 @@ class DeviceParameters:
         object.__setattr__(parameter, "_index", index)
         parameter.__class__ = _with_user_class(StandIn, type(host))
         return parameter
+
+    def _hooked(self, index: int, gradient: Tensor) -> Tensor:
+        lossless = self.autocast is not None and came_from_cast(gradient)
+        self._lossless = (index, gradient.data_ptr(), gradient._version) if lossless else None
+        return _run_hooks(self.hosts[index], gradient)
+
+    def lossless(self, index: int, gradient: Tensor) -> bool:
+        """Whether the dtype of the casts holds all of a gradient that has arrived, unchanged by anybody's hooks."""
+        return self._lossless is not None and self._lossless == (index, gradient.data_ptr(), gradient._version)
 
     def attach(self, views: Sequence[Tensor]) -> None:
         """The layer is on the device: every parameter becomes what ``views`` has for it, on lent memory."""
@@ -265,8 +318,10 @@ class DeviceParameters:
         return [index for index, now in enumerate(self._count_references()) if now > before[index]]
 
     def at(self, offset: int) -> int | None:
-        """The parameter that lies ``offset`` bytes into the layer's memory."""
+        """The parameter that lies ``offset`` bytes into the layer's memory; None between them, and for a cast."""
         index = bisect_right(self._offsets, offset) - 1
+        if index < 0:
+            return None
         span = self.spans[index]
         return index if offset < span.offset + max(span.nbytes, 1) else None
 

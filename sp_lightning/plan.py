@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+import torch
+
 from sp_lightning.layers import Found, Layer
 from sp_lightning.memory import Span, lay_out, total_bytes
 
@@ -29,10 +31,12 @@ class PlannedLayer:
 
     Attributes:
         name: as :class:`~sp_lightning.layers.Layer` has it.
-        nbytes: bytes of its host block and of the part of a slot that it fills, alignment included.
-        gradient_bytes: bytes of the gradients of its trainable parameters.
+        nbytes: bytes of its host block and of the part of a slot that it fills, alignment included: what a fetch copies.
+        gradient_bytes: bytes of the gradients of its trainable parameters, its masters' included.
         ring: index of the ring whose slots it uses.
         spans: where each parameter lies.
+        casts: where each cast lies, behind them.
+        masters: the index, among :attr:`Plan.moving`, of what the casts are made of.
     """
 
     name: str
@@ -40,6 +44,8 @@ class PlannedLayer:
     gradient_bytes: int
     ring: int
     spans: tuple[Span, ...]
+    casts: tuple[Span, ...] = ()
+    masters: int | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class Plan:
         residents: the parameters that stay on the device during a batch, as one more layer without a slot.
         order: the layers as a forward is expected to use them; one that owns a tied weight comes again.
         notes: what a reader should know about this model.
+        masters: float32 parameters that travel as casts, as further layers: they have no slots, and come on demand.
     """
 
     k: int
@@ -76,6 +83,12 @@ class Plan:
     residents: PlannedLayer
     order: tuple[int, ...]
     notes: tuple[str, ...] = ()
+    masters: tuple[PlannedLayer, ...] = ()
+
+    @property
+    def moving(self) -> tuple[PlannedLayer, ...]:
+        """All that may be in a slot: the layers, then the masters."""
+        return (*self.layers, *self.masters)
 
     @property
     def slot_bytes(self) -> int:
@@ -92,7 +105,10 @@ class Plan:
         """Device memory of gradients on their way to the host: those of at most k' + 1 layers, and the residents'."""
         largest = max((layer.gradient_bytes for layer in self.layers), default=0)
         flying = min(self.k_prime + 1, len(self.layers)) * largest
-        return flying + self.residents.gradient_bytes
+        trained = (layer for layer in self.layers if layer.gradient_bytes)
+        # A gradient that leaves in the casts' dtype is there in both for a moment.
+        twice = max((cast.nbytes for layer in trained for cast in layer.casts), default=0)
+        return flying + twice + self.residents.gradient_bytes
 
     @property
     def peak_device_bytes(self) -> int:
@@ -102,7 +118,8 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """Host memory of weights and gradients; optimizer state comes on top. Plain training has them on the device."""
-        return sum(layer.nbytes + layer.gradient_bytes for layer in (*self.layers, self.residents))
+        blocks = sum(layer.nbytes + layer.gradient_bytes for layer in (*self.layers, self.residents))
+        return blocks + sum(masters.nbytes for masters in self.masters)
 
     def __str__(self) -> str:
         """As a table: a line for each layer, the middle ones left out if there are many, then the totals."""
@@ -111,7 +128,7 @@ class Plan:
         if len(shown) > _LONGEST:
             half = _LONGEST // 2
             shown[half:-half] = [f"  … {len(shown) - 2 * half} more"]
-        slots = " + ".join(f"{ring.slots} × {human_bytes(ring.nbytes)}" for ring in self.rings) or "none"
+        slots = " + ".join(f"{r.slots} × {human_bytes(r.nbytes)}" for r in self.rings if r.slots) or "none"
         totals = {
             "slots": (self.slot_bytes, slots),
             "resident": (self.resident_bytes, ""),
@@ -144,17 +161,25 @@ def human_bytes(nbytes: float) -> str:
 
 def make_plan(found: Found, *, k: int, k_prime: int) -> Plan:
     """Give every layer its place in memory and its ring."""
-    sizes = [total_bytes(lay_out(layer.parameters)) for layer in found.layers]
+    masters = tuple(_planned(layer, ring=-1) for layer in found.masters)
+    with_casts = [index for index, layer in enumerate(found.layers) if layer.lowered]
+    masters_of = {layer: len(found.layers) + index for index, layer in enumerate(with_casts)}
+    layers = [
+        _planned(layer, ring=-1, autocast=found.autocast, masters=masters_of.get(index))
+        for index, layer in enumerate(found.layers)
+    ]
+    sizes = [layer.nbytes for layer in layers]
     together = {used for used in found.visits.values() if len(used) > 1}
     rings, ring_of = _rings(sizes, k + k_prime, together)
     plan = Plan(
         k=k,
         k_prime=k_prime,
-        layers=tuple(_planned(layer, ring=ring) for layer, ring in zip(found.layers, ring_of, strict=True)),
-        rings=rings,
+        layers=tuple(replace(layer, ring=ring) for layer, ring in zip(layers, ring_of, strict=True)),
+        rings=(*rings, Ring(0, max(each.nbytes for each in masters))) if masters else rings,
         residents=_planned(found.residents, ring=-1),
         order=_order(found),
-        notes=found.notes,
+        notes=(*found.notes, *_wire_notes(found)),
+        masters=tuple(replace(each, ring=len(rings)) for each in masters),
     )
     if plan.host_bytes and plan.peak_device_bytes >= plan.host_bytes:
         saves_nothing = "this takes no less device memory than plain training: lower k, or choose smaller layers."
@@ -175,10 +200,28 @@ def _order(found: Found) -> tuple[int, ...]:
     return (*without_module, *used)
 
 
-def _planned(layer: Layer, *, ring: int) -> PlannedLayer:
+def _planned(
+    layer: Layer, *, ring: int, autocast: torch.dtype | None = None, masters: int | None = None
+) -> PlannedLayer:
     spans = lay_out(layer.parameters)
-    gradients = total_bytes(lay_out(named for named in layer.parameters if named[1].requires_grad))
-    return PlannedLayer(layer.name, total_bytes(spans), gradients, ring, spans)
+    casts = lay_out(
+        ((name, torch.empty_like(p, dtype=autocast, device="meta")) for name, p in layer.lowered),
+        begin=total_bytes(spans),
+    )
+    trained = [named for named in (*layer.parameters, *layer.lowered) if named[1].requires_grad]
+    gradients = total_bytes(lay_out(trained))
+    return PlannedLayer(layer.name, total_bytes(casts or spans), gradients, ring, spans, casts, masters)
+
+
+def _wire_notes(found: Found) -> tuple[str, ...]:
+    lowered = sum(masters.nbytes for masters in found.masters)
+    if not lowered:
+        return ()
+    share = lowered / sum(layer.nbytes for layer in found.layers)
+    dtype = str(found.autocast).removeprefix("torch.")
+    return (
+        f"{share:.0%} of the layers' bytes travel as {dtype}, as autocast would cast them; float32 stays on the host.",
+    )
 
 
 def _rings(

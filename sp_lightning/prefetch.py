@@ -48,8 +48,8 @@ class Prefetch:
 
     def transfers(self) -> Iterator[list[tuple[int, Slot]]]:
         """The transfers that can begin now: layers and slots. Each must have been issued before the next is asked for."""
-        for ring in range(len(self._plan.rings)):
-            while pairs := self._next(ring):
+        for ring, each in enumerate(self._plan.rings):
+            while each.slots and (pairs := self._next(ring)):
                 yield pairs
 
     def _next(self, ring: int) -> list[tuple[int, Slot]]:

@@ -87,10 +87,11 @@ class Slots:
 
     def __init__(self, plan: Plan, blocks: Sequence[HostBlock], device: Device) -> None:
         self._plan = plan
+        self._moving = plan.moving
         self._blocks = blocks
         self._device = device
         layouts: dict[Any, int] = {}
-        self._layouts = [layouts.setdefault(_layout(layer), len(layouts)) for layer in plan.layers]
+        self._layouts = [layouts.setdefault(_layout(layer), len(layouts)) for layer in plan.moving]
         self.device_bytes = 0
         """Bytes of all slots that exist now, extra ones included."""
         self.all: list[Slot] = []
@@ -117,13 +118,14 @@ class Slots:
         return slot
 
     def views(self, slot: Slot) -> list[Tensor]:
-        """The weights of the layer that is in a slot; see :meth:`Loan.views`."""
+        """The weights of the layer that is in a slot, then its casts; see :meth:`Loan.views`."""
         assert slot.layer is not None
-        return slot.loan.views(self._layouts[slot.layer], self._plan.layers[slot.layer].spans)
+        planned = self._moving[slot.layer]
+        return slot.loan.views(self._layouts[slot.layer], (*planned.spans, *planned.casts))
 
     def wants(self, ring: int, layer: int) -> bool:
         """Whether a layer that is not there passes through this ring."""
-        return layer not in self._at and self._plan.layers[layer].ring == ring
+        return layer not in self._at and self._moving[layer].ring == ring
 
     def planned(self, ring: int) -> list[Slot]:
         """The slots of a ring that layers may come to early: those aside that somebody holds after their use, and the
@@ -132,7 +134,7 @@ class Slots:
 
     def find(self, layer: int, next_use: Callable[[int], float]) -> Slot:
         """The slot to overwrite for a layer that is needed at once: a free one, the farthest, or an extra one."""
-        ring = self._plan.layers[layer].ring
+        ring = self._moving[layer].ring
         candidates = [slot for slot in self.all if slot.ring == ring and slot.overwritable]
         if candidates:
             return max(candidates, key=lambda slot: _rank(slot, next_use))
@@ -219,7 +221,7 @@ class Slots:
 
 def _layout(layer: PlannedLayer) -> Hashable:
     """What layers of one layout have in common: their parameters lie alike in a slot."""
-    return tuple((span.offset, span.shape, span.stride, span.dtype) for span in layer.spans)
+    return tuple((span.offset, span.shape, span.stride, span.dtype) for span in (*layer.spans, *layer.casts))
 
 
 def _rank(slot: Slot, next_use: Callable[[int], float]) -> tuple[bool, float]:

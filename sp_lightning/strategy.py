@@ -556,7 +556,10 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         assert module is not None
         device = device_for(self.root_device)
-        found = find_layers(module, layers=self._layers, resident=self._resident)
+        autocast = (
+            _AUTOCAST.get(plugin.precision) if isinstance(plugin := self.precision_plugin, MixedPrecision) else None
+        )
+        found = find_layers(module, layers=self._layers, resident=self._resident, autocast=autocast)
         plan = make_plan(found, k=self._k, k_prime=self._k_prime)
         _check_fits(plan, device)
         self._plan = plan
@@ -593,6 +596,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         if cls.strategy_name not in strategy_registry:
             strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
 
+
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 _TRANSFORMS = (
     "torch.func.grad (or vjp, jacrev, hessian) was called inside a step: it does not support saved-tensor hooks, which "

@@ -15,6 +15,10 @@ that moment, through one of four doors, and all four end in :meth:`Streamer._use
 - autograd unpacks a weight that it saved (saved-tensor hook),
 - anything else computes with a device parameter whose layer is away (its ``__torch_function__``),
 - the trace says that it will be needed soon (prefetch).
+
+In mixed precision some weights travel as their casts (``casts``), which only the functions get that autocast would cast
+them for. Their float32 masters are, to this file, further layers: without slots, without visits, brought by the third
+door alone, and everything that holds for a layer holds for them.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from sp_lightning.casts import Casts
 from sp_lightning.device import Device, Stream, Wait
 from sp_lightning.gates import attach_gates
 from sp_lightning.gradients import Gradients
@@ -111,39 +116,48 @@ class Streamer:
         self.device = self._device = device
         self._lock = threading.RLock()  # backward's hooks run on autograd's threads; never held across user code
         staging = Staging(device, pin=pin)
+        self._masters = {layer: each.masters for layer, each in enumerate(plan.layers) if each.masters is not None}
+        self._owners = {masters: layer for layer, masters in self._masters.items()}
+        layers = (*found.layers, *found.masters, found.residents)
         self._blocks = [
-            HostBlock(layer, planned, device, staging, pin=pin)
-            for layer, planned in zip((*found.layers, found.residents), (*plan.layers, plan.residents), strict=True)
+            HostBlock(layer, planned, device, staging, pin=pin, fetched_seldom=index in self._owners)
+            for index, (layer, planned) in enumerate(zip(layers, (*plan.moving, plan.residents), strict=True))
         ]
+        self._casts = {
+            layer: Casts(self._blocks[layer], self._blocks[masters], device) for layer, masters in self._masters.items()
+        }
         if pin:
-            _warn_unpinned(self._blocks)
+            _warn_unpinned([block for index, block in enumerate(self._blocks) if index not in self._owners])
         self._slots = Slots(plan, self._blocks, device)
         self._gradients = Gradients(
-            self._blocks, device, staging, in_flight=plan.k_prime + 1, complete=self._layer_complete
+            self._blocks, self._owners, device, staging, in_flight=plan.k_prime + 1, complete=self._layer_complete
         )
-        self.updates = Updates(self._blocks, device)
+        self.updates = Updates(self._blocks, self._owners, device)
         self.on_complete: Callable[[int], None] | None = None
         """Called in backward with each layer whose gradients are all in ``param.grad`` and will not change any more."""
-        self._layer_of = {id(p): layer for layer, block in enumerate(self._blocks) for p in block.parameters}
+        self._layer_of = {
+            id(p): self._owners.get(layer, layer) for layer, block in enumerate(self._blocks) for p in block.parameters
+        }
         self._parameters = [
             DeviceParameters(
                 index,
                 block.planned.spans,
                 block.parameters,
                 device.device,
+                autocast=found.autocast if index in self._owners else None,
                 together=self._together,
                 kept_raw=_kept_raw,
                 arrived=self._arrived,
             )
             for index, block in enumerate(self._blocks)
         ]
-        self._residents = len(plan.layers)
+        self._residents = len(plan.moving)
         self._resident_memory = device.empty(plan.residents.nbytes)
         self._attach_residents()
         self._resident_current = False
         self._residents_sent: Any = None
         self._places = Places(module, found.places, self._blocks, self._parameters)
-        self._packing = Packing(self._parameters, self._slots.by_address, self._reach)
+        self._packing = Packing(self._parameters, self._slots.by_address, self._casts, self._reach)
         self._gates = attach_gates(self, found.visits)
         # the batch: which trace, which phase was expected, whether modules hold device parameters
         self._prefetch = Prefetch(plan, self._slots, self.updates.ready)
@@ -291,8 +305,8 @@ class Streamer:
         return self._layer_of.get(id(parameter))
 
     def parameters_of(self, layer: int) -> Sequence[nn.Parameter]:
-        """The host parameters of a layer."""
-        return self._blocks[layer].parameters
+        """The host parameters of a layer, those that travel as casts included."""
+        return [parameter for block in self.updates.blocks_of(layer) for parameter in block.parameters]
 
     def update_order(self) -> Iterator[int]:
         """Residents, then the layers as the next forward needs them."""
@@ -300,13 +314,22 @@ class Streamer:
 
     def before_early_update(self, layer: int) -> None:
         """A layer is about to be updated in the middle of backward; a fetch of it that nobody used may be under way."""
-        self._slots.synchronize(Wait.UPDATE_AFTER_FETCH, layer)
+        for index in (layer, self._masters.get(layer, layer)):
+            self._slots.synchronize(Wait.UPDATE_AFTER_FETCH, index)
+
+    def after_update(self, layer: int) -> None:
+        """In the background: a layer's weights are updated; what travels of them is made anew before anybody waits for it."""
+        casts = self._casts.get(layer)
+        if casts is not None:
+            casts.doubt()
+            casts.refresh(by=Stream.UPDATE)
 
     def release_gradients(self, layer: int) -> None:
         """A layer is updated and nobody needs its gradients any more."""
-        for parameter in self._blocks[layer].parameters:
+        for parameter in self.parameters_of(layer):
             parameter.grad = None
-        self._blocks[layer].release_gradients()
+        for block in self.updates.blocks_of(layer):
+            block.release_gradients()
 
     def changed(self) -> bool:
         """Whether modules or parameters were exchanged behind our back, or changed their dtype or shape."""
@@ -314,7 +337,7 @@ class Streamer:
 
     def thawed(self) -> bool:
         """Whether gradients are expected that the plan did not count: layers have been unfrozen."""
-        blocks = zip(self._blocks, (*self.plan.layers, self.plan.residents), strict=True)
+        blocks = zip(self._blocks, (*self.plan.moving, self.plan.residents), strict=True)
         return any(
             not planned.gradient_bytes and any(parameter.requires_grad for parameter in block.parameters)
             for block, planned in blocks
@@ -423,9 +446,11 @@ class Streamer:
     # ------------------------------------------------------------------ doors: weights read elsewhere
 
     @contextmanager
-    def _together(self, parameters: Sequence[DeviceParameter]) -> Iterator[None]:
-        """These device parameters are there for one operation."""
+    def _together(self, parameters: Sequence[DeviceParameter], *, casts: bool = False) -> Iterator[None]:
+        """These device parameters, or their ``casts``, are there for one operation."""
         layers = sorted({parameter._of.layer for parameter in parameters} - {self._residents})
+        if casts:
+            layers = [self._owners[masters] for masters in layers]
         residents = any(parameter._of.layer == self._residents for parameter in parameters)
         with self._lock:
             if residents:
@@ -454,6 +479,9 @@ class Streamer:
         gradient = take_gradient(parameter)
         if gradient is None:
             return
+        group = self._parameters[layer]
+        if group.autocast is not None and group.lossless(index, gradient):
+            gradient = gradient.to(group.autocast)
         self._join_backward()
         self._accumulates = True
         if self._updated_early(layer):
@@ -483,6 +511,7 @@ class Streamer:
         self._join_backward()
         if not quiet:
             with self._lock:
+                self._write_back_late(self._slots.all)
                 self._forget_copies()
 
     def _join_backward(self) -> None:
@@ -536,15 +565,16 @@ class Streamer:
         """The layer is on the device now; whoever called is the reason."""
         if layer in self._used:
             return self._used[layer]
-        self._prefetch.trace.visit(layer)
+        if layer not in self._owners:  # masters come by demand only
+            self._prefetch.trace.visit(layer)
         early = self._updated_early(layer)
-        if layer in self._slots and not early and self._parameters[layer].stale:
-            self._slots.forget([layer])
-        if early and layer not in self._slots:
-            raise RuntimeError(self._needed_again(layer, "its weights were needed again"))
         if not early and not self.updates.ready(layer):
             self.updates.wait(layer, Wait.FETCH_AFTER_UPDATE)
             self._fetch_ahead()
+        if layer in self._slots and not early and self._outdated(layer):
+            self._slots.forget([layer])
+        if early and layer not in self._slots:
+            raise RuntimeError(self._needed_again(layer, "its weights were needed again"))
         if layer not in self._slots:
             self._demand_fetches += 1
             self._fetch([(layer, self._slots.find(layer, self._prefetch.trace.next_use))])
@@ -552,6 +582,11 @@ class Streamer:
         self._used[layer] = slot
         self._note_peak()
         return slot
+
+    def _outdated(self, layer: int) -> bool:
+        """Whether the host's weights were written since the layer was fetched, as far as versions show it."""
+        casts = self._casts.get(layer)
+        return self._parameters[layer].stale or (casts is not None and not casts.current)
 
     def _hold(self, layers: Sequence[int]) -> None:
         """These layers are there, as the modules' parameters, until they are unpinned."""
@@ -562,9 +597,18 @@ class Streamer:
             self._pins[layer] += 1
         for layer in layers:
             group = self._parameters[layer]
+            views = self._slots.views(self._used[layer])
             if not group.attached:
-                group.attach(self._slots.views(self._used[layer]))
+                group.attach(views[: len(group.all)])
             group.sync_requires_grad()
+            if layer in self._masters:
+                self._offer_casts(layer, views[len(group.all) :])
+
+    def _offer_casts(self, layer: int, casts: Sequence[Tensor]) -> None:
+        """The layer's casts stand for its masters, unless those are there and may be written."""
+        masters = self._parameters[self._masters[layer]]
+        masters.sync_requires_grad()
+        masters.casts = casts if masters.layer not in self._slots and self._casts[layer].current else None
 
     def _release(self, layer: int) -> None:
         slot = self._used.pop(layer)
@@ -581,7 +625,17 @@ class Streamer:
             if moved:  # param.data = another tensor: the slot does not have it
                 self._slots.forget([layer])
                 group.exposed.clear()
+        else:  # used by autograd only; a view that had outlived the use before may have been written
+            self._write_back_late((slot,))
         self._slots.release(slot)
+        if layer in self._masters:
+            self._parameters[self._masters[layer]].casts = None
+        if layer in self._owners:
+            if slot.escaped:  # views of the masters may be written at any time
+                group.casts = None
+            else:
+                self._slots.forget([layer])
+                group.exposed.clear()
 
     def _release_loose(self, keep: Sequence[int] = ()) -> bool:
         """Release what no running call pins. Returns whether anything was."""
@@ -596,6 +650,7 @@ class Streamer:
             self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
             self._blocks[layer].write(index, value)
             self._parameters[layer].written_back()
+            self._parameters[layer].casts = None
 
     def _write_back_late(self, slots: Iterable[Slot]) -> None:
         """A view that outlived its layer's release may have been written since; its memory is the slot's still."""
@@ -614,13 +669,23 @@ class Streamer:
         for layer, _ in pairs:
             self.updates.wait(layer, Wait.FETCH_AFTER_UPDATE)
             self._blocks[layer].adopt()
+            if layer in self._casts:
+                self._casts[layer].refresh()
         self._slots.fetch(pairs)
-        for layer, _ in pairs:
+        for layer, slot in pairs:
             self._parameters[layer].fetched()
+            if layer in self._casts:
+                self._casts[layer].sent = slot.filled
 
     def _forget_copies(self) -> None:
         """What no running call uses is out of date."""
-        self._slots.forget(layer for layer in range(self._residents) if layer not in self._used)
+        out_of_date = [layer for layer in range(self._residents) if layer not in self._used]
+        self._slots.forget(out_of_date)
+        for layer in out_of_date:
+            if layer in self._casts and not self.updates.under_way(
+                layer
+            ):  # whoever writes weights waits for that first
+                self._casts[layer].doubt()
 
     def _fetch_ahead(self) -> None:
         """Fetch along the trace what there are slots for."""

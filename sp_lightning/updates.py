@@ -6,7 +6,7 @@ reads or writes them, and a fetch of the layer waits as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache
 from typing import Any
@@ -22,15 +22,18 @@ class Updates:
     """The updates under way.
 
     Args:
-        blocks: of the layers, then of the residents.
+        blocks: of the layers and their masters, then of the residents.
+        owners: masters → the layer that they are updated with.
         device: the seam.
 
     Attributes:
         torn: why weights are not those of any whole step; None where they are.
     """
 
-    def __init__(self, blocks: Sequence[HostBlock], device: Device) -> None:
+    def __init__(self, blocks: Sequence[HostBlock], owners: Mapping[int, int], device: Device) -> None:
         self._blocks = blocks
+        self._owners = owners
+        self._masters = {owner: masters for masters, owner in owners.items()}
         self._device = device
         self._work: dict[int, Future[None]] = {}  # in the order in which it is done
         self._failure: BaseException | None = None
@@ -38,26 +41,31 @@ class Updates:
         self._class_of = cache(self._make_class)
         self.torn: str | None = None
 
+    def blocks_of(self, layer: int) -> list[HostBlock]:
+        """A layer's block, and that of its masters if it has some."""
+        return [self._blocks[index] for index in (layer, self._masters.get(layer)) if index is not None]
+
     def submit(self, layer: int, work: Callable[[], None]) -> None:
         """Have the background thread update a layer, after those that were submitted before."""
-        block = self._blocks[layer]
-        kinds = [type(parameter) for parameter in block.parameters]
-        for parameter, kind in zip(block.parameters, kinds, strict=True):
+        blocks = self.blocks_of(layer)
+        kinds = [(parameter, type(parameter)) for block in blocks for parameter in block.parameters]
+        for parameter, kind in kinds:
             parameter.__class__ = self._class_of(kind)
 
         def update() -> None:
             try:
                 if self._failure is None:
-                    self._device.access(block.weights, Stream.UPDATE, write=True)
+                    for block in blocks:
+                        self._device.access(block.weights, Stream.UPDATE, write=True)
                     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                         work()
             except BaseException as error:
                 error.add_note(
-                    f"This was raised in the background, by the optimizer's update of layer {block.planned.name!r}."
+                    f"This was raised in the background, by the optimizer's update of layer {blocks[0].planned.name!r}."
                 )
                 self._failure = error
             finally:
-                for parameter, kind in zip(block.parameters, kinds, strict=True):
+                for parameter, kind in kinds:
                     parameter.__class__ = kind
 
         self._work.pop(layer, None)  # nobody waited for the last one, which comes before this one all the same
@@ -69,11 +77,12 @@ class Updates:
 
     def ready(self, layer: int) -> bool:
         """Whether a layer can be read without waiting."""
-        return layer not in self._work or self._work[layer].done()
+        work = self._work.get(self._owners.get(layer, layer))
+        return work is None or work.done()
 
     def under_way(self, layer: int) -> bool:
         """Whether nobody has waited for a layer's update yet."""
-        return layer in self._work
+        return self._owners.get(layer, layer) in self._work
 
     def bound(self, most: int) -> None:
         """Wait until at most so many updates are under way."""
@@ -86,7 +95,7 @@ class Updates:
         Raises:
             BaseException: what an update raised, with its traceback.
         """
-        work = self._work.pop(layer, None)
+        work = self._work.pop(self._owners.get(layer, layer), None)
         if work is not None:
             self._device.finish(work, why)
         self._raise()

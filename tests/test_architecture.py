@@ -14,8 +14,9 @@ from sp_lightning import SuperpipelineStrategy
 PACKAGE = Path(sp_lightning.__file__).parent
 # One layer's way, downwards: a file may import from those before it only.
 ORDER = (
-    "_version", "memory", "layers", "plan", "ledger", "trace", "device", "host", "parameters", "places", "gates", "slots",
-    "packing", "prefetch", "gradients", "updates", "streamer", "step", "overlap", "quiet", "callback", "strategy", "__init__",
+    "_version", "memory", "layers", "plan", "ledger", "trace", "device", "host", "casts", "parameters", "places", "gates",
+    "slots", "packing", "prefetch", "gradients", "updates", "streamer", "step", "overlap", "quiet", "callback", "strategy",
+    "__init__",
 )  # fmt: skip
 MAY_IMPORT_LIGHTNING = {"quiet", "callback", "strategy", "__init__"}
 

@@ -263,7 +263,7 @@ def test_a_log_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "lightning.pytorch"):
         fit(lambda: Net(OPTIMIZERS["SGD"]), BATCHES[:1], SuperpipelineStrategy())
         fit(lambda: Net(lambda p: torch.optim.Rprop(p)), BATCHES[:1], SuperpipelineStrategy())
-    lines = [line for line in caplog.messages if "fused" in line]
+    lines = [line for line in caplog.messages if "runs fused" in line]
     assert len(lines) == 1
     assert "SGD runs fused" in lines[0]
     assert "fused_optimizer=False" in lines[0]

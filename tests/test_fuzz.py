@@ -48,6 +48,7 @@ class Use:
     device: str
     steps: int
     clip: bool
+    autocast: bool = False
     seed: int = field(default=0)
 
 
@@ -163,7 +164,8 @@ def run(use: Use, device: Device | None) -> list[Any]:
 
     def one(number: int, go: Any, apply: Any) -> None:
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number)).requires_grad_()
-        results.append(go(lambda: work(net, use.mode, x)))
+        with torch.autocast("cpu", torch.bfloat16, enabled=use.autocast, cache_enabled=False):
+            results.append(go(lambda: work(net, use.mode, x)))
         results.append([None if p.grad is None else p.grad.clone() for p in net.parameters()])
         if number % 2 == 0 and not all(p.grad is None for p in net.parameters()):
             if use.clip:
@@ -175,7 +177,8 @@ def run(use: Use, device: Device | None) -> list[Any]:
         for number in range(use.steps):
             one(number, lambda work: work(), optimizer.step)
     else:
-        with streamed(net, device, k=use.k, k_prime=use.k_prime) as streamer:
+        autocast = torch.bfloat16 if use.autocast else None
+        with streamed(net, device, k=use.k, k_prime=use.k_prime, autocast=autocast) as streamer:
             for number in range(use.steps):
                 one(number, lambda work: step(streamer, work), lambda: update(streamer, optimizer))
     return [*results, dict(net.state_dict()), optimizer.state_dict(), torch.get_rng_state()]
@@ -202,6 +205,7 @@ use = st.builds(
     device=st.sampled_from(["cpu", "simulated"]),
     steps=st.integers(1, 3),
     clip=st.booleans(),
+    autocast=st.booleans(),
     seed=st.integers(0, 3),
 )
 

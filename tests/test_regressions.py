@@ -100,6 +100,14 @@ class WritesBetweenForwardAndBackward(Module):
                 p.data.mul_(0.9)
 
 
+class WritesDataInHooks(Module):
+    """Outside the step's own code each use of a weight lets go of its layer at once: the write came too late, and was lost."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            p.data.mul_(0.9)
+
+
 class LineSearch(Manual):
     """Rebinds ``.data`` of every parameter inside the step, as TRPO does."""
 
@@ -604,6 +612,7 @@ class FunctionalCall(Module):
         (lambda: ClampsAfterBackward(Stack()), {"accumulate_grad_batches": 3}),
         (lambda: OwnOptimizerStep(Stack()), {}),
         (lambda: WritesBetweenForwardAndBackward(Stack()), {}),
+        (lambda: WritesDataInHooks(Stack()), {}),
         (lambda: LineSearch(), {}),
         (lambda: RebindsThenCalls(Stack()), {"max_epochs": 2}),
         (lambda: RetriesAfterFailure(), {}),
@@ -645,6 +654,7 @@ class FunctionalCall(Module):
     ],
     ids=[
         "steps-by-hand", "clamps-after-backward", "own-optimizer-step", "writes-between-forward-and-backward",
+        "writes-data-in-hooks",
         "line-search", "rebinds-then-calls", "retries-after-failure", "writes-through-old-views", "looks-parameters-up",
         "own-parameter-class", "hooked-gradients", "no-backward", "no-backward-accumulating", "ties-in-forward",
         "frozen-attributes", "own-parameters-method", "functional-call", "frozen-checkpoint",
@@ -656,8 +666,9 @@ class FunctionalCall(Module):
         "hooks-what-is-kept", "shares-memory", "shares-gradients", "transposes",
     ],
 )  # fmt: skip
-def test_like_plain(make: Callable[[], pl.LightningModule], options: dict[str, Any]) -> None:
-    assert_like_plain(make, **options)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_like_plain(make: Callable[[], pl.LightningModule], options: dict[str, Any], precision: str) -> None:
+    assert_like_plain(make, **options, precision=precision)
 
 
 def test_layers_without_a_byte() -> None:

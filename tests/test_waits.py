@@ -10,6 +10,7 @@ whose omission nothing notices is not needed, and goes: two went that way.
 | UPDATE_AFTER_FETCH, CLOSE_AFTER_FETCH | training |
 | RESIDENTS_AFTER_USE, USE_AFTER_RESIDENTS | training, with residents |
 | UPDATE_AFTER_RESIDENTS | an optimizer step before any forward, in manual optimization |
+| CAST_AFTER_FETCH | weights written between forward and backward, in mixed precision |
 | WRITE_BACK_AFTER_USE | weights written in place on the device |
 | FETCH_AFTER_UPDATE | updates in the background |
 | READ_AFTER_UPDATE | updates in the background, and a callback that looks at weights |
@@ -112,9 +113,20 @@ def looked_at(strategy: Any) -> Outcome:
     return in_the_background(strategy, callbacks=[Looks()])
 
 
+class WritesBeforeBackward(Module):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for p in optimizer.param_groups[0]["params"]:
+            p.data.mul_(0.9)
+
+
+def cast_again(strategy: Any) -> Outcome:
+    return fit(lambda: WritesBeforeBackward(Stack()), vectors(), strategy, precision="bf16-mixed")
+
+
 SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {
     Wait.FETCH_AFTER_USE: training,
     Wait.USE_AFTER_FETCH: training,
+    Wait.CAST_AFTER_FETCH: cast_again,
     Wait.WRITE_BACK_AFTER_USE: written_in_place,
     Wait.RESIDENTS_AFTER_USE: training,
     Wait.USE_AFTER_RESIDENTS: training,

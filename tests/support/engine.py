@@ -19,9 +19,11 @@ from sp_lightning.streamer import Streamer
 
 
 @contextmanager
-def streamed(module: nn.Module, device: Device, *, k: int, k_prime: int) -> Iterator[Streamer]:
+def streamed(
+    module: nn.Module, device: Device, *, k: int, k_prime: int, autocast: torch.dtype | None = None
+) -> Iterator[Streamer]:
     """Stream a module; host parameters are back in it afterwards."""
-    found = find_layers(module)
+    found = find_layers(module, autocast=autocast)
     streamer = Streamer(module, found, make_plan(found, k=k, k_prime=k_prime), device, pin=False)
     try:
         yield streamer
