@@ -46,7 +46,7 @@ class _Drain:
     layer: int
     gradients: list[Tensor]
     nbytes: int
-    landings: list[_Landing]
+    landings: deque[_Landing]
     staging: PinnedMemory | None
     landed: Any
 
@@ -121,7 +121,7 @@ class Gradients:
             return
         used = 0  # of the staging memory
         staging: PinnedMemory | None = None
-        landings = []
+        landings: deque[_Landing] = deque()
         targets, sources = [], []
         self._device.wait(Stream.DOWNLOAD, self._device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
         for (of, index), gradient in gradients.items():
@@ -194,21 +194,25 @@ class Gradients:
 
     def _apply(self, drain: _Drain) -> None:
         self._device.synchronize(drain.landed, Wait.APPLY_AFTER_DRAIN)
+        applied = self._applied.setdefault(drain.layer, set())
         try:
-            for landing in drain.landings:
-                self._device.access(landing.memory, None, write=True)  # it may become param.grad, which the user writes
-                gradient = landing.memory
-                if landing.own is not None and landing.own is not gradient and landing.parameter.grad is None:
-                    with normal_mode():
-                        gradient = landing.own.copy_(gradient)
-                accumulate(landing.parameter, gradient, own=gradient is landing.own)
+            while drain.landings:  # taken out: once a layer is complete nobody but its parameters holds its gradients
+                applied.add(self._land(drain.landings.popleft()))
         finally:
             if drain.staging is not None:
                 self._staging.give_back(drain.staging)
-        applied = self._applied.setdefault(drain.layer, set())
-        applied |= {id(landing.parameter) for landing in drain.landings}
         if len(applied) == self._expected[drain.layer] and drain.layer != self._residents:
             self._complete(drain.layer)
+
+    def _land(self, landing: _Landing) -> int:
+        """One gradient becomes ``param.grad`` or is added to it. Returns the parameter's identity."""
+        gradient = landing.memory
+        self._device.access(gradient, None, write=True)  # it may become param.grad, which the user writes
+        if landing.own is not None and landing.own is not gradient and landing.parameter.grad is None:
+            with normal_mode():
+                gradient = landing.own.copy_(gradient)
+        accumulate(landing.parameter, gradient, own=gradient is landing.own)
+        return id(landing.parameter)
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:

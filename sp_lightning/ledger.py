@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sp_lightning.plan import Plan, human_bytes
+from sp_lightning.plan import Plan, PlannedLayer, human_bytes
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Ledger:
 
     Attributes:
         parameters: how many numbers the weights are, frozen ones included.
-        weights: all parameters.
+        weights: all parameters, and the casts that travel in place of some.
         gradients: ``param.grad``, and memory for gradients that are added to others.
         state: the optimizers' tensors; None if it is not known before the first step.
         passes: what one step of the optimizer reads and writes at most, with all its micro-batches.
@@ -87,15 +87,21 @@ def make_ledger(
         scales: whether gradients are unscaled.
     """
     layers = (*plan.layers, plan.residents)
-    weights = sum(layer.nbytes for layer in layers)
+    travels = sum(layer.nbytes for layer in layers)
+    masters = sum(each.nbytes for each in plan.masters)
+    casts = sum(map(_cast_bytes, layers))
+    narrow = sum(_cast_bytes(layer) for layer in layers if layer.gradient_bytes)  # gradients that leave as casts
     gradients = sum(layer.gradient_bytes for layer in layers)
     state = _state_bytes(optimizers)
     largest = max(layer.gradient_bytes for layer in layers)
     in_flight = (plan.k_prime + 2) * largest
+    staged = in_flight if accumulate > 1 else (plan.k_prime + 2) * max(map(_cast_bytes, layers))
     held = gradients if not early or accumulate > 1 else min(gradients, plan.residents.gradient_bytes + 2 * in_flight)
     passes = [
-        Pass("fetch", 2 * accumulate * weights, 0),
-        Pass("gradients", 0, accumulate * gradients),
+        Pass("casts", accumulate * masters, accumulate * casts),
+        Pass("fetch", 2 * accumulate * travels, 0),
+        Pass("gradients", 0, accumulate * (gradients - narrow)),  # those that leave as casts are half as large
+        Pass("widening", narrow, 2 * narrow),
         Pass("accumulation", 2 * (accumulate - 1) * gradients, (accumulate - 1) * gradients),
         Pass("unscaling", gradients * scales, gradients * scales),
         Pass("norm", gradients * (clips == "norm"), 0),
@@ -103,12 +109,16 @@ def make_ledger(
         Pass("update", 2 * gradients + (state or 0), gradients + (state or 0)),  # a gradient is as large as its weight
     ]
     return Ledger(
-        parameters=sum(math.prod(span.shape) for layer in layers for span in layer.spans),
-        weights=weights,
-        gradients=held + (in_flight if accumulate > 1 else 0),
+        parameters=sum(math.prod(span.shape) for layer in (*layers, *plan.masters) for span in layer.spans),
+        weights=travels + masters,
+        gradients=held + staged,
         state=state,
         passes=tuple(each for each in passes if each.read or each.written),
     )
+
+
+def _cast_bytes(layer: PlannedLayer) -> int:
+    return sum(cast.nbytes for cast in layer.casts)
 
 
 def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:

@@ -103,8 +103,9 @@ class Traffic(TorchDispatchMode):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("clip", [None, 1e-4])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_no_step_passes_over_more_than_it_says(
-    clip: float | None, accumulate: int, monkeypatch: pytest.MonkeyPatch
+    precision: str, clip: float | None, accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traffic = Traffic()
     counted: list[tuple[int, int]] = []
@@ -117,7 +118,9 @@ def test_no_step_passes_over_more_than_it_says(
 
     monkeypatch.setattr(Device, "host_empty", noted)
     strategy = SuperpipelineStrategy(k=1)
-    options: dict[str, Any] = {"gradient_clip_val": clip, "accumulate_grad_batches": accumulate}
+    options: dict[str, Any] = {
+        "precision": precision, "gradient_clip_val": clip, "accumulate_grad_batches": accumulate
+    }  # fmt: skip
 
     class Steps(Module):
         """Counts from the second step on, by which all memory is there, to the last."""
@@ -177,13 +180,13 @@ print(after - before, strategy.ledger.nbytes, strategy.plan.peak_device_bytes, s
 @pytest.mark.parametrize(
     ("mode", "precision", "most"),
     [
-        ("off", "32-true", 18),
-        ("forward", "bf16-mixed", 18),
-        ("backward", "32-true", 15),
-        ("backward", "bf16-mixed", 15),
+        ("off", "32-true", 16.1),
+        ("forward", "bf16-mixed", 18.25),
+        ("backward", "32-true", 13),
+        ("backward", "bf16-mixed", 15.1),
     ],
 )
-def test_memory_grows_by_what_it_says(mode: str, precision: str, most: int) -> None:
+def test_memory_grows_by_what_it_says(mode: str, precision: str, most: float) -> None:
     """Within 5 %; on the CPU the device's share is host memory, too. glibc's heap, which torch's CPU tensors lie in,
     does not fill holes of aligned blocks again, so it is kept out."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "100000", "OMP_NUM_THREADS": "1"}

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -191,7 +192,7 @@ class SharedWithCheckpoint(Module):
         self.outside_last = outside_last
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        first, *others = self.net.blocks
+        first, *others = list(self.net.blocks)
         x = self.net.stem(batch)
         x = x if self.outside_last else first(x)
         x = checkpoint(nn.Sequential(first, others[0]), x, use_reentrant=True)
@@ -203,14 +204,14 @@ class SharedWithCheckpoint(Module):
 def test_gradients_of_one_layer_from_nested_backwards() -> None:
     options: dict[str, Any] = {"gradients": False, "max_epochs": 2}
     for outside_last in (False, True):
-        make = fused(lambda last=outside_last: SharedWithCheckpoint(last))
+        make = fused(partial(SharedWithCheckpoint, outside_last))
         clipped = {**options, "gradient_clip_val": 0.01}
         with mock.patch.object(Device, "later", at_once):  # norms are measured before the second gradient comes
             ours = fit(make, vectors(), overlapping("forward"), **clipped)
         assert_same(ours, fit(make, vectors(), **clipped))
-    early = fused(lambda: SharedWithCheckpoint(False))
+    early = fused(partial(SharedWithCheckpoint, False))
     assert_same(fit(early, vectors(), overlapping("backward"), **options), fit(early, vectors(), **options))
-    late = fused(lambda: SharedWithCheckpoint(True))
+    late = fused(partial(SharedWithCheckpoint, True))
     for k, why in ((1, "its weights were needed again"), (99, "another gradient arrived")):
         with pytest.raises(RuntimeError, match=rf"net\.blocks\.0.*{why}"):
             fit(late, vectors(), overlapping("backward", k=k), **options)
