@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from sp_lightning.device import Stream
 from sp_lightning.streamer import Streamer
@@ -51,6 +52,7 @@ class LayeredStep:
         self._armed: dict[int, list[dict[str, Any]]] | None = None
         self._begun: set[int] = set()  # layers whose updates backward has begun
         self._class = type(optimizer)
+        self._groups = self._none = list[dict[str, Any]]()
         self._known: set[nn.Parameter] | None = None  # which had state before this step
 
     @contextmanager
@@ -60,23 +62,24 @@ class LayeredStep:
         own = vars(optimizer).get("step")  # a scheduler's, which counts
 
         def deferred(closure: Callable[[], Any] | None = None) -> Any:
-            groups, self._known = optimizer.param_groups, None
+            self._known = None
 
             def closed() -> Any:
-                self._begin_backward()
+                if self._early:
+                    self._streamer.on_complete = self._update_early
                 result = closure() if closure is not None else None
                 self._take()  # from here to the end of torch's step there are no groups, and nothing to do for it
                 return result
 
             # Before the user's own hooks after the step, which find the groups.
-            restore = optimizer.register_step_post_hook(lambda *_: setattr(optimizer, "param_groups", groups))
+            restore = optimizer.register_step_post_hook(lambda *_: self._give_back_groups())
             hooks: Any = optimizer._optimizer_step_post_hooks
             hooks.move_to_end(restore.id, last=False)
             try:
                 return step(closed)
             finally:
                 restore.remove()
-                optimizer.param_groups = groups
+                self._give_back_groups()
 
         optimizer.step = deferred  # type: ignore[method-assign]
         self._streamer.on_complete = self._measure_layer if self._measure and not self._early else None
@@ -101,6 +104,8 @@ class LayeredStep:
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norms, self._norms = self._norms, {}
+        if any(p._post_accumulate_grad_hooks for p in parameters):  # they may have written other gradients since
+            norms = {}
         total = get_total_norm([_known_norm(norms, each) for each in parameters])  # the norm of a norm is the norm
         coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0)
         self._clip = partial(clip_grads_with_norm_, max_norm=clip_val, total_norm=total) if coefficient != 1 else None
@@ -133,14 +138,11 @@ class LayeredStep:
 
     # ------------------------------------------------------------------ updates
 
-    def _begin_backward(self) -> None:
-        if self._early:
-            self._armed = self._groups_by_layer()
-            self._streamer.on_complete = self._update_early
-
     def _update_early(self, layer: int) -> None:
         """Backward has completed a layer's gradients."""
-        groups = self._armed.pop(layer, None) if self._armed is not None else None
+        if self._armed is None:
+            self._armed = self._groups_by_layer() or {}
+        groups = self._armed.pop(layer, None)
         if groups is not None:
             for parameter in self._streamer.parameters_of(layer):
                 if parameter.grad is not None and parameter.grad.layout is not torch.strided:
@@ -166,9 +168,14 @@ class LayeredStep:
                 if layer in by_layer:
                     self._submit(layer, by_layer[layer])
             self._clip = None
-            self._optimizer.param_groups = []
+            self._groups, self._optimizer.param_groups = self._optimizer.param_groups, self._none
         self._begun.clear()
+        self._streamer.updated_early.clear()
         self._updates.torn = None
+
+    def _give_back_groups(self) -> None:
+        if self._optimizer.param_groups is self._none:  # else the user has exchanged them
+            self._optimizer.param_groups = self._groups
 
     def _groups_by_layer(self) -> dict[int, list[dict[str, Any]]] | None:
         """The groups as they are now (schedulers change them after the step), cut by layers; None if they cannot be."""
@@ -176,7 +183,9 @@ class LayeredStep:
         for group in self._optimizer.param_groups:
             if not group.get("fused"):
                 return None
-            settings = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+            settings = tree_map(_snapshot, {key: value for key, value in group.items() if key != "params"})
+            if self._early and not self._begun and _lacks_buffers(group, vars(self._optimizer)["state"]):
+                return None
             parts = defaultdict(list)
             for parameter in group["params"]:
                 layer = self._streamer.layer_of(parameter)
@@ -209,10 +218,9 @@ class LayeredStep:
                 clip(parameters)
             self._class.step.__wrapped__(part)  # type: ignore[attr-defined]  # without its hooks, which run once per step
             streamer.after_update(layer)
-            if self._early:
-                streamer.release_gradients(layer)
 
-        self._updates.submit(layer, update)
+        release = partial(streamer.release_gradients, layer, parameters) if self._early else None
+        self._updates.submit(layer, update, release)
 
     def _updated(self, known: set[nn.Parameter]) -> None:
         """All updates are done. New state stands in the order of the groups, as the step of the whole would leave it."""
@@ -237,6 +245,16 @@ _NOT_ALL = (
 )
 
 
+def _snapshot(setting: Any) -> Any:
+    return setting.clone() if isinstance(setting, Tensor) else setting
+
+
+def _lacks_buffers(group: dict[str, Any], state: dict[Any, Any]) -> bool:
+    """Whether torch's fused SGD will not do once all gradients are there: some have a momentum buffer, others not yet."""
+    buffers = [state.get(p, {}).get("momentum_buffer") is not None for p in group["params"] if p.requires_grad]
+    return bool(group.get("momentum")) and any(buffers) and not all(buffers)
+
+
 def _waiting(kind: type[Optimizer], finish: Callable[[], None]) -> type[Optimizer]:
     """The class of an optimizer while its updates are under way: whoever reads its state waits first."""
 
@@ -244,10 +262,16 @@ def _waiting(kind: type[Optimizer], finish: Callable[[], None]) -> type[Optimize
         finish()
         return vars(self)["state"]
 
-    def reduce(self: Optimizer, protocol: Any) -> Any:
+    def set_state(self: Optimizer, value: Any) -> None:
         finish()
-        return self.__reduce_ex__(protocol)  # of its own class again
+        vars(self)["state"] = value
 
-    return type(
-        kind.__name__, (kind,), {"state": property(state), "__reduce_ex__": reduce, "__module__": kind.__module__}
-    )
+    def after(name: str) -> Callable[..., Any]:
+        def method(self: Optimizer, *args: Any) -> Any:
+            finish()
+            return getattr(self, name)(*args)  # of its own class again
+
+        return method
+
+    methods = {name: after(name) for name in ("load_state_dict", "__setstate__", "__reduce_ex__")}
+    return type(kind.__name__, (kind,), {"state": property(state, set_state), **methods, "__module__": kind.__module__})

@@ -38,7 +38,7 @@ _HOOKS = {
         "on_train_batch_end", "on_train_epoch_end", "on_train_epoch_start", "on_train_batch_start",
         "on_validation_start", "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end",
         "on_validation_model_eval", "on_validation_model_train", "on_validation_model_zero_grad",
-        "on_validation_batch_start", "on_validation_batch_end", *_TRANSFER,
+        "on_validation_batch_start", "on_validation_batch_end", "lr_scheduler_step", *_TRANSFER,
     ),
     # between forward and backward
     "backward": ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward"),
@@ -46,10 +46,10 @@ _HOOKS = {
     "validate": ("on_validation_batch_start", "on_validation_batch_end", *_TRANSFER),
     "test": ("on_test_batch_start", "on_test_batch_end", *_TRANSFER),
     "predict": ("on_predict_batch_start", "on_predict_batch_end", *_TRANSFER),
-    # between backward and the optimizer's step: gradients are there, and could be written
-    "gradients": ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"),
-    # around the optimizer's step
-    "optimizer": ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad", "lr_scheduler_step"),
+    # from backward to the optimizer's step: gradients are there, and could be written
+    "gradients": ("backward", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"),
+    # around the optimizer's step, and before backward
+    "optimizer": ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad"),
 }  # fmt: skip
 
 

@@ -106,6 +106,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._layered: dict[torch.optim.Optimizer, LayeredStep] = {}
         self._deferring: torch.optim.Optimizer | None = None
         self._torn: str | None = None
+        self._early = False
         self._said = ""
         self._quiet: dict[str, bool] = {}
         self._last_phase = ""
@@ -136,6 +137,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         Raises:
             RuntimeError: before, and outside training.
         """
+        if self._streamer is not None and self._ledger is not None:
+            self._ledger = self._make_ledger()  # layers may have been unfrozen, accumulation changed
         if self._ledger is None:
             raise RuntimeError("There is no ledger yet: it is made in trainer.fit, once the optimizers are known.")
         return self._ledger
@@ -248,6 +251,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
                 )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._finish_updates()
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
 
@@ -400,11 +404,14 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     def _arrange_overlap(self) -> None:
         """Decide how the optimizers' steps run, from optimizers, hooks and callbacks as they are now."""
+        for fused in self._fused.values():
+            fused.switch_on()  # after a load, too
         mode, why = self._overlap()
         self._layered = {
             each: self._take_apart(each, early=mode == "backward") for each in self.optimizers if mode != "off"
         }
-        self._ledger = self._make_ledger(early=mode == "backward")
+        self._early = mode == "backward"
+        self._ledger = self._make_ledger()
         said = f"off ({why})" if why else mode
         if said != self._said:
             log.info("Superpipeline: updates in the background: %s.\n%s", said, self._ledger)
@@ -425,13 +432,13 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             mode = "off" if why else "forward"
         return mode, why
 
-    def _make_ledger(self, *, early: bool) -> Ledger:
+    def _make_ledger(self) -> Ledger:
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         return make_ledger(
             self.plan,
             self.optimizers,
-            early=early,
+            early=self._early,
             accumulate=trainer.accumulate_grad_batches,
             clips=(trainer.gradient_clip_algorithm or "norm") if trainer.gradient_clip_val else None,
             scales=self._scaler() is not None,
@@ -455,14 +462,16 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     def _against_early_updates(self) -> str:
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        hooks = hooks_of_users(trainer, "gradients")
+        hooks = [*hooks_of_users(trainer, "gradients"), *hooks_of_users(trainer, "optimizer")]
         if not self.lightning_module.automatic_optimization:
             return "optimization is manual"
         if trainer.gradient_clip_val:
             return f"gradients are clipped (gradient_clip_val={trainer.gradient_clip_val}), for which all must be there"
         if self._scaler() is not None:
             return "the gradient scaler of 16-mixed must see all gradients before any update"
-        return f"{hooks[0]} sees gradients after backward, and they are gone by then" if hooks else ""
+        if any(p._post_accumulate_grad_hooks for p in self.lightning_module.parameters()):
+            return "parameters have hooks that run after accumulation, and may write other gradients"
+        return f"{hooks[0]} sees gradients or decides on them, and they are gone by then" if hooks else ""
 
     def _against_automatic_overlap(self) -> str:
         """User code that would wait for the updates, or something else that makes overlap no gain."""

@@ -134,7 +134,9 @@ class Streamer:
         )
         self.updates = Updates(self._blocks, self._owners, device)
         self.on_complete: Callable[[int], None] | None = None
-        """Called in backward with each layer whose gradients are all in ``param.grad`` and will not change any more."""
+        """Called in the backward that was announced, with each layer whose gradients are all in ``param.grad``."""
+        self.updated_early: set[int] = set()
+        """The layers whose updates this backward has begun (``optimizer_overlap="backward"``)."""
         self._layer_of = {
             id(p): self._owners.get(layer, layer) for layer, block in enumerate(self._blocks) for p in block.parameters
         }
@@ -175,6 +177,7 @@ class Streamer:
         self._closed = False
         self._tasks: list[int] = []
         self._nested = False
+        self._announced = False  # whether the running backward is that of the loss
         self._accumulates = False
         self._demand_fetches = 0
         self._peak = 0
@@ -255,7 +258,8 @@ class Streamer:
     def abandon_backward(self) -> None:
         """A backward that failed leaves no gradients behind on their way."""
         self._tasks.clear()
-        self._nested = self._accumulates = False
+        self._nested = self._announced = self._accumulates = False
+        self.updated_early.clear()
         self._gradients.drop()
 
     def saving(self) -> AbstractContextManager[None]:
@@ -314,6 +318,7 @@ class Streamer:
 
     def before_early_update(self, layer: int) -> None:
         """A layer is about to be updated in the middle of backward; a fetch of it that nobody used may be under way."""
+        self.updated_early.add(layer)
         for index in (layer, self._masters.get(layer, layer)):
             self._slots.synchronize(Wait.UPDATE_AFTER_FETCH, index)
 
@@ -324,9 +329,9 @@ class Streamer:
             casts.doubt()
             casts.refresh(by=Stream.UPDATE)
 
-    def release_gradients(self, layer: int) -> None:
-        """A layer is updated and nobody needs its gradients any more."""
-        for parameter in self.parameters_of(layer):
+    def release_gradients(self, layer: int, parameters: Sequence[nn.Parameter]) -> None:
+        """These parameters of a layer are updated and nobody needs their gradients any more."""
+        for parameter in parameters:
             parameter.grad = None
         for block in self.updates.blocks_of(layer):
             block.release_gradients()
@@ -493,12 +498,11 @@ class Streamer:
 
     def _layer_complete(self, layer: int) -> None:
         # Where backwards are nested (a reentrant checkpoint's), several may give one layer gradients.
-        if self.on_complete is not None and not self._nested:
+        if self.on_complete is not None and self._announced and not self._nested:
             self.on_complete(layer)
 
     def _updated_early(self, layer: int) -> bool:
-        """Whether this backward has begun to update the layer (``optimizer_overlap="backward"``)."""
-        return self.updates.torn is not None and self.updates.under_way(layer)
+        return self._owners.get(layer, layer) in self.updated_early
 
     def _needed_again(self, layer: int, why: str) -> str:
         return (
@@ -507,6 +511,7 @@ class Streamer:
         )
 
     def _backward_begins(self, quiet: bool, gradient: Tensor) -> None:
+        self._announced = True
         self._accumulates = True
         self._join_backward()
         if not quiet:
@@ -534,6 +539,8 @@ class Streamer:
 
     def _backward_ends(self, task: int) -> None:
         """(9) All gradients are on the host; after the outermost one the modules hold the host's parameters again."""
+        if task not in self._tasks:  # without the lock: the garbage collector may call this in any thread
+            return
         with self._lock:
             if self._closed or task not in self._tasks:
                 return
@@ -550,7 +557,7 @@ class Streamer:
         with self._lock:
             self._synchronize_uploads()
             accumulated, self._accumulates = self._accumulates, False
-            self._nested = False
+            self._nested = self._announced = False
             if not self._in_step or (accumulated and self._ends_with_backward):
                 self.end()
             elif accumulated and self._manual:
@@ -772,7 +779,9 @@ class Streamer:
         calls = vars(self._calls)
         calls["depth"] = 0 if all_calls else max(calls.get("depth", 0) - 1, 0)
         if not calls["depth"] and "hooks" in calls:
-            calls.pop("hooks").__exit__(None, None, None)
+            hooks = calls.pop("hooks")
+            if packs():  # else a nested backward that failed has taken them off
+                hooks.__exit__(None, None, None)
 
     def _refuse_transforms(self, visits: Sequence[int]) -> None:
         stack = torch._C._functorch.get_interpreter_stack() or ()

@@ -6,10 +6,14 @@ reads or writes them, and a fetch of the layer waits as well.
 
 from __future__ import annotations
 
+import copy
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -36,21 +40,27 @@ class Updates:
         self._masters = {owner: masters for masters, owner in owners.items()}
         self._device = device
         self._work: dict[int, Future[None]] = {}  # in the order in which it is done
+        self._then: dict[int, Callable[[], None] | None] = {}
+        self._lock = threading.RLock()  # of whoever waits; the background does not take it
         self._failure: BaseException | None = None
         self._afterwards: list[Callable[[], None]] = []
         self._class_of = cache(self._make_class)
         self.torn: str | None = None
+        _all.add(self)
 
     def blocks_of(self, layer: int) -> list[HostBlock]:
         """A layer's block, and that of its masters if it has some."""
         return [self._blocks[index] for index in (layer, self._masters.get(layer)) if index is not None]
 
-    def submit(self, layer: int, work: Callable[[], None]) -> None:
-        """Have the background thread update a layer, after those that were submitted before."""
+    def submit(self, layer: int, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
+        """Have the background thread update a layer, after those that were submitted before.
+
+        Args:
+            layer: its parameters are of a waiting class until then.
+            work: what the background does. It must not set ``param.grad``: torch reads that without holding it.
+            then: called by whoever has waited for the work.
+        """
         blocks = self.blocks_of(layer)
-        kinds = [(parameter, type(parameter)) for block in blocks for parameter in block.parameters]
-        for parameter, kind in kinds:
-            parameter.__class__ = self._class_of(kind)
 
         def update() -> None:
             try:
@@ -64,12 +74,14 @@ class Updates:
                     f"This was raised in the background, by the optimizer's update of layer {blocks[0].planned.name!r}."
                 )
                 self._failure = error
-            finally:
-                for parameter, kind in kinds:
-                    parameter.__class__ = kind
 
-        self._work.pop(layer, None)  # nobody waited for the last one, which comes before this one all the same
-        self._work[layer] = self._device.later(update)
+        with self._lock:
+            self._finish(layer, Wait.READ_AFTER_UPDATE)  # of the last step, if nobody has waited for that
+            for block in blocks:
+                for parameter in block.parameters:
+                    parameter.__class__ = self._class_of(type(parameter))
+            self._work[layer] = self._device.later(update)
+            self._then[layer] = then
 
     def afterwards(self, then: Callable[[], None]) -> None:
         """Call ``then`` when somebody has waited for all updates, whether they succeeded or not."""
@@ -86,8 +98,9 @@ class Updates:
 
     def bound(self, most: int) -> None:
         """Wait until at most so many updates are under way."""
-        for work in list(self._work.values())[:-most]:
-            self._device.finish(work, Wait.READ_AFTER_UPDATE)
+        with self._lock:
+            for layer in list(self._work)[:-most]:
+                self._finish(layer, Wait.READ_AFTER_UPDATE)
 
     def wait(self, layer: int, why: Wait) -> None:
         """Wait for one layer's update.
@@ -95,9 +108,8 @@ class Updates:
         Raises:
             BaseException: what an update raised, with its traceback.
         """
-        work = self._work.pop(self._owners.get(layer, layer), None)
-        if work is not None:
-            self._device.finish(work, why)
+        with self._lock:
+            self._finish(self._owners.get(layer, layer), why)
         self._raise()
 
     def finish(self) -> None:
@@ -111,12 +123,22 @@ class Updates:
 
     def join(self) -> None:
         """As :meth:`finish`, but where another error is under way already."""
-        while self._work:
-            work = self._work.pop(next(iter(self._work)), None)
-            if work is not None:
-                self._device.finish(work, Wait.READ_AFTER_UPDATE)
-        while self._afterwards:
-            self._afterwards.pop()()
+        with self._lock:
+            for layer in list(self._work):
+                self._finish(layer, Wait.READ_AFTER_UPDATE)
+            while self._afterwards:
+                self._afterwards.pop()()
+
+    def _finish(self, layer: int, why: Wait) -> None:
+        if layer in self._work:
+            self._device.finish(self._work[layer], why)  # it may be interrupted: nothing is forgotten before
+            del self._work[layer]
+            for block in self.blocks_of(layer):
+                for parameter in block.parameters:
+                    parameter.__class__ = type(parameter).__bases__[1]
+            then = self._then.pop(layer)
+            if then is not None:
+                then()
 
     def _raise(self) -> None:
         if self._failure is not None:
@@ -125,6 +147,19 @@ class Updates:
 
     def _make_class(self, theirs: type[nn.Parameter]) -> type[nn.Parameter]:
         return type(theirs.__name__, (_BeingUpdated, theirs), {"_updates": self, "__module__": theirs.__module__})
+
+
+_all: WeakSet[Updates] = WeakSet()
+
+
+def _before_fork() -> None:
+    """A child has no background thread: whoever waited there would wait for ever."""
+    for each in list(_all):
+        each.join()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)
 
 
 class _BeingUpdated(nn.Parameter):
@@ -143,6 +178,10 @@ class _BeingUpdated(nn.Parameter):
             if issubclass(kind, _BeingUpdated):
                 kind._updates.finish()  # they are ordinary parameters now
         return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._updates.finish()
+        return copy.deepcopy(self, memo)  # of its own class again
 
 
 _UNCHANGED = frozenset(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -18,6 +19,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from sp_lightning import SuperpipelineStrategy
 from sp_lightning.casts import Casts
 from sp_lightning.layers import find_layers
 from sp_lightning.packing import Packing
@@ -451,6 +453,21 @@ class WritesBeforeBackward(Manual):
         optimizer.zero_grad()
 
 
+class WritesByReference(Seeing):
+    """In place, between two calls, to the host's parameters, which it has kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [list(self.net.parameters())]
+
+    def loss(self, batch: Any) -> Tensor:
+        first = super().loss(batch)
+        with torch.no_grad():
+            for parameter in self.kept[0]:
+                parameter.mul_(0.9)
+        return first + super().loss(batch)
+
+
 class StepsBeforeBackward(Manual):
     """A second loss whose graph is older than the optimizer's step, and a third on a graph that is kept."""
 
@@ -693,6 +710,7 @@ class Validates(Seeing):
 
 
 STEPS = [
+    WritesByReference,
     WritesBeforeBackward, StepsBeforeBackward, StepsInPlaceOfFloat32, SecondDerivatives, NoneButOne, HooksOnModules,
     HooksOnParameters, Exchanges, Thaws, ExchangesInside, Copies, FailsOnce, Adversaries, OutsideAnyStep, Validates,
 ]  # fmt: skip
@@ -851,6 +869,23 @@ def test_casts_are_made_once_between_two_writes() -> None:
     with mock.patch.object(Casts, "_cast_into", note):
         trainer_for(superpipeline(k=1), **MIXED).predict(Module(Stack()), loader(vectors(4)))
     assert len(made) == 7
+
+
+def test_updates_in_the_background_make_the_casts_and_nobody_makes_them_again() -> None:
+    """Where no hook could have written the weights since."""
+    makers: list[str] = []
+    cast_into = Casts._cast_into
+
+    def note(self: Casts, wire: Tensor) -> None:
+        makers.append(threading.current_thread().name)
+        cast_into(self, wire)
+
+    with mock.patch.object(Casts, "_cast_into", note):
+        trainer_for(SuperpipelineStrategy(k=1, optimizer_overlap="forward"), **MIXED).fit(
+            Module(Stack()), loader(vectors(4))
+        )
+    assert len(makers) == 7 + 4 * 7  # before the first step, and with each update
+    assert sum(name.startswith("superpipeline") for name in makers) == 4 * 7
 
 
 def test_only_what_autocast_casts_is_lowered() -> None:

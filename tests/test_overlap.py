@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -69,9 +72,9 @@ def taken_apart() -> Iterator[list[int]]:
     layers: list[int] = []
     submit = Updates.submit
 
-    def noted(self: Updates, layer: int, work: Callable[[], None]) -> None:
+    def noted(self: Updates, layer: int, work: Callable[[], None], *then: Any) -> None:
         layers.append(layer)
-        submit(self, layer, work)
+        submit(self, layer, work, *then)
 
     with mock.patch.object(Updates, "submit", noted):
         yield layers
@@ -233,12 +236,12 @@ def test_updates_run_under_the_next_forward_and_each_fetch_waits_for_its_own() -
     happened: list[str] = []
     submit, fetch, enter = Updates.submit, Slots.fetch, Streamer.enter
 
-    def note_submit(self: Updates, layer: int, work: Callable[[], None]) -> None:
+    def note_submit(self: Updates, layer: int, work: Callable[[], None], *then: Any) -> None:
         def noted() -> None:
             happened.append(f"update {layer}")
             work()
 
-        submit(self, layer, noted)
+        submit(self, layer, noted, *then)
 
     def note_fetch(self: Slots, pairs: Any) -> None:
         happened.extend(f"fetch {layer}" for layer, _ in pairs)
@@ -269,8 +272,8 @@ def test_early_updates_run_under_backward_and_free_their_gradients() -> None:
     submit = Updates.submit
     module = Module(Stack())
 
-    def noted(self: Updates, layer: int, work: Callable[[], None]) -> None:
-        submit(self, layer, work)
+    def noted(self: Updates, layer: int, work: Callable[[], None], *then: Any) -> None:
+        submit(self, layer, work, *then)
         self.bound(2)
         alive.append(_gradients_of(module))
 
@@ -477,13 +480,13 @@ def failing(step: int, layer: int) -> Iterator[None]:
     submit = Updates.submit
     seen: dict[int, int] = {}
 
-    def noted(self: Updates, which: int, work: Callable[[], None]) -> None:
+    def noted(self: Updates, which: int, work: Callable[[], None], *then: Any) -> None:
         seen[which] = seen.get(which, 0) + 1
 
         def fails() -> None:
             raise FloatingPointError("in the update")
 
-        submit(self, which, fails if which == layer and seen[which] == step else work)
+        submit(self, which, fails if which == layer and seen[which] == step else work, *then)
 
     with mock.patch.object(Updates, "submit", noted):
         yield
@@ -628,12 +631,12 @@ def test_the_thread_leaves_one_core_and_ends(monkeypatch: pytest.MonkeyPatch) ->
     threads: set[int] = set()
     submit = Updates.submit
 
-    def noted(self: Updates, layer: int, work: Callable[[], None]) -> None:
+    def noted(self: Updates, layer: int, work: Callable[[], None], *then: Any) -> None:
         def counted() -> None:
             threads.add(torch.get_num_threads())
             work()
 
-        submit(self, layer, counted)
+        submit(self, layer, counted, *then)
 
     monkeypatch.setattr(Updates, "submit", noted)
     try:
@@ -646,3 +649,316 @@ def test_the_thread_leaves_one_core_and_ends(monkeypatch: pytest.MonkeyPatch) ->
     finally:
         torch.set_num_threads(before)
     assert not [each for each in threading.enumerate() if each.name.startswith("superpipeline")]
+
+
+# ---------------------------------------------------------------------- what an attack found
+
+
+def both(make: Any, mode: Any = "forward", *, lazy: bool = True, **options: Any) -> tuple[Any, Any]:
+    """Ours and plain; ``lazy`` updates are done when somebody waits for them, on the simulated device."""
+    plain = fit(make, vectors() * 2, gradients=False, **options)
+    with simulated() if lazy else nullcontext():
+        ours = fit(make, vectors() * 2, overlapping(mode), gradients=False, **options)
+    assert_same(ours, plain)
+    return ours, plain
+
+
+class EveryStep(Callback):
+    """Does something after each step."""
+
+    def __init__(self, what: Callable[[Any, Any], Any]) -> None:
+        self.what = what
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.what(trainer, pl_module)
+
+
+def rolls_back(trainer: Any, pl_module: Any) -> None:
+    """As a callback does that returns to an earlier state; torch's loading never reads the present one."""
+    optimizer = trainer.optimizers[0]
+    if trainer.global_step == 2:
+        pl_module.kept = copy.deepcopy(optimizer.state_dict())
+    elif trainer.global_step == 4:
+        optimizer.load_state_dict(pl_module.kept)
+    elif trainer.global_step == 5:
+        trainer.strategy.load_optimizer_state_dict({"optimizer_states": [pl_module.kept]})
+        for group in optimizer.param_groups:
+            group["fused"] = True  # which plain does not switch on again
+
+
+def exchanges_groups(trainer: Any, pl_module: Any) -> None:
+    optimizer = trainer.optimizers[0]
+    optimizer.param_groups = [{**group, "lr": group["lr"] / 2} for group in optimizer.param_groups]
+
+
+def writes_into_settings(trainer: Any, pl_module: Any) -> None:
+    for group in trainer.optimizers[0].param_groups:
+        group["betas"][0] /= 2
+
+
+def copies(trainer: Any, pl_module: Any) -> None:
+    pl_module.copied = copy.deepcopy(pl_module.net.head.weight)
+    assert type(pl_module.copied) is nn.Parameter
+    trainer.optimizers[0].state = copy.copy(trainer.optimizers[0].state)
+
+
+class ListOfBetas(Module):
+    def __init__(self) -> None:
+        super().__init__(Stack())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+        optimizer.param_groups[0]["betas"] = [0.9, 0.99]
+        return optimizer
+
+
+@pytest.mark.parametrize("what", [rolls_back, exchanges_groups, writes_into_settings, copies])
+@pytest.mark.parametrize("mode", OVERLAP)
+def test_whatever_a_callback_does_to_the_optimizer(mode: str, what: Callable[[Any, Any], Any]) -> None:
+    both(ListOfBetas, mode, callbacks=[EveryStep(what)])
+
+
+class Late(Module):
+    """One block is used from the third step on: SGD has momentum for the others by then."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.net.stem(batch)
+        for block in self.net.blocks[: 5 if batch_idx > 1 else 4]:
+            x = block(x)
+        return self.net.head(x).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("mode", OVERLAP)
+def test_a_first_gradient_that_comes_late(mode: str) -> None:
+    """torch's fused SGD fails then: that step runs as the user's optimizer would."""
+    off = fit(Late, vectors() * 2, overlapping("off"), gradients=False)
+    assert_same(fit(Late, vectors() * 2, overlapping(mode), gradients=False), off)
+
+
+class SetsInStep(Module):
+    """A warm-up by hand, in the training step and in hooks before backward."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.trainer.optimizers[0].param_groups[0]["lr"] = 1e-2 / (batch_idx + 1)
+        return super().training_step(batch, batch_idx)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.1 * float(self.trainer.global_step)
+
+
+class BackwardBefore(Module):
+    """Another backward in the training step, as adversarial training has it."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch.clone().requires_grad_()
+        self.loss(x).backward()
+        assert x.grad is not None
+        self.zero_grad()
+        return self.loss(batch + 0.1 * x.grad.sign())
+
+
+class StraysFromOptimizer(Module):
+    """Parameters that the optimizer does not have keep their gradients, step after step."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.sums: list[Tensor] = []
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for name, p in self.named_parameters() if "inner" in name], lr=0.1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.sums += [p.grad.clone() for name, p in self.named_parameters() if "inner" not in name]
+
+
+@pytest.mark.parametrize("k", [1, 99])
+@pytest.mark.parametrize("make", [SetsInStep, BackwardBefore, StraysFromOptimizer])
+@pytest.mark.parametrize("mode", OVERLAP)
+def test_whatever_happens_around_backward(mode: str, make: Any, k: int) -> None:
+    plain = fit(fused(make), vectors() * 2, gradients=False)
+    for device in (nullcontext, simulated):
+        with device():
+            ours = fit(fused(make), vectors() * 2, overlapping(mode, k=k), gradients=False)
+        assert_same(ours, plain)
+        assert_equal(getattr(ours.module, "sums", None), getattr(plain.module, "sums", None), "gradients")
+
+
+class ScalesInBackward(Module):
+    """Writes gradients where no version shows it, right after they have come."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+        for p in self.parameters():
+            p.grad.data.mul_(3)
+
+
+class HooksLate(Module):
+    """A parameter's hook, registered in the first step, writes all gradients."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 0:
+            self.net.stem.weight.register_post_accumulate_grad_hook(self.scale)
+        return super().training_step(batch, batch_idx)
+
+    def scale(self, parameter: Tensor) -> None:
+        for p in self.net.head.parameters():
+            if p.grad is not None:
+                p.grad.data.mul_(3)
+
+
+@pytest.mark.parametrize("make", [ScalesInBackward, HooksLate])
+def test_norms_of_gradients_that_are_written_unseen(make: Any) -> None:
+    with mock.patch.object(Device, "later", at_once):
+        both(fused(make), lazy=False, gradient_clip_val=0.01)
+
+
+class OwnZeroGrad(Module):
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        """Gradients go on from step to step."""
+
+
+class OwnStep(Module):
+    def optimizer_step(self, epoch: Any, batch_idx: Any, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(ScalesInBackward, "backward"), (OwnZeroGrad, "optimizer_zero_grad"), (OwnStep, "optimizer_step")],
+)
+def test_code_that_decides_on_gradients_is_refused_where_they_are_gone(make: Any, name: str) -> None:
+    build = fused(make if make is ScalesInBackward else lambda: make(Stack()))
+    with pytest.raises(ValueError, match=f"{make.__name__}.{name} sees gradients"):
+        fit(build, vectors(), overlapping("backward"), gradients=False)
+    both(build)
+
+
+def test_a_users_thread_that_reads_weights_waits_too() -> None:
+    """Several threads wait for the same updates: none goes on before they are done."""
+    errors: list[BaseException] = []
+    stop = threading.Event()
+    module = Module(Stack())
+    references = list(module.parameters())
+
+    def read() -> None:
+        while not stop.is_set():
+            try:
+                for reference in references:
+                    reference.detach().sum()
+            except BaseException as error:
+                errors.append(error)
+                return
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    submit = Updates.submit
+
+    def slow(self: Updates, layer: int, work: Callable[[], None], *then: Any) -> None:
+        submit(self, layer, lambda: (time.sleep(0.002), work())[1], *then)  # type: ignore[func-returns-value]
+
+    try:
+        with mock.patch.object(Updates, "submit", slow):
+            trainer_for(overlapping("forward")).fit(module, loader(vectors() * 3))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not errors
+
+
+def test_an_interrupt_while_waiting_leaves_a_whole_step() -> None:
+    """Ctrl-C comes while the host waits for an update: it is done all the same before anybody looks."""
+    finish = Device.finish
+    calls: list[int] = []
+
+    def interrupted(self: Device, work: Any, why: Any) -> None:
+        calls.append(1)
+        if len(calls) == 12:
+            raise KeyboardInterrupt
+        finish(self, work, why)
+
+    states: list[int] = []
+
+    class Looks(Callback):
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            assert all(type(p) is nn.Parameter for p in pl_module.parameters())
+            states.append(len(trainer.optimizers[0].state_dict()["state"]))
+
+    module = Module(Stack())
+    with mock.patch.object(Device, "finish", interrupted), pytest.raises((KeyboardInterrupt, SystemExit)):
+        trainer_for(overlapping("forward"), callbacks=[Looks()]).fit(module, loader(vectors() * 2))
+    assert states == [24]
+
+
+class Reads(torch.utils.data.Dataset[Tensor]):
+    """A data set that holds the module, and reads it in its workers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Tensor:
+        return vectors()[index] + 0 * next(self.module.parameters()).detach().sum()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_workers_that_are_forked_while_updates_are_under_way() -> None:
+    module = Module(Stack())
+    submit = Updates.submit
+
+    def slow(self: Updates, layer: int, work: Callable[[], None], *then: Any) -> None:
+        submit(self, layer, lambda: (time.sleep(0.02), work())[1], *then)  # type: ignore[func-returns-value]
+
+    batches = torch.utils.data.DataLoader(Reads(module), batch_size=None, num_workers=1)
+    with mock.patch.object(Updates, "submit", slow):
+        trainer_for(overlapping("forward"), max_epochs=2).fit(module, batches)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_run_that_resumes_runs_fused_again(tmp_path: Path) -> None:
+    """What was saved has the user's own ``fused``, which is open."""
+    make = CASES["stack"].make
+    saver = ModelCheckpoint(tmp_path, filename="first")
+    fit(make, vectors(), overlapping("forward"), gradients=False, callbacks=[saver], enable_checkpointing=True)
+    with taken_apart() as layers:
+        fit(make, vectors(), overlapping("forward"), gradients=False, ckpt_path=tmp_path / "first.ckpt", max_epochs=2)
+    assert len(layers) == 3 * 7
+
+
+def test_the_ledger_follows_what_is_unfrozen() -> None:
+    seen: list[int] = []
+
+    class Thaws(Module):
+        def __init__(self) -> None:
+            super().__init__(Stack())
+            self.net.blocks.requires_grad_(False)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            seen.append(self.trainer.strategy.ledger.gradients)
+            if batch_idx == 1:
+                self.net.blocks.requires_grad_(True)
+
+    fit(Thaws, vectors(), overlapping("off"), gradients=False)
+    assert seen[2] > 3 * seen[0]
