@@ -88,8 +88,10 @@ def counters_line(stats: Stats) -> str:
     """The counters as one sentence."""
     return (
         f"Superpipeline: {stats.fetched_layers} layers fetched ({human_bytes(stats.fetched_bytes)}) in {stats.transfers} "
-        f"transfers, {stats.demand_fetches} on demand; {human_bytes(stats.drained_bytes)} of gradients drained; peak of "
-        f"weights and gradients {human_bytes(stats.peak_device_bytes)}; compute waited {stats.stall_seconds:.2f} s."
+        f"transfers, {stats.demand_fetches} on demand, {stats.extra_slots} extra slots; {human_bytes(stats.drained_bytes)} of "
+        f"gradients drained; peak of weights and gradients {human_bytes(stats.peak_device_bytes)}; waited "
+        f"{stats.stall_seconds:.2f} s for fetches, {stats.drain_stall_seconds:.2f} s for gradients, "
+        f"{stats.update_stall_seconds:.2f} s for updates."
     )
 
 

@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 class Gatekeeper(Protocol):
     """Who is told."""
 
-    def enter(self, visits: Sequence[int]) -> None:
-        """A module is called that uses these layers."""
+    def enter(self, visits: Sequence[int], inputs: Any) -> Sequence[int]:
+        """A module is called that uses these layers. Returns those that it is to leave."""
 
     def leave(self, visits: Sequence[int], output: Any) -> None:
         """The call has returned, or raised (``output`` is None)."""
@@ -28,21 +28,19 @@ class Gate:
         self._keeper = keeper
         self._module = module
         self._visits = visits
-        self._entered = 0  # calls under way; a call that was refused is not left
+        self._entered: list[Sequence[int]] = []  # by calls under way; a call that was refused is not left
 
     @torch.compiler.disable  # the engine is no part of a graph
     def before(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook."""
         if module is self._module and self._keeper is not None:
-            self._keeper.enter(self._visits)
-            self._entered += 1
+            self._entered.append(self._keeper.enter(self._visits, args))
 
     @torch.compiler.disable
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook, called after an exception too."""
         if module is self._module and self._keeper is not None and self._entered:
-            self._entered -= 1
-            self._keeper.leave(self._visits, output)
+            self._keeper.leave(self._entered.pop(), output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
         return self

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -303,7 +304,9 @@ def _class_uses_scripts(kind: Any) -> bool:
     for each in kind.__mro__:
         for value in vars(each).values():
             code, known = getattr(value, "__code__", None), getattr(value, "__globals__", {})
-            named = [known.get(name) for name in code.co_names] if code is not None else [value]
+            names = code.co_names if code is not None else ()
+            named = [value, *(known.get(name) for name in names)]
+            named += [vars(each).get(name) for each in named if isinstance(each, ModuleType) for name in names]
             if any(isinstance(each, torch.jit.ScriptFunction) for each in named):
                 return True
     return False

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from sp_lightning.plan import Plan, PlannedLayer, human_bytes
 
@@ -53,17 +54,18 @@ class Ledger:
         return self.weights + self.gradients + (self.state or 0)
 
     def __str__(self) -> str:
-        """Two lines: memory, and traffic."""
+        """Two lines: memory; traffic, each pass as bytes read and written."""
         count = max(self.parameters, 1)
-        state = (
-            "the optimizer's, known after its first step" if self.state is None else f"{human_bytes(self.state)} state"
-        )
+        state = "optimizer state unknown before its first step"
+        if self.state is not None:
+            state = f"{human_bytes(self.state)} optimizer state"
         passes = ", ".join(f"{each.what} {each.read / count:.3g}/{each.written / count:.3g}" for each in self.passes)
         read, written = (sum(getattr(each, way) for each in self.passes) / count for way in ("read", "written"))
         return (
-            f"  host memory: {human_bytes(self.nbytes)}, {self.nbytes / count:.3g} bytes per parameter "
-            f"({human_bytes(self.weights)} weights, {human_bytes(self.gradients)} gradients, {state})\n"
-            f"  host traffic: {read:.3g} bytes read and {written:.3g} written per parameter and step ({passes})"
+            f"Superpipeline: host memory of training: {human_bytes(self.nbytes)}, {self.nbytes / count:.3g} bytes per parameter "
+            f"({human_bytes(self.weights)} weights, {human_bytes(self.gradients)} gradients with those on their way, {state}).\n"
+            f"Superpipeline: host memory traffic per parameter and optimizer step, at most: {read:.3g} bytes read and "
+            f"{written:.3g} written (read/written by {passes})."
         )
 
 
@@ -127,7 +129,11 @@ def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
     for optimizer in optimizers:
         count = _TENSORS.get(type(optimizer))
         if count is None:
-            return None
+            state = [each for each in tree_leaves(dict(vars(optimizer)["state"])) if isinstance(each, torch.Tensor)]
+            if not state:
+                return None
+            total += sum(each.nbytes for each in state)
+            continue
         for group in optimizer.param_groups:
             total += count(group) * sum(p.numel() * p.element_size() for p in group["params"] if p.requires_grad)
     return total

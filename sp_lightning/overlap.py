@@ -55,6 +55,11 @@ class LayeredStep:
         self._groups = self._none = list[dict[str, Any]]()
         self._known: set[nn.Parameter] | None = None  # which had state before this step
 
+    @property
+    def begun(self) -> bool:
+        """Whether this step has begun to update layers."""
+        return bool(self._begun)
+
     @contextmanager
     def deferring(self) -> Iterator[None]:
         """While this is active ``optimizer.step`` submits the updates instead of doing them."""
@@ -66,6 +71,7 @@ class LayeredStep:
 
             def closed() -> Any:
                 if self._early:
+                    self._updates.finish()  # few are left; state is whole again where it is looked at
                     self._streamer.on_complete = self._update_early
                 result = closure() if closure is not None else None
                 self._take()  # from here to the end of torch's step there are no groups, and nothing to do for it
@@ -156,8 +162,7 @@ class LayeredStep:
     def _take(self) -> None:
         """Backward and clipping are over: submit what is not updated yet."""
         self._streamer.on_complete = None
-        if not self._begun:
-            self._updates.finish()
+        self._streamer.before_update(deferred=bool(self._begun))  # a forward without backward may have left transfers
         by_layer = self._groups_by_layer()
         if by_layer is None and self._begun:
             raise RuntimeError(_NOT_ALL.format(what="there are sparse gradients, or groups have changed in backward"))
@@ -266,12 +271,9 @@ def _waiting(kind: type[Optimizer], finish: Callable[[], None]) -> type[Optimize
         finish()
         vars(self)["state"] = value
 
-    def after(name: str) -> Callable[..., Any]:
-        def method(self: Optimizer, *args: Any) -> Any:
-            finish()
-            return getattr(self, name)(*args)  # of its own class again
+    def reduce(self: Optimizer, protocol: Any) -> Any:
+        finish()
+        return self.__reduce_ex__(protocol)  # of its own class again
 
-        return method
-
-    methods = {name: after(name) for name in ("load_state_dict", "__setstate__", "__reduce_ex__")}
-    return type(kind.__name__, (kind,), {"state": property(state, set_state), **methods, "__module__": kind.__module__})
+    methods = {"state": property(state, set_state), "__reduce_ex__": reduce}
+    return type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})

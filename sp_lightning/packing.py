@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning.casts import Casts, Edition
 from sp_lightning.memory import Loan, normal_mode, strided
-from sp_lightning.parameters import DeviceParameters
+from sp_lightning.parameters import DeviceParameters, StandIn
 from sp_lightning.slots import Slot
 
 
@@ -90,6 +90,8 @@ class Packing:
         slots = self._slots
 
         def pack(tensor: Tensor) -> _Packed | _Kept | _Outer:
+            if isinstance(tensor, StandIn) and tensor._of.autocast is not None:
+                return _away(tensor)  # by a function of the user's, which was given the cast
             try:
                 slot = slots.get(tensor.untyped_storage().data_ptr())
             except (RuntimeError, NotImplementedError):  # no memory of its own: sparse, wrapped by a transform, fake
@@ -132,3 +134,11 @@ class Packing:
                 "torch.autograd.set_detect_anomaly(True)."
             )
         return tensor
+
+
+def _away(tensor: StandIn) -> _Packed:
+    """A weight that is saved while its layer is away: to look at its memory would bring the layer."""
+    group, index = tensor._of, tensor._index
+    span = group.spans[index]
+    version = group.version_once_fetched(index)
+    return _Packed(group.layer, index, version, span.offset, span.dtype, span.shape, span.stride, None)

@@ -263,7 +263,8 @@ class DeviceParameters:
         return parameter
 
     def _hooked(self, index: int, gradient: Tensor) -> Tensor:
-        lossless = self.autocast is not None and came_from_cast(gradient)
+        hooked = self.hosts[index]._backward_hooks  # they may write it where no version shows that
+        lossless = self.autocast is not None and not hooked and came_from_cast(gradient)
         self._lossless = (index, gradient.data_ptr(), gradient._version) if lossless else None
         return _run_hooks(self.hosts[index], gradient)
 
@@ -329,6 +330,10 @@ class DeviceParameters:
         """How often a weight was written, on the host or on the device, as far as versions show it."""
         with _Untouched():
             return self.earlier[index] + self.all[index]._version
+
+    def version_once_fetched(self, index: int) -> int:
+        """As :meth:`version`, once :meth:`fetched` has taken in what the host has written since."""
+        return self.version(index) + (self.hosts[index]._version != self._host_versions[index])
 
     def _count_references(self) -> list[int]:
         return [sys.getrefcount(parameter) for parameter in self.all]
@@ -438,6 +443,22 @@ def take_gradient(parameter: Tensor) -> Tensor | None:
         gradient = _tensor_grad.__get__(parameter)
         _tensor_grad.__set__(parameter, None)
     return gradient
+
+
+def hides_stand_ins(inputs: Any) -> bool:
+    """Whether what a module is given makes torch pass its operators by our stand-ins: another class decides first.
+
+    A jagged nested tensor does; or a mode, which sees every operator.
+    """
+    return torch._C._len_torch_function_stack() > 0 or any(
+        isinstance(each, Tensor) and getattr(type(each).__torch_function__, "__func__", None) not in _NO_HANDLERS
+        for each in tree_leaves(inputs)
+        if type(each) is not Tensor
+    )
+
+
+# A class without a handler of its own, and one that has switched them off, as nn.Parameter does.
+_NO_HANDLERS = (Tensor.__torch_function__.__func__, None)  # type: ignore[attr-defined]
 
 
 def _nothing(dtype: torch.dtype) -> float:

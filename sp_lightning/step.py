@@ -84,6 +84,9 @@ class FusedStep:
                 saved["fused"] = None
 
 
+BARS_FUSED = ("foreach", "differentiable", "capturable")
+"""Settings with which torch's optimizers do not run fused."""
+
 _FUSED_ON_CPU = {torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD}
 
 
@@ -93,7 +96,7 @@ def _can_be_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bo
     state = vars(optimizer)["state"]  # as it is: updates may be under way, and need not be waited for
     buffers = [state.get(p, {}).get("momentum_buffer") is not None for p, _ in with_gradient]
     return (
-        not any(group.get(other) for other in ("foreach", "differentiable", "capturable"))
+        not any(group.get(other) for other in BARS_FUSED)
         and all(p.is_floating_point() and p.device.type == "cpu" for p in group["params"])
         and all(gradient.layout is torch.strided for _, gradient in with_gradient)
         and (not group.get("momentum") or all(buffers) or not any(buffers))

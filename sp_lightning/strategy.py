@@ -34,7 +34,7 @@ from sp_lightning.ledger import Ledger, make_ledger
 from sp_lightning.overlap import LayeredStep
 from sp_lightning.plan import Plan, human_bytes, make_plan
 from sp_lightning.quiet import hooks_of_users, is_quiet
-from sp_lightning.step import FusedStep, HostGradScaler
+from sp_lightning.step import BARS_FUSED, FusedStep, HostGradScaler
 from sp_lightning.streamer import Stats, Streamer
 
 log = logging.getLogger("lightning.pytorch.superpipeline")
@@ -140,7 +140,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         if self._streamer is not None and self._ledger is not None:
             self._ledger = self._make_ledger()  # layers may have been unfrozen, accumulation changed
         if self._ledger is None:
-            raise RuntimeError("There is no ledger yet: it is made in trainer.fit, once the optimizers are known.")
+            raise RuntimeError("There is no ledger: it is made in trainer.fit, which alone has optimizers.")
         return self._ledger
 
     def stats(self) -> Stats:
@@ -251,11 +251,12 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
                 )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._finish_updates()
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
 
     def teardown(self) -> None:
+        if self._streamer is not None and self._ledger is not None:
+            self._ledger = self._make_ledger()  # with the state that optimizers have come to
         self._close_streamer()
         self._layered.clear()
         self._unfuse()
@@ -287,19 +288,19 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._step("validate") as streamer:
             output = super().validation_step(*args, **kwargs)
-            streamer.end()
+            streamer.end(settle=self._may_write_after("validate"))
             return output
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._step("test") as streamer:
             output = super().test_step(*args, **kwargs)
-            streamer.end()
+            streamer.end(settle=self._may_write_after("test"))
             return output
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._step("predict") as streamer:
             output = super().predict_step(*args, **kwargs)
-            streamer.end()
+            streamer.end(settle=self._may_write_after("predict"))
             return output
 
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -314,7 +315,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             result = closure()
             if self._streamer is not None:
                 self._streamer.end_without_backward()
-            if optimizer in self._fused:
+            if optimizer in self._fused and not (layered is not None and layered.begun):
                 self._fused[optimizer].switch_on()  # gradients are there now, and may be sparse
             return result
 
@@ -359,6 +360,10 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             assert self.lightning_module is not None
             self._quiet[phase] = is_quiet(self.lightning_module.trainer, phase)
         return self._quiet[phase]
+
+    def _may_write_after(self, phase: str) -> bool:
+        """Whether a hook after a batch of this phase, which may be the loop's last, could write weights."""
+        return not (self._is_quiet(phase) and self._is_quiet("train"))
 
     def _loop_starts(self) -> None:
         self._last_phase = ""
@@ -414,7 +419,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._ledger = self._make_ledger()
         said = f"off ({why})" if why else mode
         if said != self._said:
-            log.info("Superpipeline: updates in the background: %s.\n%s", said, self._ledger)
+            log.info("%s\nSuperpipeline: updates in the background: %s.", self._ledger, said)
         self._said = said
 
     def _overlap(self) -> tuple[str, str]:
@@ -423,9 +428,9 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         if mode in ("forward", "backward"):
             why = self._against_overlap() or (self._against_early_updates() if mode == "backward" else "")
             if why:
+                other = "off" if self._against_overlap() else "forward"
                 raise ValueError(
-                    f'optimizer_overlap="{mode}" cannot be: {why}. Use SuperpipelineStrategy(optimizer_overlap="auto"), which '
-                    "overlaps where it can."
+                    f'optimizer_overlap="{mode}" cannot be used: {why}. Use SuperpipelineStrategy(optimizer_overlap="{other}").'
                 )
         elif mode == "auto":
             why = self._against_overlap() or self._against_automatic_overlap()
@@ -455,8 +460,17 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         if not self.optimizers:
             return "there is no optimizer"
         for optimizer in self.optimizers:
-            if not FusedStep.suits(optimizer) or not all(group.get("fused") for group in optimizer.param_groups):
-                return f"{type(optimizer).__name__} does not run fused, and only fused steps give the same bits layer by layer"
+            name = type(optimizer).__name__
+            if not FusedStep.suits(optimizer):
+                return f"{name} is none of torch's Adam, AdamW, SGD and Adagrad, whose fused steps can be taken apart by layers"
+            for group in optimizer.param_groups:
+                if not group.get("fused"):
+                    chosen = {key: group[key] for key in ("fused", *BARS_FUSED) if group.get(key) not in (None, False)}
+                    by = (
+                        ", ".join(f"{key}={value}" for key, value in chosen.items())
+                        or "fused=False or fused_optimizer=False"
+                    )
+                    return f"only fused steps can be taken apart by layers, and {name} does not run fused ({by})"
         return ""
 
     def _against_early_updates(self) -> str:
@@ -466,12 +480,14 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         if not self.lightning_module.automatic_optimization:
             return "optimization is manual"
         if trainer.gradient_clip_val:
-            return f"gradients are clipped (gradient_clip_val={trainer.gradient_clip_val}), for which all must be there"
+            return f"clipping (gradient_clip_val={trainer.gradient_clip_val}) needs all gradients at once"
         if self._scaler() is not None:
-            return "the gradient scaler of 16-mixed must see all gradients before any update"
+            return "the gradient scaler of 16-mixed needs all gradients at once"
         if any(p._post_accumulate_grad_hooks for p in self.lightning_module.parameters()):
-            return "parameters have hooks that run after accumulation, and may write other gradients"
-        return f"{hooks[0]} sees gradients or decides on them, and they are gone by then" if hooks else ""
+            return "parameters have post-accumulate hooks, which may write other gradients than their own"
+        if self._step_hooks():
+            return "the optimizer has step hooks, and gradients are freed before they run"
+        return f"gradients are freed before {hooks[0]} could see them" if hooks else ""
 
     def _against_automatic_overlap(self) -> str:
         """User code that would wait for the updates, or something else that makes overlap no gain."""

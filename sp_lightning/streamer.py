@@ -45,7 +45,7 @@ from sp_lightning.host import HostBlock, Staging
 from sp_lightning.layers import Found
 from sp_lightning.memory import Loan, normal_mode, view
 from sp_lightning.packing import Packing, packs
-from sp_lightning.parameters import DeviceParameter, DeviceParameters, take_gradient
+from sp_lightning.parameters import DeviceParameter, DeviceParameters, hides_stand_ins, take_gradient
 from sp_lightning.places import Places
 from sp_lightning.plan import Plan
 from sp_lightning.prefetch import Prefetch
@@ -232,8 +232,12 @@ class Streamer:
             if active and self._in_step:
                 self._activate()
 
-    def end(self) -> None:
-        """The step is over: host parameters are back in the modules."""
+    def end(self, *, settle: bool = False) -> None:
+        """The step is over: host parameters are back in the modules.
+
+        Args:
+            settle: whether user code may write weights next, which no transfer may be reading then.
+        """
         with self._lock:
             self._in_step = False
             self._pins.clear()
@@ -242,6 +246,8 @@ class Streamer:
             if self._training:
                 self.forget()  # from here on hooks and optimizers may write weights unseen, through .data
             self._slots.give_back_extra()
+            if settle:
+                self._synchronize_uploads()
 
     def abort(self) -> None:
         """The step failed: as :meth:`end`, and gradients that were on their way are dropped."""
@@ -382,9 +388,11 @@ class Streamer:
 
     # ------------------------------------------------------------------ doors: module calls
 
-    def enter(self, visits: Sequence[int]) -> None:
-        """A module is called: its layers come and stay until :meth:`leave`."""
+    def enter(self, visits: Sequence[int], inputs: Any) -> Sequence[int]:
+        """A module is called: its layers come and stay until :meth:`leave`. Returns which, for that."""
         self._refuse_transforms(visits)
+        if self._masters and hides_stand_ins(inputs):
+            visits = (*visits, *(self._masters[layer] for layer in visits if layer in self._masters))
         with self._lock:
             if not (self._in_step or self._tasks or self._depth):
                 self.forget()  # a call outside any step: nobody knows what was written since
@@ -397,6 +405,7 @@ class Streamer:
             self._hold(visits)  # (1) (2) (3)
             for layer in entered:
                 self._parameters[layer].watch()
+        return visits
 
     def leave(self, visits: Sequence[int], output: Any) -> None:
         """The call has returned (4) or raised: its layers may go."""

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -119,7 +120,7 @@ def test_every_precision_clipping_and_accumulation(
 ) -> None:
     options = {"precision": precision, "accumulate_grad_batches": accumulate, "max_epochs": 2, **clip}
     if mode == "backward" and (clip or precision == "16-mixed"):
-        with pytest.raises(ValueError, match='optimizer_overlap="backward" cannot be'):
+        with pytest.raises(ValueError, match='optimizer_overlap="backward" cannot be used'):
             run(name, overlapping(mode), **options)
         return
     with taken_apart() as layers:
@@ -247,9 +248,10 @@ def test_updates_run_under_the_next_forward_and_each_fetch_waits_for_its_own() -
         happened.extend(f"fetch {layer}" for layer, _ in pairs)
         fetch(self, pairs)
 
-    def note_enter(self: Streamer, visits: Any) -> None:
-        enter(self, visits)
-        happened.extend(f"forward {layer}" for layer in visits)
+    def note_enter(self: Streamer, visits: Any, inputs: Any) -> Any:
+        entered = enter(self, visits, inputs)
+        happened.extend(f"forward {layer}" for layer in entered)
+        return entered
 
     with (
         simulated(),
@@ -463,11 +465,11 @@ def test_step_hooks_and_counters_fire_once_per_step() -> None:
             optimizer.register_step_post_hook(lambda o, *_: fired.append(f"after, {len(o.param_groups)} group"))
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
-    for mode in OVERLAP:
-        fired.clear()
-        ours = fit(Counted, vectors(), overlapping(mode), gradients=False)
-        assert fired == ["before", "after, 1 group"] * 3
-        assert ours.trainer.global_step == 3
+    ours = fit(Counted, vectors(), overlapping("forward"), gradients=False)
+    assert fired == ["before", "after, 1 group"] * 3
+    assert ours.trainer.global_step == 3
+    with pytest.raises(ValueError, match="step hooks"):
+        fit(Counted, vectors(), overlapping("backward"), gradients=False)
     assert_same(ours, fit(Counted, vectors(), gradients=False))
 
 
@@ -587,7 +589,7 @@ def test_auto_overlaps_where_nobody_would_wait_and_says_what_it_does(
     assert "background: forward" in chosen(caplog, plain, callbacks=monitor, logger=CSVLogger(tmp_path))
     assert "Hook.on_after_backward" in chosen(caplog, plain, callbacks=[Hook()])
     assert "does not run fused" in chosen(caplog, plain, fused_optimizer=False)
-    assert "does not run fused" in chosen(caplog, CASES["lbfgs"].make())
+    assert "LBFGS is none of" in chosen(caplog, CASES["lbfgs"].make())
     assert "manual" in chosen(caplog, CASES["gan"].make())
     hooked = Module(Stack())
     next(hooked.parameters()).register_hook(lambda gradient: None)
@@ -603,7 +605,7 @@ def test_auto_is_off_where_the_cpu_computes_the_model() -> None:
 @pytest.mark.parametrize(
     ("mode", "make", "options", "message"),
     [
-        ("forward", CASES["lbfgs"].make, {}, "LBFGS does not run fused"),
+        ("forward", CASES["lbfgs"].make, {}, "LBFGS is none of torch's Adam"),
         ("forward", None, {"fused_optimizer": False}, "AdamW does not run fused"),
         ("backward", CASES["gan"].make, {}, "manual"),
         ("backward", None, {"gradient_clip_val": 1.0}, "gradient_clip_val=1.0"),
@@ -699,7 +701,16 @@ def writes_into_settings(trainer: Any, pl_module: Any) -> None:
 def copies(trainer: Any, pl_module: Any) -> None:
     pl_module.copied = copy.deepcopy(pl_module.net.head.weight)
     assert type(pl_module.copied) is nn.Parameter
-    trainer.optimizers[0].state = copy.copy(trainer.optimizers[0].state)
+
+
+def starts_anew(trainer: Any, pl_module: Any) -> None:
+    if trainer.global_step == 3:
+        trainer.optimizers[0].state = defaultdict(dict)
+
+
+def exchanges_groups_in_steps(trainer: Any, pl_module: Any) -> None:
+    if trainer.global_step == 1:
+        trainer.optimizers[0].register_step_post_hook(lambda *_: exchanges_groups(trainer, pl_module))
 
 
 class ListOfBetas(Module):
@@ -712,23 +723,25 @@ class ListOfBetas(Module):
         return optimizer
 
 
-@pytest.mark.parametrize("what", [rolls_back, exchanges_groups, writes_into_settings, copies])
+@pytest.mark.parametrize(
+    "what",
+    [rolls_back, exchanges_groups, exchanges_groups_in_steps, writes_into_settings, copies, starts_anew],
+)
 @pytest.mark.parametrize("mode", OVERLAP)
 def test_whatever_a_callback_does_to_the_optimizer(mode: str, what: Callable[[Any, Any], Any]) -> None:
     both(ListOfBetas, mode, callbacks=[EveryStep(what)])
 
 
 class Late(Module):
-    """One block is used from the third step on: SGD has momentum for the others by then."""
+    """One weight of a layer is used from the third step on: SGD has momentum for its others by then."""
 
     def __init__(self) -> None:
         super().__init__(Stack())
+        self.net.head.late = nn.Parameter(torch.ones(16))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = self.net.stem(batch)
-        for block in self.net.blocks[: 5 if batch_idx > 1 else 4]:
-            x = block(x)
-        return self.net.head(x).square().mean()
+        output = self.net(batch)
+        return (output * self.net.head.late if batch_idx > 1 else output).square().mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -846,7 +859,7 @@ class OwnStep(Module):
 )
 def test_code_that_decides_on_gradients_is_refused_where_they_are_gone(make: Any, name: str) -> None:
     build = fused(make if make is ScalesInBackward else lambda: make(Stack()))
-    with pytest.raises(ValueError, match=f"{make.__name__}.{name} sees gradients"):
+    with pytest.raises(ValueError, match=f"gradients are freed before {make.__name__}.{name}"):
         fit(build, vectors(), overlapping("backward"), gradients=False)
     both(build)
 
@@ -962,3 +975,25 @@ def test_the_ledger_follows_what_is_unfrozen() -> None:
 
     fit(Thaws, vectors(), overlapping("off"), gradients=False)
     assert seen[2] > 3 * seen[0]
+
+
+class SkipsBackward(Module):
+    """The second micro-batch of a step runs forward, and has no loss."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 2 else loss
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("mode", OVERLAP)
+def test_updates_after_a_forward_without_backward_wait_for_its_fetches(mode: str, precision: str) -> None:
+    batches = vectors() * 2
+    options: dict[str, Any] = {"gradients": False, "accumulate_grad_batches": 2, "precision": precision}
+    plain = fit(fused(SkipsBackward), batches, **options)
+    with simulated():
+        assert_same(fit(fused(SkipsBackward), batches, overlapping(mode), **options), plain)

@@ -30,7 +30,8 @@ from tests.support.models import (
     tokens,
     vectors,
 )
-from tests.support.runs import assert_equal, loader, superpipeline, trainer_for
+from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
+from tests.support.simdevice import simulated
 
 
 def bare(make: Callable[[], pl.LightningModule], strategy: Any, batches: Any = None, **options: Any) -> list[Any]:
@@ -792,3 +793,28 @@ def test_bounds_hold_without_gates() -> None:
     strategy = superpipeline(k=1)
     bare(lambda: FunctionalCall(Stack()), strategy)
     assert strategy.stats().peak_device_bytes <= strategy.plan.peak_device_bytes
+
+
+class WritesAfterBatches(Module):
+    """As averaging, clamping and adapters do around validation; a fetch may be under way that nobody waited for."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__(Stack())
+        setattr(self, hook, self.write)
+
+    def write(self, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.97)
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_validation_batch_end", "on_validation_epoch_end", "on_validation_end", "on_train_epoch_end"]
+)
+def test_weights_that_hooks_write_after_a_batch_are_read_by_no_fetch(hook: str) -> None:
+    def run(strategy: Any) -> Outcome:
+        return fit(lambda: WritesAfterBatches(hook), vectors(), strategy, val=vectors(), max_epochs=2)
+
+    with simulated():
+        ours = run(superpipeline(k=1))
+    assert_same(ours, run("auto"))

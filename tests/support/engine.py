@@ -67,9 +67,10 @@ def events() -> Iterator[list[str]]:
         happened.append(f"release {slot.layer}")
         release(self, slot)
 
-    def note_enter(self: Streamer, visits: Sequence[int]) -> None:
-        hold(self, visits)
+    def note_enter(self: Streamer, visits: Sequence[int], inputs: Any) -> Sequence[int]:
+        visits = hold(self, visits, inputs)
         happened.extend(f"forward {layer}" for layer in visits)
+        return visits
 
     def note_drain(self: Gradients, layer: int) -> None:
         if layer in self._arrived:
