@@ -97,6 +97,7 @@ class Slots:
         self.all: list[Slot] = []
         self._at: dict[int, Slot] = {}
         self._last: dict[int, Any] = {}  # event of the last transfer of each layer
+        self._latest: Any = None  # and of all
         self.by_address: dict[int, Slot] = {}
         """Every slot that has memory, by the address where it begins."""
         self._planned = [[self._make(index) for _ in range(ring.slots)] for index, ring in enumerate(plan.rings)]
@@ -161,7 +162,7 @@ class Slots:
             self._at[layer] = slot
             self.fetched_layers += 1
             self.fetched_bytes += source.nbytes
-        filled = self._device.record(Stream.UPLOAD)
+        filled = self._latest = self._device.record(Stream.UPLOAD)
         for layer, slot in pairs:
             slot.filled = filled
             self._last[layer] = filled
@@ -203,9 +204,11 @@ class Slots:
                 self.by_address.pop(slot.memory.data_ptr(), None)
 
     def synchronize(self, why: Wait, layer: int | None = None) -> None:
-        """The host waits until no transfer reads its weights any more: those of all layers, or of one."""
-        for event in [slot.filled for slot in self.all] if layer is None else [self._last.get(layer)]:
-            self._device.synchronize(event, why)
+        """The host waits until no transfer reads its weights any more: those of all layers, or of one.
+
+        Transfers are done in their order, so the last one is the one to wait for.
+        """
+        self._device.synchronize(self._latest if layer is None else self._last.get(layer), why)
 
     def close(self) -> None:
         """Free all slots."""

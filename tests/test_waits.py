@@ -7,7 +7,8 @@ whose omission nothing notices is not needed, and goes: two went that way.
 |---|---|
 | FETCH_AFTER_USE, USE_AFTER_FETCH | training |
 | DRAIN_AFTER_GRADIENT, REUSE_AFTER_DRAIN, APPLY_AFTER_DRAIN | training |
-| UPDATE_AFTER_FETCH, CLOSE_AFTER_FETCH | training |
+| UPDATE_AFTER_FETCH | training |
+| CLOSE_AFTER_FETCH | prediction |
 | RESIDENTS_AFTER_USE, USE_AFTER_RESIDENTS | training, with residents |
 | UPDATE_AFTER_RESIDENTS | an optimizer step before any forward, in manual optimization |
 | CAST_AFTER_FETCH | weights written between forward and backward, in mixed precision |
@@ -23,6 +24,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -32,7 +34,7 @@ from torch.optim import optimizer as torch_optimizer
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device import Wait
 from tests.support.models import CASES, Module, Stack, vectors
-from tests.support.runs import Outcome, assert_same, fit, fused, superpipeline
+from tests.support.runs import Outcome, assert_same, fit, fused, loader, superpipeline, trainer_for
 from tests.support.simdevice import Mixed, Race, simulated
 
 
@@ -123,6 +125,17 @@ def cast_again(strategy: Any) -> Outcome:
     return fit(lambda: WritesBeforeBackward(Stack()), vectors(), strategy, precision="bf16-mixed")
 
 
+def predicted(strategy: Any) -> Outcome:
+    """Where no hook may write, the first layers for a batch that never comes are under way at the end."""
+    case = CASES["vit"]
+    pl.seed_everything(7, verbose=False)
+    trainer, module = trainer_for(strategy), case.make()
+    losses = trainer.predict(module, loader(case.batches()))
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    assert isinstance(losses, list)
+    return Outcome(losses, [], state, [], torch.get_rng_state(), module, trainer)
+
+
 SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {
     Wait.FETCH_AFTER_USE: training,
     Wait.USE_AFTER_FETCH: training,
@@ -138,7 +151,7 @@ SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {
     Wait.UPDATE_AFTER_RESIDENTS: steps_first,
     Wait.FETCH_AFTER_UPDATE: in_the_background,
     Wait.READ_AFTER_UPDATE: looked_at,
-    Wait.CLOSE_AFTER_FETCH: training,
+    Wait.CLOSE_AFTER_FETCH: predicted,
 }
 
 
