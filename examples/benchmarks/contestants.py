@@ -72,6 +72,11 @@ class Superpipeline(Contestant):
     k_prime: int = 1
     update: str = ""
 
+    def module(self, net: nn.Module, workload: Workload) -> Task:
+        if self.update == "default":  # as users write it
+            return Task(net, lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))
+        return super().module(net, workload)
+
     def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
         return {"strategy": SuperpipelineStrategy(k=self.k, k_prime=self.k_prime, **UPDATES[self.update])}
 
