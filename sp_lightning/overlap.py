@@ -216,11 +216,11 @@ class LayeredStep:
         clip, streamer = self._clip, self._streamer
 
         def update() -> None:
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    streamer.device.access(parameter.grad, Stream.UPDATE, write=True)
-            if clip is not None:
-                clip(parameters)
+            trained = [parameter for parameter in parameters if parameter.grad is not None]
+            for parameter in trained:
+                streamer.device.access(parameter.grad, Stream.UPDATE, write=True)
+            if clip is not None and trained:  # torch cannot clip nothing by value
+                clip(trained)
             self._class.step.__wrapped__(part)  # type: ignore[attr-defined]  # without its hooks, which run once per step
             streamer.after_update(layer)
 

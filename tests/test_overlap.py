@@ -140,6 +140,11 @@ def test_mixed_precision_on_the_simulated_device(name: str, mode: str) -> None:
     assert_same(ours, plain(name, **options))
 
 
+@pytest.mark.parametrize("clip", CLIPS[1:], ids=str)
+def test_layers_without_gradients_are_not_clipped(clip: dict[str, Any]) -> None:
+    assert_same(run("conditional", overlapping("forward"), **clip), plain("conditional", **clip))
+
+
 class KeepsGradients(Callback):
     """What ``p.grad`` is after each step."""
 
