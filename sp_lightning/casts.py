@@ -104,8 +104,6 @@ class Casts:
         self._begin = block.planned.casts[0].offset
         self._edition: ref[Edition] | None = None
         self._made_of: list[tuple[int, int]] | None = None
-        self.sent: Any = None
-        """Event of the last transfer that reads them."""
 
     @property
     def current(self) -> bool:
@@ -119,8 +117,10 @@ class Casts:
     def refresh(self, by: Stream | None = None) -> None:
         """Cast all masters of the layer anew, unless :attr:`current`. Not while the layer is used on the device.
 
+        The host has waited for the last transfer that reads them.
+
         Args:
-            by: the background, for which the host has waited for the last transfer; None for the host.
+            by: the background; None for the host.
 
         Raises:
             RuntimeError: a master has another dtype or shape now; see :meth:`HostBlock.adopt`.
@@ -129,8 +129,6 @@ class Casts:
         if self.current:
             return
         state = self._state()
-        if by is None:
-            self._device.synchronize(self.sent, Wait.CAST_AFTER_FETCH)
         self._device.access(self._masters.weights, by, write=False)
         self._device.access(self._block.weights, by, write=True)
         wire = self._block.weights

@@ -1,4 +1,4 @@
-"""The one file that touches an accelerator: memory, streams, events, copies, pinning.
+"""The one file that touches an accelerator: memory, streams, events, copies, pinning; and the background thread.
 
 :class:`Device` is the synchronous CPU, where every copy is done at once and there is nothing to wait for.
 :class:`Accelerator` does the same with three streams. All other code receives one of the two and does not ask which.

@@ -333,11 +333,6 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         with self._streamer.reading():  # a checkpoint holds the host's parameters, whenever it is taken
             return super().lightning_module_state_dict()
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        self._finish_updates()
-        self._refuse_torn()
-        return super().optimizer_state(optimizer)
-
     def expect_next_batch(self) -> None:
         """The batch is over: where nothing writes weights before the next one, its first layers may come now."""
         if self._streamer is not None and self._is_quiet("train"):
@@ -530,12 +525,10 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     @contextmanager
     def _deferred(self, optimizer: torch.optim.Optimizer, layered: LayeredStep) -> Generator[None, None, None]:
         """While this is active the optimizer's step, and the clipping before it, are submitted to the background."""
-        assert self.lightning_module is not None
         plugin: Any = self.precision_plugin
         theirs = (type(plugin).clip_grad_by_norm, type(plugin).clip_grad_by_value)
-        fold = theirs == (Precision.clip_grad_by_norm, Precision.clip_grad_by_value) and is_quiet(
-            self.lightning_module.trainer, "gradients"
-        )
+        lightnings = (Precision.clip_grad_by_norm, Precision.clip_grad_by_value)
+        fold = theirs == lightnings and self._is_quiet("gradients")
         self._deferring = optimizer
         if fold:
             plugin.clip_grad_by_norm, plugin.clip_grad_by_value = layered.clip_by_norm, layered.clip_by_value

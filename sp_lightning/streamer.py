@@ -292,7 +292,7 @@ class Streamer:
         """An optimizer's step begins; nothing may read host weights while it writes them.
 
         Args:
-            deferred: whether it only submits updates, and runs the next forward before that.
+            deferred: whether updates may go on meanwhile: the step only submits some, or has submitted some already.
         """
         if not deferred:
             self.updates.finish()
@@ -685,22 +685,22 @@ class Streamer:
         for layer, _ in pairs:
             self.updates.wait(layer, Wait.FETCH_AFTER_UPDATE)
             self._blocks[layer].adopt()
-            if layer in self._casts:
-                self._casts[layer].refresh()
+            casts = self._casts.get(layer)
+            if casts is not None:
+                if not casts.current:
+                    self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
+                casts.refresh()
         self._slots.fetch(pairs)
-        for layer, slot in pairs:
+        for layer, _ in pairs:
             self._parameters[layer].fetched()
-            if layer in self._casts:
-                self._casts[layer].sent = slot.filled
 
     def _forget_copies(self) -> None:
         """What no running call uses is out of date."""
         out_of_date = [layer for layer in range(self._residents) if layer not in self._used]
         self._slots.forget(out_of_date)
         for layer in out_of_date:
-            if layer in self._casts and not self.updates.under_way(
-                layer
-            ):  # whoever writes weights waits for that first
+            # Whoever writes weights waits for updates first, so that what is being updated was not written.
+            if layer in self._casts and not self.updates.under_way(layer):
                 self._casts[layer].doubt()
 
     def _fetch_ahead(self) -> None:
@@ -751,10 +751,8 @@ class Streamer:
         self._slots.synchronize(Wait.UPDATE_AFTER_FETCH)
         self._device.synchronize(self._residents_sent, Wait.UPDATE_AFTER_RESIDENTS)
         for layer, block in enumerate(self._blocks):
-            if not self.updates.under_way(layer):
-                self._device.access(
-                    block.weights, None, write=True
-                )  # by whatever comes now: optimizer, hooks, callbacks
+            if not self.updates.under_way(layer):  # written by whatever comes now: optimizer, hooks, callbacks
+                self._device.access(block.weights, None, write=True)
 
     def _take_back_writes(self) -> None:
         """Every weight that was written on the device is the host's now."""

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
-from torch.utils.checkpoint import checkpoint
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.casts import Casts
 from sp_lightning.layers import find_layers
 from sp_lightning.packing import Packing
-from tests.support.models import CASES, Block, Module, Stack, llama, tokens, vectors
+from tests.support.models import CASES, Block, CheckpointedCalls, Module, Stack, llama, tokens, vectors
 from tests.support.poison import poisoned
 from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 from tests.support.simdevice import simulated
@@ -378,17 +377,10 @@ class Across(Stack):
         return x
 
 
-class Checkpointed(Stack):
+class Checkpointed(CheckpointedCalls):
     def __init__(self, block: type[Block], use_reentrant: bool) -> None:
-        super().__init__(0)
+        super().__init__(use_reentrant)
         self.blocks = nn.ModuleList(block() for _ in range(3))
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
-        return self.head(x)
 
 
 def relu_of_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

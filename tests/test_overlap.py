@@ -1003,3 +1003,22 @@ def test_updates_after_a_forward_without_backward_wait_for_its_fetches(mode: str
     plain = fit(fused(SkipsBackward), batches, **options)
     with simulated():
         assert_same(fit(fused(SkipsBackward), batches, overlapping(mode), **options), plain)
+
+
+def test_validation_waits_first() -> None:
+    waiting: list[int] = []
+
+    class Looks(Callback):
+        def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
+            waiting.append(sum(trainer.strategy._streamer.updates.under_way(layer) for layer in range(7)))
+
+    with simulated():
+        fit(
+            lambda: Module(Stack()),
+            vectors(),
+            overlapping("forward"),
+            vectors()[:1],
+            gradients=False,
+            callbacks=[Looks()],
+        )
+    assert waiting == [0]

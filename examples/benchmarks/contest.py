@@ -195,7 +195,7 @@ def _ours(pairs: Sequence[tuple[int, int]]) -> list[str]:
 def chosen(task: str, options: argparse.Namespace) -> Workload:
     """The workload of the options."""
     tiny = options.size == "tiny"
-    length = 64 if tiny else 4096
+    length = options.length or (64 if tiny else 4096)
     usual = {"vision": 8 if tiny else 64}.get(options.family, 2 * length)
     return Workload(
         task,
@@ -226,6 +226,7 @@ def make_parser(task: str, description: str) -> argparse.ArgumentParser:
         help="by name; superpipeline stands for all its pairs, superpipeline-2:1-off for one optimizer_overlap (default: all)",
     )
     add("--k-and-k-prime", nargs="+", default=pairs, metavar="K:K'", help="superpipeline's pairs (%(default)s)")
+    add("--length", type=int, help="tokens per sequence (64 for the size tiny, else 4096)")
     add("--steps", type=int, default=12, help="at most, two to warm up included (%(default)s)")
     add("--seconds", type=cli.positive, default=30, help="for a contestant's measured steps (%(default)s)")
     add("--time-out", type=cli.positive, default=600, help="seconds for a contestant's process (%(default)s)")
