@@ -71,7 +71,6 @@ class LayeredStep:
 
             def closed() -> Any:
                 if self._early:
-                    self._updates.finish()  # few are left; state is whole again where it is looked at
                     self._streamer.on_complete = self._update_early
                 result = closure() if closure is not None else None
                 self._take()  # from here to the end of torch's step there are no groups, and nothing to do for it

@@ -372,7 +372,6 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._finish_updates()
 
     def on_validation_start(self) -> None:
-        self._finish_updates()
         self._loop_starts()
 
     def on_test_start(self) -> None:

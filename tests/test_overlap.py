@@ -483,8 +483,8 @@ def test_step_hooks_and_counters_fire_once_per_step() -> None:
 
 
 @contextmanager
-def failing(step: int, layer: int) -> Iterator[None]:
-    """The update of a layer raises in a step."""
+def failing(step: int, layer: int) -> Iterator[list[int]]:
+    """The update of a layer raises in a step; the layers that are updated after it."""
     submit = Updates.submit
     seen: dict[int, int] = {}
 
@@ -492,12 +492,19 @@ def failing(step: int, layer: int) -> Iterator[None]:
         seen[which] = seen.get(which, 0) + 1
 
         def fails() -> None:
+            failed.append(which)
             raise FloatingPointError("in the update")
 
-        submit(self, which, fails if which == layer and seen[which] == step else work, *then)
+        def goes_on() -> None:
+            after.extend([which] if failed else [])
+            work()
 
+        submit(self, which, fails if which == layer and seen[which] == step else goes_on, *then)
+
+    failed: list[int] = []
+    after: list[int] = []
     with mock.patch.object(Updates, "submit", noted):
-        yield
+        yield after
 
 
 @pytest.mark.parametrize("step", [1, 3])  # the last one is waited for when training ends
@@ -506,8 +513,9 @@ def test_an_error_in_the_background_reaches_the_user_and_nothing_is_saved(mode: 
     strategy = overlapping(mode)
     trainer = trainer_for(strategy)
     module = Module(Stack())
-    with failing(step, 2), pytest.raises(FloatingPointError, match="in the update") as raised:
+    with failing(step, 2) as after, pytest.raises(FloatingPointError, match="in the update") as raised:
         trainer.fit(module, loader(vectors()))
+    assert not after
     assert "in the background, by the optimizer's update of layer 'net.blocks.1'" in raised.value.__notes__[0]
     assert any(entry.name == "fails" for entry in raised.traceback)
     assert all(type(p) is nn.Parameter for p in module.parameters())
