@@ -36,7 +36,7 @@ class FusedStep:
         self._optimizer = optimizer
         self._fused: list[dict[str, Any]] = []  # the groups that are fused here; their users had None
         self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self._look()),
+            optimizer.register_step_pre_hook(self._look),
             optimizer.register_state_dict_post_hook(self._as_users),
             optimizer.register_load_state_dict_post_hook(lambda *_: self._fused.clear()),  # all groups are new ones
         ]
@@ -63,7 +63,7 @@ class FusedStep:
             group["fused"] = None
         self._fused.clear()
 
-    def _look(self) -> None:
+    def _look(self, *_: Any) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # updates may be under way, and need not be waited for
             self._look_at(self._optimizer.param_groups)
 

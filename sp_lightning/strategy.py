@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -14,8 +14,6 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch.plugins.precision import (
     BitsandbytesPrecision,
-    DoublePrecision,
-    HalfPrecision,
     MixedPrecision,
     Precision,
     TransformerEnginePrecision,
@@ -23,18 +21,19 @@ from lightning.pytorch.plugins.precision import (
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.callback import SuperpipelineCallback
 from sp_lightning.device import Device, device_for
+from sp_lightning.layered import LayeredStep
 from sp_lightning.layers import Found, LayerChoice, find_layers
 from sp_lightning.ledger import Ledger, make_ledger
-from sp_lightning.overlap import LayeredStep
+from sp_lightning.options import check_count, checked_layers, checked_overlap, checked_patterns, checked_switch
+from sp_lightning.overlap import Overlap, choose_overlap, may_measure_early, scaler_of
 from sp_lightning.plan import Plan, human_bytes, make_plan
-from sp_lightning.quiet import hooks_of_users, is_quiet
-from sp_lightning.step import BARS_FUSED, FusedStep, HostGradScaler
+from sp_lightning.quiet import is_quiet
+from sp_lightning.step import FusedStep, HostGradScaler
 from sp_lightning.streamer import Stats, Streamer
 
 log = logging.getLogger("lightning.pytorch.superpipeline")
@@ -79,23 +78,23 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         resident: str | Sequence[str] = (),
         pin_memory: bool = True,
         fused_optimizer: bool = True,
-        optimizer_overlap: Literal["auto", "off", "forward", "backward"] = "auto",
+        optimizer_overlap: Overlap = "auto",
         callback: bool = True,
         device: str | int | torch.device | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        _check_count("k", k)
-        _check_count("k_prime", k_prime)
+        check_count("k", k)
+        check_count("k_prime", k_prime)
         self._k = int(k)
         self._k_prime = int(k_prime)
-        self._layers = _checked_layers(layers)
-        self._resident = _checked_patterns("resident", resident)
-        self._pin_memory = _checked_switch("pin_memory", pin_memory)
-        self._fused_optimizer = _checked_switch("fused_optimizer", fused_optimizer)
-        self._optimizer_overlap = _checked_overlap(optimizer_overlap)
-        self._callback = _checked_switch("callback", callback)
+        self._layers = checked_layers(layers)
+        self._resident = checked_patterns("resident", resident)
+        self._pin_memory = checked_switch("pin_memory", pin_memory)
+        self._fused_optimizer = checked_switch("fused_optimizer", fused_optimizer)
+        self._optimizer_overlap = checked_overlap(optimizer_overlap)
+        self._callback = checked_switch("callback", callback)
         self._device_given = device is not None
         self._streamer: Streamer | None = None
         self._plan: Plan | None = None
@@ -405,31 +404,21 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         """Decide how the optimizers' steps run, from optimizers, hooks and callbacks as they are now."""
         for fused in self._fused.values():
             fused.switch_on()  # after a load, too
-        mode, why = self._overlap()
-        self._layered = {
-            each: self._take_apart(each, early=mode == "backward") for each in self.optimizers if mode != "off"
-        }
+        assert self._streamer is not None
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        mode, why = choose_overlap(self._optimizer_overlap, trainer, self.optimizers)
         self._early = mode == "backward"
+        measure = may_measure_early(trainer)
+        self._layered = {
+            each: LayeredStep(each, self._streamer, early=self._early, measure=measure)
+            for each in (self.optimizers if mode != "off" else ())
+        }
         self._ledger = self._make_ledger()
         said = f"off ({why})" if why else mode
         if said != self._said:
             log.info("%s\nSuperpipeline: updates in the background: %s.", self._ledger, said)
         self._said = said
-
-    def _overlap(self) -> tuple[str, str]:
-        """The mode that is possible, and why not the one that was asked for."""
-        mode, why = self._optimizer_overlap, ""
-        if mode in ("forward", "backward"):
-            why = self._against_overlap() or (self._against_early_updates() if mode == "backward" else "")
-            if why:
-                other = "off" if self._against_overlap() else "forward"
-                raise ValueError(
-                    f'optimizer_overlap="{mode}" cannot be used: {why}. Use SuperpipelineStrategy(optimizer_overlap="{other}").'
-                )
-        elif mode == "auto":
-            why = self._against_overlap() or self._against_automatic_overlap()
-            mode = "off" if why else "forward"
-        return mode, why
 
     def _make_ledger(self) -> Ledger:
         assert self.lightning_module is not None
@@ -440,86 +429,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             early=self._early,
             accumulate=trainer.accumulate_grad_batches,
             clips=(trainer.gradient_clip_algorithm or "norm") if trainer.gradient_clip_val else None,
-            scales=self._scaler() is not None,
+            scales=scaler_of(trainer) is not None,
         )
-
-    def _take_apart(self, optimizer: torch.optim.Optimizer, *, early: bool) -> LayeredStep:
-        assert self._streamer is not None
-        assert self.lightning_module is not None
-        untouched = not hooks_of_users(self.lightning_module.trainer, "gradients") and not self._parameter_hooks()
-        return LayeredStep(optimizer, self._streamer, early=early, measure=untouched and self._scaler() is None)
-
-    def _against_overlap(self) -> str:
-        """Why no step can be taken apart, if so."""
-        if not self.optimizers:
-            return "there is no optimizer"
-        for optimizer in self.optimizers:
-            name = type(optimizer).__name__
-            if not FusedStep.suits(optimizer):
-                return f"{name} is none of torch's Adam, AdamW, SGD and Adagrad, whose fused steps can be taken apart by layers"
-            for group in optimizer.param_groups:
-                if not group.get("fused"):
-                    chosen = {key: group[key] for key in ("fused", *BARS_FUSED) if group.get(key) not in (None, False)}
-                    by = (
-                        ", ".join(f"{key}={value}" for key, value in chosen.items())
-                        or "fused=False or fused_optimizer=False"
-                    )
-                    return f"only fused steps can be taken apart by layers, and {name} does not run fused ({by})"
-        return ""
-
-    def _against_early_updates(self) -> str:
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        hooks = [*hooks_of_users(trainer, "gradients"), *hooks_of_users(trainer, "optimizer")]
-        if not self.lightning_module.automatic_optimization:
-            return "optimization is manual"
-        if trainer.gradient_clip_val:
-            return f"clipping (gradient_clip_val={trainer.gradient_clip_val}) needs all gradients at once"
-        if self._scaler() is not None:
-            return "the gradient scaler of 16-mixed needs all gradients at once"
-        if any(p._post_accumulate_grad_hooks for p in self.lightning_module.parameters()):
-            return "parameters have post-accumulate hooks, which may write other gradients than their own"
-        if self._step_hooks():
-            return "the optimizer has step hooks, and gradients are freed before they run"
-        return f"gradients are freed before {hooks[0]} could see them" if hooks else ""
-
-    def _against_automatic_overlap(self) -> str:
-        """User code that would wait for the updates, or something else that makes overlap no gain."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        if self._computes_on_host:
-            return "the model runs on the CPU too"
-        if not self.lightning_module.automatic_optimization:
-            return "optimization is manual"
-        if type(self.precision_plugin) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
-            return f"{type(self.precision_plugin).__name__} is not among the precision plugins that were tried"
-        hooks = [hook for phase in ("train", "gradients", "optimizer") for hook in hooks_of_users(trainer, phase)]
-        if hooks:
-            return f"{hooks[0]} may look at weights or gradients"
-        if self._parameter_hooks():
-            return "parameters have hooks"
-        return "the optimizer has step hooks" if self._step_hooks() else ""
-
-    def _parameter_hooks(self) -> bool:
-        assert self.lightning_module is not None
-        return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.lightning_module.parameters())
-
-    def _step_hooks(self) -> bool:
-        ours = len(self._hooks)
-        everybodys = len(torch_optimizer._global_optimizer_pre_hooks) + len(
-            torch_optimizer._global_optimizer_post_hooks
-        )
-        return everybodys > ours or any(
-            len(each._optimizer_step_pre_hooks) > (each in self._fused) or each._optimizer_step_post_hooks
-            for each in self.optimizers
-        )
-
-    @property
-    def _computes_on_host(self) -> bool:
-        return self.root_device.type == "cpu"
-
-    def _scaler(self) -> Any:
-        return getattr(self.precision_plugin, "scaler", None)
 
     @contextmanager
     def _deferred(self, optimizer: torch.optim.Optimizer, layered: LayeredStep) -> Generator[None, None, None]:
@@ -621,52 +532,6 @@ _TRANSFORMS = (
     "streamed layers need. Use torch.autograd.grad(..., create_graph=True), or keep every layer on the device: "
     'SuperpipelineStrategy(resident=["**"]).'
 )
-
-
-def _check_count(option: str, value: Any) -> None:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{option} must be a whole number of layers, found {value!r}. For example {option}=2.")
-    if value < 1:
-        raise ValueError(f"{option} must be at least 1, found {value}. For example {option}=1.")
-
-
-def _checked_switch(option: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{option} must be True or False, found {value!r}.")
-    return value
-
-
-def _checked_overlap(mode: Any) -> str:
-    modes = ("auto", "off", "forward", "backward")
-    if mode not in modes:
-        raise ValueError(f"optimizer_overlap must be one of {modes}, found {mode!r}.")
-    return str(mode)
-
-
-def _checked_layers(layers: Any) -> LayerChoice:
-    if layers is None or (callable(layers) and not isinstance(layers, (type, nn.Module))):
-        return layers
-    wanted = 'names, glob patterns, module classes or a callable, for example layers=["model.layers.*"]'
-    picks = (layers,) if isinstance(layers, (str, type)) else layers
-    if isinstance(picks, nn.Module) or not isinstance(picks, Iterable):
-        raise TypeError(f"layers= takes {wanted}; found {type(layers).__name__}.")
-    picks = tuple(picks)
-    if not picks:
-        raise ValueError(f"layers= is empty; give {wanted}, or None to have them found.")
-    for pick in picks:
-        if not isinstance(pick, str) and not (isinstance(pick, type) and issubclass(pick, nn.Module)):
-            raise TypeError(f"layers= takes {wanted}; found {pick!r}.")
-    return picks
-
-
-def _checked_patterns(option: str, patterns: Any) -> tuple[str, ...]:
-    picks = (patterns,) if isinstance(patterns, str) else patterns
-    picks = tuple(picks) if isinstance(picks, Iterable) else (picks,)
-    if not all(isinstance(pick, str) for pick in picks):
-        raise TypeError(
-            f'{option}= takes names or glob patterns, found {patterns!r}. For example {option}=["lm_head"].'
-        )
-    return picks
 
 
 def _check_fits(plan: Plan, device: Device) -> None:

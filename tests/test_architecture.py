@@ -15,10 +15,10 @@ PACKAGE = Path(sp_lightning.__file__).parent
 # One layer's way, downwards: a file may import from those before it only.
 ORDER = (
     "_version", "memory", "layers", "plan", "ledger", "trace", "device", "host", "casts", "parameters", "places", "gates",
-    "slots", "packing", "prefetch", "gradients", "updates", "streamer", "step", "overlap", "quiet", "callback", "strategy",
-    "__init__",
+    "slots", "packing", "prefetch", "gradients", "updates", "streamer", "step", "layered", "options", "quiet", "overlap",
+    "callback", "strategy", "__init__",
 )  # fmt: skip
-MAY_IMPORT_LIGHTNING = {"quiet", "callback", "strategy", "__init__"}
+MAY_IMPORT_LIGHTNING = {"quiet", "overlap", "callback", "strategy", "__init__"}
 
 
 def imports(source: str) -> list[str]:

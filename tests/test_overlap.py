@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning import SuperpipelineStrategy, overlap
 from sp_lightning.device import Device
-from sp_lightning.overlap import LayeredStep
+from sp_lightning.layered import LayeredStep
 from sp_lightning.slots import Slots
 from sp_lightning.streamer import Streamer
 from sp_lightning.updates import Updates
@@ -583,7 +583,7 @@ def chosen(caplog: pytest.LogCaptureFixture, module: pl.LightningModule, **optio
     caplog.clear()
     strategy_options = {key: options.pop(key) for key in list(options) if key in ("fused_optimizer",)}
     strategy = SuperpipelineStrategy(k=1, **strategy_options)
-    with mock.patch.object(SuperpipelineStrategy, "_computes_on_host", False):  # as on an accelerator
+    with mock.patch("sp_lightning.overlap._computes_on_host", return_value=False):  # as on an accelerator
         trainer_for(strategy, **options).fit(module, loader(vectors()))
     found = [record.getMessage() for record in caplog.records if "background" in record.getMessage()]
     return found[0] if found else ""
