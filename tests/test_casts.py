@@ -790,14 +790,6 @@ def test_in_the_middle_of_a_step(make: Any) -> None:
     assert_like_plain(make)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_on_the_simulated_device(name: str) -> None:
-    make, batches = CASES[name].make, CASES[name].batches
-    with simulated():
-        ours = fit(make, batches(), superpipeline(k=1), **MIXED)
-    assert_same(ours, fit(make, batches(), **MIXED))
-
-
 @pytest.mark.parametrize(("first", "then"), [("auto", "ours"), ("ours", "auto"), ("ours", "ours")])
 def test_checkpoints_hold_the_masters(tmp_path: Any, first: str, then: str) -> None:
     def strategy(name: str) -> Any:
