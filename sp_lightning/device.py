@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.memory import normal_mode
+from sp_lightning.timeline import Kind, Timeline
 
 PAGE = 4096
 
@@ -64,6 +65,8 @@ class Device:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stalled: dict[Wait, float] = dict.fromkeys(Wait, 0.0)
+        self.timeline: Timeline | None = None
+        """Where :meth:`mark` and :meth:`note` leave times, while it is set."""
         self._background: ThreadPoolExecutor | None = None
 
     def empty(self, nbytes: int) -> Tensor:
@@ -129,6 +132,27 @@ class Device:
 
         :meth:`copy` declares for itself. A simulated device checks that each access is ordered after those before.
         """
+
+    def mark(self, stream: Stream) -> Any:
+        """The moment when ``stream`` comes here; None while there is no timeline."""
+        return time.perf_counter() if self.timeline is not None else None
+
+    def note(self, kind: Kind, layer: int | None, begun: Any, stream: Stream, nbytes: int = 0) -> None:
+        """Something that began at a mark ends when ``stream`` comes here."""
+        timeline = self.timeline
+        if timeline is not None and begun is not None:
+            timeline.add(kind, layer, begun, self.mark(stream), nbytes)
+
+    def start_timeline(self) -> Timeline:
+        """A timeline for this device, to be set as :attr:`timeline` while it is wanted. Waits for the device once."""
+        return Timeline(lambda mark: mark)
+
+    def peak_bytes(self) -> int | None:
+        """Most device memory that was allocated, by anybody, since :meth:`reset_peak`; None where nobody counts (CPU)."""
+        return None
+
+    def reset_peak(self) -> None:
+        """Count anew for :meth:`peak_bytes`."""
 
     def close(self) -> None:
         """End the background thread, once its work is done."""
@@ -211,6 +235,35 @@ class Accelerator(Device):
             # Memory that the allocator holds and nobody uses can be had as well.
             return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return None
+
+    def mark(self, stream: Stream) -> Any:
+        if self.timeline is None:
+            return None
+        if stream is Stream.UPDATE:
+            return super().mark(stream)
+        event = torch.Event(self.device, enable_timing=True)
+        event.record(self._stream(stream))
+        return event
+
+    def start_timeline(self) -> Timeline:
+        zero = torch.Event(self.device, enable_timing=True)
+        zero.record(torch.accelerator.current_stream(self.device))
+        zero.synchronize()
+        start = time.perf_counter()
+
+        def seconds(mark: Any) -> float | None:
+            if isinstance(mark, float):
+                return mark
+            return start + zero.elapsed_time(mark) / 1000 if mark.query() else None
+
+        return Timeline(seconds)
+
+    def peak_bytes(self) -> int | None:
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+
+    def reset_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     def stall_seconds(self, *why: Wait) -> float:
         self._sum_waits()

@@ -78,7 +78,7 @@ class Gradients:
         self._owners = owners
         self._masters = {owner: masters for masters, owner in owners.items()}
         self._device = device
-        self._in_flight = in_flight
+        self.in_flight = in_flight
         self._residents = len(blocks) - 1
         self._staging = staging
         self._arrived: dict[int, dict[tuple[int, int], Tensor]] = {}  # by layer: (block, index) → gradient
@@ -140,12 +140,14 @@ class Gradients:
             targets.append(target)
             sources.append(gradient)
             landings.append(_Landing(parameter, target, own))
+        begun = self._device.mark(Stream.DOWNLOAD)
         self._device.copy(targets, sources, Stream.DOWNLOAD)
         nbytes = sum(gradient.nbytes for gradient in sources)
+        self._device.note("drain", layer, begun, Stream.DOWNLOAD, nbytes)
         self.drained_bytes += nbytes
         landed = self._device.record(Stream.DOWNLOAD)
         self._flying.append(_Drain(layer, list(gradients.values()), nbytes, landings, staging, landed))
-        self.retire(self._in_flight - 1)
+        self.retire(self.in_flight - 1)
 
     def make_room(self, layers: Sequence[int]) -> None:
         """The backward of ``layers`` begins: what is left of others' gradients leaves (some parameters get none)."""
@@ -164,7 +166,7 @@ class Gradients:
             drain.gradients.clear()
             self.device_bytes -= drain.nbytes
             self._landed.append(drain)
-        while len(self._landed) > self._in_flight:  # bounds the staging memory
+        while len(self._landed) > self.in_flight:  # bounds the staging memory
             self._apply(self._landed.popleft())
 
     def settle(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch._subclasses.fake_tensor import FakeTensor
 
 LayerChoice = str | type[nn.Module] | Sequence[str | type[nn.Module]] | Callable[[nn.Module], Iterable[Any]] | None
 """What ``layers=`` takes: names or glob patterns, module classes, a callable, or None (found)."""
@@ -287,7 +288,7 @@ def _lowered(module: nn.Module, places: dict[nn.Parameter, tuple[Place, ...]]) -
     return {
         parameter
         for parameter, where in places.items()
-        if type(parameter) is nn.Parameter
+        if (type(parameter) is nn.Parameter or _is_on_paper(parameter))
         and parameter.dtype is torch.float32
         and all(type(child) in _LOWERED and child not in apart for child, _ in where)
     }
@@ -328,8 +329,13 @@ def _aside(module: nn.Module) -> dict[nn.Module, str]:
 
 def _is_subclass(parameter: nn.Parameter) -> bool:
     kind = type(parameter)
-    own_dispatch = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    own_dispatch = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not _is_on_paper(parameter)
     return own_dispatch or kind.__torch_function__ != nn.Parameter.__torch_function__
+
+
+def _is_on_paper(parameter: nn.Parameter) -> bool:
+    """Whether it has no memory, because all is but estimated (``estimate``)."""
+    return isinstance(parameter, FakeTensor)
 
 
 def _check_values(module: nn.Module) -> None:
@@ -357,7 +363,7 @@ def _check_memory(module: nn.Module, aside: dict[nn.Module, str]) -> None:
                 f"Parameter {name!r} has layout {parameter.layout}; only strided (dense) parameters can be streamed. "
                 f"Make it dense: parameter.to_dense()."
             )
-        if parameter.numel():
+        if parameter.numel() and not _is_on_paper(parameter):
             start = parameter.data_ptr()
             spans.append((start, start + _extent(parameter), name))
     spans.sort()

@@ -26,12 +26,16 @@ class Prefetch:
 
     def __init__(self, plan: Plan, slots: Slots, ready: Callable[[int], bool]) -> None:
         self._ready = ready
-        self._plan = plan
         self._slots = slots
-        self._absent = [partial(slots.wants, ring) for ring in range(len(plan.rings))]
+        self.follow(plan)
         self._traces: dict[str, Trace] = {}
         self.trace = Trace(())
         """The order of the running batch."""
+
+    def follow(self, plan: Plan) -> None:
+        """Choose for another plan of the same layers."""
+        self._plan = plan
+        self._absent = [partial(self._slots.wants, ring) for ring in range(len(plan.rings))]
 
     def start(self, phase: str, *, training: bool) -> None:
         """A batch begins: expect what the phase's last one did, or forward and, in training, backward."""

@@ -49,6 +49,7 @@ class Slot:
         escaped: whether views of it outlived its last use.
         filled: event of the transfer into it.
         idle: event after the last kernel that used it.
+        begun: mark of the timeline, if there is one: when its last use began.
     """
 
     ring: int
@@ -60,6 +61,7 @@ class Slot:
     escaped: bool = False
     filled: Any = None
     idle: Any = None
+    begun: Any = None
 
     @property
     def state(self) -> SlotState:
@@ -112,11 +114,14 @@ class Slots:
     def _make(self, ring: int, *, extra: bool = False) -> Slot:
         memory = self._device.empty(self._plan.rings[ring].nbytes)
         slot = Slot(ring, memory, Loan(memory), extra)
-        self.all.append(slot)
-        self.device_bytes += memory.nbytes
-        if memory.nbytes:
-            self.by_address[memory.data_ptr()] = slot
+        self._keep(slot)
         return slot
+
+    def _keep(self, slot: Slot) -> None:
+        self.all.append(slot)
+        self.device_bytes += slot.memory.nbytes
+        if slot.memory.nbytes:
+            self.by_address[slot.memory.data_ptr()] = slot
 
     def views(self, slot: Slot) -> list[Tensor]:
         """The weights of the layer that is in a slot, then its casts; see :meth:`Loan.views`."""
@@ -154,9 +159,11 @@ class Slots:
             # A slot that was held after its release has no event of its own: nobody knows when its last view went.
             idle = slot.idle if slot.idle is not None else self._device.record(Stream.COMPUTE)
             self._device.wait(Stream.UPLOAD, idle, Wait.FETCH_AFTER_USE)
+            begun = self._device.mark(Stream.UPLOAD)
             source = self._blocks[layer].weights
             target = slot.memory if slot.memory.nbytes == source.nbytes else slot.memory[: source.nbytes]
             self._device.copy((target,), (source,), Stream.UPLOAD)
+            self._device.note("fetch", layer, begun, Stream.UPLOAD, source.nbytes)
             slot.layer = layer
             slot.escaped = False
             self._at[layer] = slot
@@ -175,11 +182,13 @@ class Slots:
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
         slot.lent = True
         slot.idle = None
+        slot.begun = self._device.mark(Stream.COMPUTE)
         return slot
 
     def release(self, slot: Slot) -> None:
         """The use is over. Device parameters have let go of the memory; others may still hold views of it."""
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
+        self._device.note("compute", slot.layer, slot.begun, Stream.COMPUTE)
         slot.lent = False
         slot.escaped = slot.loan.held
         if not slot.escaped:
@@ -209,6 +218,20 @@ class Slots:
         Transfers are done in their order, so the last one is the one to wait for.
         """
         self._device.synchronize(self._latest if layer is None else self._last.get(layer), why)
+
+    def resize(self, plan: Plan) -> None:
+        """Between batches: the same layers get the slots of another plan.
+
+        A slot that somebody still holds stays until it is let go, as an extra one.
+        """
+        held = [slot for slot in self.all if not slot.overwritable]
+        self.close()
+        self._plan = plan
+        self._moving = plan.moving
+        for slot in held:
+            slot.extra = True
+            self._keep(slot)
+        self._planned[:] = [[self._make(index) for _ in range(ring.slots)] for index, ring in enumerate(plan.rings)]
 
     def close(self) -> None:
         """Free all slots."""

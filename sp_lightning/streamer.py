@@ -342,6 +342,21 @@ class Streamer:
         for block in self.updates.blocks_of(layer):
             block.release_gradients()
 
+    def resize(self, plan: Plan) -> None:
+        """Between steps: stream the same layers through the slots of another plan.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no memory for them; there are no slots then, until this succeeds.
+        """
+        with self._lock:
+            self._take_back_writes()
+            self._expected = None
+            self.plan = plan
+            self._prefetch.follow(plan)
+            self._gradients.in_flight = plan.k_prime + 1
+            self._slots.resize(plan)
+            self._note_peak()
+
     def changed(self) -> bool:
         """Whether modules or parameters were exchanged behind our back, or changed their dtype or shape."""
         return self._places.changed()

@@ -67,8 +67,10 @@ class Updates:
                 if self._failure is None:
                     for block in blocks:
                         self._device.access(block.weights, Stream.UPDATE, write=True)
+                    begun = self._device.mark(Stream.UPDATE)
                     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                         work()
+                    self._device.note("update", layer, begun, Stream.UPDATE)
             except BaseException as error:
                 error.add_note(
                     f"This was raised in the background, by the optimizer's update of layer {blocks[0].planned.name!r}."

@@ -14,8 +14,10 @@ from sp_lightning import SuperpipelineStrategy
 PACKAGE = Path(sp_lightning.__file__).parent
 # One layer's way, downwards: a file may import from those before it only.
 ORDER = (
-    "_version", "memory", "layers", "plan", "ledger", "trace", "device", "host", "casts", "parameters", "places", "gates",
-    "slots", "packing", "prefetch", "gradients", "updates", "streamer", "step", "layered", "options", "quiet", "overlap",
+    "_version", "memory", "layers", "plan", "ledger", "trace", "timeline", "device", "host", "casts",
+    "parameters", "places", "gates",
+    "slots", "packing", "prefetch", "prediction", "estimate", "gradients", "updates",
+    "streamer", "step", "layered", "options", "quiet", "overlap",
     "callback", "strategy", "__init__",
 )  # fmt: skip
 MAY_IMPORT_LIGHTNING = {"quiet", "overlap", "callback", "strategy", "__init__"}

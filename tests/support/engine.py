@@ -31,9 +31,9 @@ def streamed(
         streamer.close()
 
 
-def step(streamer: Streamer, run: Callable[[], Any], *, training: bool = True) -> Any:
+def step(streamer: Streamer, run: Callable[[], Any], *, training: bool = True, quiet: bool = False) -> Any:
     """One step, as the strategy does it in manual optimization."""
-    streamer.begin("train" if training else "predict", training=training, manual=training)
+    streamer.begin("train" if training else "predict", training=training, manual=training, quiet=quiet)
     with streamer.saving():
         result = run()
     streamer.end()

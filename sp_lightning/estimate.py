@@ -1,0 +1,213 @@
+"""A batch on paper before there is a device: what each layer computes, saves and needs again, without memory.
+
+The batch runs for real, forward and backward, under torch's ``FakeTensorMode``: tensors have shapes, dtypes and
+lifetimes, and no data. Operators are counted as they come (FLOPs by torch's own formulas, bytes where there is none),
+and so is every byte that is alive beside the parameters. 70 billion parameters take some seconds.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from sp_lightning.layers import Found
+from sp_lightning.prediction import Visit
+
+
+@dataclass
+class Cost:
+    """What one visit of layers computes.
+
+    Attributes:
+        layers: those whose module is called, or whose backward comes; none between layers.
+        backward: whether it is their backward.
+        flops: of matrix products, convolutions and attention.
+        moved: bytes that all other operators read and write.
+        needs: in backward, the layers whose weights are needed, in that order.
+    """
+
+    layers: tuple[int, ...]
+    backward: bool
+    flops: int = 0
+    moved: int = 0
+    needs: dict[int, None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a batch does.
+
+    Attributes:
+        costs: in the order in which they come.
+        activation_bytes: most bytes alive at once beside parameters and their casts: activations, intermediate
+            results, gradients of activations, and the gradients of the layer that is in backward.
+    """
+
+    costs: tuple[Cost, ...]
+    activation_bytes: int
+
+    @property
+    def flops(self) -> int:
+        """Of the whole batch."""
+        return sum(cost.flops for cost in self.costs)
+
+    def visits(self, *, flops: float, memory: float) -> list[Visit]:
+        """With times, for a device of so many FLOP/s and so many bytes/s of its own memory."""
+        return [
+            Visit(cost.layers, cost.flops / flops + cost.moved / memory, cost.backward, tuple(cost.needs))
+            for cost in self.costs
+        ]
+
+
+@contextmanager
+def on_paper() -> Iterator[None]:
+    """Modules that are made inside have parameters without memory, and compute shapes only."""
+    theirs: Any = nn.init._no_grad_trunc_normal_
+    nn.init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: tensor  # it looks at the values that it draws
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = theirs
+
+
+def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
+    """Run a batch and count.
+
+    Args:
+        found: the layers of a module that was made in :func:`on_paper`, where this is called, too.
+        run: one forward. Returns the loss, whose backward follows, or None.
+
+    Raises:
+        Exception: whatever the module raises; a module that looks at values cannot be run without any.
+    """
+    trial = _Trial(found)
+    with ExitStack() as stack:
+        for module, visits in found.visits.items():
+            if visits:
+                stack.callback(module.register_forward_pre_hook(partial(trial.enter, visits)).remove)
+                stack.callback(module.register_forward_hook(partial(trial.leave, visits)).remove)
+        for parameter in found.places:
+            if parameter.requires_grad:
+                stack.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)
+        stack.enter_context(trial)
+        stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, trial.unpack))
+        loss = run()
+        if loss is not None:
+            trial.now = trial.begin((), backward=True)
+            loss.backward()
+    return trial.work()
+
+
+@dataclass
+class _Live:
+    """Bytes that are alive, and the most that were."""
+
+    now: int = 0
+    peak: int = 0
+    known: dict[int, Any] = field(default_factory=dict)
+
+    def see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.known:
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            self.known[key] = weakref.finalize(storage, self._gone, key, storage.nbytes())
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        if self.known.pop(key, None) is not None:
+            self.now -= nbytes
+
+
+class _Trial(TorchDispatchMode):
+    """Counts operators, for whatever layer is at work."""
+
+    def __init__(self, found: Found) -> None:
+        super().__init__()
+        self._costs: list[Cost] = []
+        self._above: list[Cost] = []
+        self._live = _Live()
+        self._weights = {
+            p.untyped_storage()._cdata: layer
+            for layer, each in enumerate(found.layers)
+            for _, p in (*each.parameters, *each.lowered)
+        }
+        self._weights.update({p.untyped_storage()._cdata: -1 for _, p in found.residents.parameters})
+        self._casts: list[Tensor] = []  # of weights; alive, so that their storages' addresses stay theirs
+        self.now = self.begin((), backward=False)
+
+    def begin(self, layers: tuple[int, ...], *, backward: bool) -> Cost:
+        """From here on operators are those of another visit."""
+        self._costs.append(Cost(layers, backward))
+        return self._costs[-1]
+
+    def enter(self, layers: tuple[int, ...], *_: Any) -> None:
+        """A module that uses layers is called."""
+        self._above.append(self.now)
+        self.now = self.begin(layers, backward=False)
+
+    def leave(self, layers: tuple[int, ...], module: nn.Module, args: Any, output: Any) -> None:
+        """It has returned; what follows is its caller's."""
+        above = self._above.pop()
+        self.now = self.begin(above.layers, backward=above.backward)
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._touch, layers))
+
+    def _touch(self, layers: tuple[int, ...], gradient: Tensor) -> None:
+        if not (self.now.backward and self.now.layers == layers):
+            self.now = self.begin(layers, backward=True)
+
+    def unpack(self, tensor: Tensor) -> Tensor:
+        """Autograd needs what it saved: a weight is fetched again, everything else has stayed."""
+        layer = self._layer_of(tensor)
+        if layer is not None and layer >= 0:
+            self.now.needs[layer] = None
+        return tensor
+
+    def work(self) -> Work:
+        """What was counted."""
+        costs = [each for each in self._costs if each.layers or each.flops or each.moved]
+        return Work(tuple(costs), self._live.peak)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        of = self._layer_of(inputs[0]) if len(inputs) == 1 else None
+        for tensor in outputs:
+            key = tensor.untyped_storage()._cdata
+            if of is not None and func._overloadpacket is torch.ops.aten._to_copy:
+                self._casts.append(tensor)  # the wire brings it
+                self._weights[key] = of
+            elif key not in self._weights:
+                self._live.see(tensor)
+        if func.is_view or func._overloadpacket is torch.ops.aten.detach:
+            return result
+        flops = flop_registry.get(func._overloadpacket)
+        if flops is not None:
+            self.now.flops += flops(*args, **kwargs, out_val=result)
+        else:
+            self.now.moved += sum(each.numel() * each.element_size() for each in (*inputs, *outputs))
+        return result
+
+    def _layer_of(self, tensor: Tensor) -> int | None:
+        return self._weights.get(tensor.untyped_storage()._cdata)
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None

@@ -1,0 +1,54 @@
+"""What happened when: intervals on the device's streams and on the host, by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+Kind = Literal["fetch", "compute", "drain", "update"]
+
+
+class Interval(NamedTuple):
+    """What happened to one layer from when to when.
+
+    Attributes:
+        kind: the copy to the device, the computation, the copy of its gradients, its update on the host.
+        layer: index among the plan's layers; the residents come after the last. None for what belongs to no layer.
+        begin, end: seconds since some moment that all intervals share.
+        nbytes: copied.
+    """
+
+    kind: Kind
+    layer: int | None
+    begin: float
+    end: float
+    nbytes: int = 0
+
+
+class Timeline:
+    """Collects intervals while a batch runs, and reads their times later: nobody waits for the device.
+
+    Args:
+        seconds: gives the time of a mark of the device's, in seconds; None while its stream has not come there.
+    """
+
+    def __init__(self, seconds: Callable[[Any], float | None]) -> None:
+        self._seconds = seconds
+        self._open: list[tuple[Kind, int | None, Any, Any, int]] = []
+
+    def add(self, kind: Kind, layer: int | None, begin: Any, end: Any, nbytes: int = 0) -> None:
+        """Something happened to a layer between two marks."""
+        self._open.append((kind, layer, begin, end, nbytes))
+
+    def take(self) -> list[Interval]:
+        """The intervals that have ended by now, in the order of their beginning; each is given out once."""
+        taken, self._open = self._open, []
+        done = []
+        for each in taken:
+            kind, layer, first, last, nbytes = each
+            begin, end = self._seconds(first), self._seconds(last)
+            if begin is None or end is None:
+                self._open.append(each)
+            else:
+                done.append(Interval(kind, layer, begin, end, nbytes))
+        return sorted(done, key=lambda interval: interval.begin)

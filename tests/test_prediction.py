@@ -1,0 +1,103 @@
+"""What is predicted is what the engine does: the same events, in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.models.vision_transformer import VisionTransformer
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+from sp_lightning.estimate import Work, estimate, on_paper
+from sp_lightning.layers import find_layers
+from sp_lightning.plan import make_plan
+from sp_lightning.prediction import Rates, Visit, Walk, schedule_visits
+from tests.support.engine import events, step, streamed
+from tests.support.simdevice import SimDevice
+
+SLOW = Rates(upload=1e9, download=1e9, update=1e12, host_memory=1e12)
+
+
+def of_slots(happened: list[str]) -> list[str]:
+    return [each for each in happened if each.split()[0] in ("fetch", "use", "release")]
+
+
+def engine_events(net: nn.Module, run: Callable[[], Any], *, k: int, k_prime: int, training: bool) -> list[str]:
+    """Of three batches."""
+    with events() as happened, streamed(net, SimDevice(torch.device("cpu")), k=k, k_prime=k_prime) as streamer:
+        for batch in range(3):
+            quiet = not training and batch > 0
+            if training:
+                step(streamer, run, quiet=quiet)
+            else:
+                with torch.no_grad():
+                    step(streamer, run, training=False, quiet=quiet)
+        return of_slots(happened)
+
+
+def walked_events(plan: Any, visits: list[Visit], overlap: Any = "off") -> list[str]:
+    with events() as happened:
+        walk = Walk(plan, visits, SLOW, overlap=overlap)
+        for _ in range(3):
+            walk.batch()
+        return of_slots(happened)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("k", "k_prime", "count"), [(1, 1, 5), (2, 1, 7), (2, 2, 6), (3, 2, 9), (9, 1, 5), (1, 3, 8)])
+def test_the_order_of_events_is_the_engines(k: int, k_prime: int, count: int, training: bool) -> None:
+    net = nn.Sequential(*(nn.Linear(16, 16) for _ in range(count)))
+    x = torch.ones(2, 16, requires_grad=True)
+
+    def run() -> None:
+        out = net(x)
+        if training:
+            out.sum().backward()
+
+    plan = make_plan(find_layers(net), k=k, k_prime=k_prime)
+    expected = engine_events(net, run, k=k, k_prime=k_prime, training=training)
+    assert walked_events(plan, schedule_visits(plan, [1.0] * count, training=training)) == expected
+
+
+def llama() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=512, tie_word_embeddings=True,
+    )  # fmt: skip
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    return LlamaForCausalLM(config), lambda net: net(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def bert() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    config = BertConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=512,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    return BertForMaskedLM(config), lambda net: net(input_ids=ids, labels=ids).loss
+
+
+def vit() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    net = VisionTransformer(
+        image_size=32, patch_size=8, num_layers=4, num_heads=4, hidden_dim=64, mlp_dim=128, num_classes=10
+    )
+    return net, lambda net: net(torch.ones(2, 3, 32, 32)).square().mean()
+
+
+def worked(make: Any) -> Work:
+    with on_paper():
+        net, loss = make()
+        return estimate(find_layers(net), lambda: loss(net))
+
+
+@pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("make", [llama, bert, vit])
+def test_a_batch_on_paper_gives_the_engines_events(make: Any, k: int, k_prime: int) -> None:
+    net, loss = make()
+    plan = make_plan(find_layers(net), k=k, k_prime=k_prime)
+    expected = engine_events(net, lambda: loss(net).backward(), k=k, k_prime=k_prime, training=True)
+    visits = worked(make).visits(flops=1e12, memory=1e11)
+    assert walked_events(plan, visits) == expected
