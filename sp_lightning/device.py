@@ -62,6 +62,9 @@ class Device:
         device: where layers are used.
     """
 
+    synchronous = True
+    """Whether copies hold up everything else."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stalled: dict[Wait, float] = dict.fromkeys(Wait, 0.0)
@@ -174,6 +177,8 @@ class Accelerator(Device):
 
     The three streams are created once: fresh ones each step grow the allocator's pools (prime-rl#3196).
     """
+
+    synchronous = False
 
     def __init__(self, device: torch.device) -> None:
         if device.index is None:

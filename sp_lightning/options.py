@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any, Literal, cast, get_args
 
@@ -9,14 +10,50 @@ from torch import nn
 
 from sp_lightning.layers import LayerChoice
 
+Count = int | Literal["auto"]
 Overlap = Literal["auto", "off", "forward", "backward"]
 
 
-def check_count(option: str, value: Any) -> None:
+def checked_count(option: str, value: Any) -> Count:
+    if value == "auto" and isinstance(value, str):
+        return "auto"
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{option} must be a whole number of layers, found {value!r}. For example {option}=2.")
+        raise TypeError(
+            f'{option} must be a whole number of layers or "auto", found {value!r}. For example {option}=2.'
+        )
     if value < 1:
         raise ValueError(f"{option} must be at least 1, found {value}. For example {option}=1.")
+    return int(value)
+
+
+def checked_budget(value: Any) -> int | float | None:
+    """Bytes, a share of the device's free memory, or None."""
+    if value is None:
+        return None
+    wanted = 'bytes (8_000_000_000), a size ("8GiB", "8GB") or a share of the free memory (0.8)'
+    if isinstance(value, str):
+        return parse_bytes("memory_budget", value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"memory_budget takes {wanted}; found {value!r}.")
+    if isinstance(value, float) and not 0 < value <= 1:
+        raise ValueError(f"memory_budget takes {wanted}; {value!r} is no share between 0 and 1.")
+    if isinstance(value, int) and value < 1:
+        raise ValueError(f"memory_budget takes {wanted}; {value!r} is no number of bytes.")
+    return value
+
+
+def parse_bytes(option: str, text: str) -> int:
+    """A size with its unit, as bytes.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", text, re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise ValueError(
+            f'{option} takes a number with a unit (B, MB, MiB, GB, GiB, …), found {text!r}. For example "8GiB".'
+        )
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
 
 
 def checked_switch(option: str, value: Any) -> bool:

@@ -7,8 +7,9 @@ says how long a copy would have taken. So what is predicted is what the engine d
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,6 +21,14 @@ from sp_lightning.plan import Plan
 from sp_lightning.prefetch import Prefetch
 from sp_lightning.slots import Slots
 from sp_lightning.timeline import Interval, Kind
+
+RESOURCES: dict[str, tuple[Kind, ...]] = {
+    "compute": ("forward", "backward", "between"),
+    "fetch": ("fetch",),
+    "drain": ("drain",),
+    "optimizer": ("update",),
+}
+"""What is busy while what happens."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +116,8 @@ def predict(
     device = walk.device
     intervals = tuple(each._replace(begin=each.begin - begun, end=each.end - begun) for each in device.intervals)
     busy = {
-        name: sum(each.end - each.begin for each in intervals if each.kind == kind)
-        for name, kind in (("compute", "compute"), ("fetch", "fetch"), ("drain", "drain"), ("optimizer", "update"))
+        name: sum(each.end - each.begin for each in intervals if each.kind in kinds)
+        for name, kinds in RESOURCES.items()
     }
     busy["host memory"] = (device.copied + host_traffic) / rates.host_memory
     seconds = max(walk.ended - begun, busy["host memory"])
@@ -241,7 +250,8 @@ class Walk:
             if released:
                 self._fetch_ahead()
         device.host += self.rates.visit_seconds * bool(visit.layers)
-        device.spend(Stream.COMPUTE, visit.seconds, "compute", visit.layers[0] if visit.layers else None)
+        kind: Kind = "backward" if visit.backward else "forward" if visit.layers else "between"
+        device.spend(Stream.COMPUTE, visit.seconds, kind, visit.layers[0] if visit.layers else None)
         if visit.backward:
             for layer in visit.layers:
                 if self._last_backward[layer] == at and self.plan.layers[layer].gradient_bytes:
@@ -330,6 +340,36 @@ class Walk:
     def _gradients_of(self, layer: int) -> int:
         layers = self.plan.layers
         return (layers[layer] if layer < len(layers) else self.plan.residents).gradient_bytes
+
+
+def measured(intervals: Iterable[Interval], *, synchronous: bool) -> tuple[list[Visit], Rates]:
+    """What a batch does, and how fast the machine is, from the timeline of one batch.
+
+    Args:
+        intervals: in the order of their beginning.
+        synchronous: whether copies hold everything else up, as on the CPU.
+    """
+    by_kind: defaultdict[Kind, list[Interval]] = defaultdict(list)
+    visits = []
+    for each in intervals:
+        by_kind[each.kind].append(each)
+        if each.kind in RESOURCES["compute"]:
+            layers = () if each.layer is None else (each.layer,)
+            visits.append(Visit(layers, each.end - each.begin, each.kind == "backward", layers))
+    back = {layer for visit in visits if visit.backward for layer in visit.layers}
+    for drain in by_kind["drain"]:  # of an embedding, whose backward needs no weights
+        if drain.layer is not None and drain.layer not in back and any(drain.layer in each.layers for each in visits):
+            visits.append(Visit((drain.layer,), 0.0, backward=True))
+            back.add(drain.layer)
+
+    def rate(kind: Kind) -> float:
+        seconds = sum(each.end - each.begin for each in by_kind[kind])
+        return sum(each.nbytes for each in by_kind[kind]) / seconds if seconds else math.inf
+
+    rates = Rates(
+        rate("fetch"), rate("drain"), rate("update"), host_memory=math.inf, visit_seconds=0.0, synchronous=synchronous
+    )
+    return visits, rates
 
 
 def schedule_visits(plan: Plan, seconds: Sequence[float], *, training: bool) -> list[Visit]:

@@ -50,6 +50,7 @@ class Slot:
         filled: event of the transfer into it.
         idle: event after the last kernel that used it.
         begun: mark of the timeline, if there is one: when its last use began.
+        backward: whether that was in backward.
     """
 
     ring: int
@@ -62,6 +63,7 @@ class Slot:
     filled: Any = None
     idle: Any = None
     begun: Any = None
+    backward: bool = False
 
     @property
     def state(self) -> SlotState:
@@ -107,6 +109,8 @@ class Slots:
         self.fetched_bytes = 0
         self.transfers = 0
         self.extra_slots = 0
+        self.idle_since: Any = None
+        """Mark of the timeline: since when compute has used no layer; None at a batch's beginning."""
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._at
@@ -175,20 +179,24 @@ class Slots:
             self._last[layer] = filled
         self.transfers += 1
 
-    def use(self, layer: int) -> Slot:
+    def use(self, layer: int, *, backward: bool = False) -> Slot:
         """Lend a fetched layer's memory to compute, which waits for the transfer."""
         slot = self._at[layer]
+        self._device.note("between", None, self.idle_since, Stream.COMPUTE)
+        self.idle_since = None
         self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
         slot.lent = True
         slot.idle = None
         slot.begun = self._device.mark(Stream.COMPUTE)
+        slot.backward = backward
         return slot
 
     def release(self, slot: Slot) -> None:
         """The use is over. Device parameters have let go of the memory; others may still hold views of it."""
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
-        self._device.note("compute", slot.layer, slot.begun, Stream.COMPUTE)
+        self._device.note("backward" if slot.backward else "forward", slot.layer, slot.begun, Stream.COMPUTE)
+        self.idle_since = self._device.mark(Stream.COMPUTE)
         slot.lent = False
         slot.escaped = slot.loan.held
         if not slot.escaped:

@@ -25,16 +25,27 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.callback import SuperpipelineCallback
-from sp_lightning.device import Device, device_for
+from sp_lightning.device import device_for
 from sp_lightning.layered import LayeredStep
 from sp_lightning.layers import Found, LayerChoice, find_layers
 from sp_lightning.ledger import Ledger, make_ledger
-from sp_lightning.options import check_count, checked_layers, checked_overlap, checked_patterns, checked_switch
+from sp_lightning.options import (
+    Count,
+    checked_budget,
+    checked_count,
+    checked_layers,
+    checked_overlap,
+    checked_patterns,
+    checked_switch,
+)
 from sp_lightning.overlap import Overlap, choose_overlap, may_measure_early, scaler_of
 from sp_lightning.plan import Plan, human_bytes, make_plan
 from sp_lightning.quiet import is_quiet
+from sp_lightning.repeat import Snapshot
 from sp_lightning.step import FusedStep, HostGradScaler
 from sp_lightning.streamer import Stats, Streamer
+from sp_lightning.tuning import Tuning
+from sp_lightning.window import Window
 
 log = logging.getLogger("lightning.pytorch.superpipeline")
 
@@ -46,8 +57,12 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     the device while they run. Results are bitwise those of plain Lightning with the same optimizer on the host.
 
     Args:
-        k: layers usable on the device at once, at least 1. More is faster and takes more memory.
-        k_prime: layers that move as one transfer, at least 1.
+        k: layers usable on the device at once, at least 1. More is faster and takes more memory. ``"auto"``: after two
+            batches through the smallest window, the one that is predicted to be fastest within the budget (2 on the
+            CPU, which sets no limit).
+        k_prime: layers that move as one transfer, at least 1, or ``"auto"``.
+        memory_budget: device memory for everything: bytes, a size (``"8GiB"``), or a share of what is free at set-up
+            (``0.8``); None for all that is free but a margin of a sixteenth.
         layers: what is a layer: None (found), names or glob patterns of modules, module classes, or a callable that
             takes the LightningModule and returns names or modules.
         resident: names or glob patterns of modules or parameters that stay on the device.
@@ -72,8 +87,9 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     def __init__(
         self,
         *,
-        k: int = 2,
-        k_prime: int = 1,
+        k: Count = "auto",
+        k_prime: Count = "auto",
+        memory_budget: int | float | str | None = None,
         layers: LayerChoice = None,
         resident: str | Sequence[str] = (),
         pin_memory: bool = True,
@@ -85,10 +101,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        check_count("k", k)
-        check_count("k_prime", k_prime)
-        self._k = int(k)
-        self._k_prime = int(k_prime)
+        self._window = Window(checked_count("k", k), checked_count("k_prime", k_prime), checked_budget(memory_budget))
         self._layers = checked_layers(layers)
         self._resident = checked_patterns("resident", resident)
         self._pin_memory = checked_switch("pin_memory", pin_memory)
@@ -98,6 +111,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._device_given = device is not None
         self._streamer: Streamer | None = None
         self._plan: Plan | None = None
+        self._tuning: Tuning | None = None
         self._ledger: Ledger | None = None
         self._last_stats: Stats | None = None
         self._hooks: list[RemovableHandle] = []
@@ -105,7 +119,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._layered: dict[torch.optim.Optimizer, LayeredStep] = {}
         self._deferring: torch.optim.Optimizer | None = None
         self._torn: str | None = None
-        self._early = False
+        self._mode: Overlap = "off"
         self._said = ""
         self._quiet: dict[str, bool] = {}
         self._last_phase = ""
@@ -125,6 +139,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         Raises:
             RuntimeError: before set-up.
         """
+        if self._streamer is not None:
+            return self._streamer.plan
         if self._plan is None:
             raise RuntimeError("There is no plan yet: it is made in trainer.fit (validate, test, predict).")
         return self._plan
@@ -271,36 +287,20 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         streamer = self._current()
         if not self._is_quiet("train"):
             streamer.forget()
+        self._tune("train", batch)
         streamer.expect("train", training=True)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        manual = not self.lightning_module.automatic_optimization
-        with self._step("train", training=True, manual=manual) as streamer:
-            output = super().training_step(*args, **kwargs)
-            if manual or output is None:
-                streamer.end()
-            else:
-                streamer.await_backward()
-            return output
+        return self._run("train", super().training_step, *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step("validate") as streamer:
-            output = super().validation_step(*args, **kwargs)
-            streamer.end(settle=self._may_write_after("validate"))
-            return output
+        return self._run("validate", super().validation_step, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step("test") as streamer:
-            output = super().test_step(*args, **kwargs)
-            streamer.end(settle=self._may_write_after("test"))
-            return output
+        return self._run("test", super().test_step, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step("predict") as streamer:
-            output = super().predict_step(*args, **kwargs)
-            streamer.end(settle=self._may_write_after("predict"))
-            return output
+        return self._run("predict", super().predict_step, *args, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
@@ -337,17 +337,58 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         if self._streamer is not None and self._is_quiet("train"):
             self._streamer.expect("train", training=True)
 
-    @contextmanager
-    def _step(self, phase: str, *, training: bool = False, manual: bool = False) -> Generator[Streamer, None, None]:
+    def _run(self, phase: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A step, and once more where the window was too large for it and nothing else has happened."""
+        if phase != "train":
+            self._current()  # on_train_batch_start has looked
+            self._tune(phase, args)
+        snapshot = None if self._tuning is None else Snapshot(self.lightning_module, (args, kwargs))
+        try:
+            return self._attempt(phase, step, *args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            if not self._made_room(error, snapshot):
+                raise
+        return self._attempt(phase, step, *args, **kwargs)
+
+    def _attempt(self, phase: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._streamer is not None
-        streamer = self._streamer if training else self._current()  # on_train_batch_start has looked
+        assert self.lightning_module is not None
+        streamer, training = self._streamer, phase == "train"
+        manual = training and not self.lightning_module.automatic_optimization
         # A loop's first batch trusts no copy: hooks have run since the last step, whatever that was.
         quiet = training or (phase == self._last_phase and self._is_quiet(phase))
         self._last_phase = phase
         with self._whole_after_failure():
             streamer.begin(phase, training=training, manual=manual, quiet=quiet)
             with streamer.saving():
-                yield streamer
+                output = step(*args, **kwargs)
+                if training and not manual and output is not None:
+                    streamer.await_backward()
+                else:
+                    streamer.end(settle=not training and self._may_write_after(phase))
+                return output
+
+    def _tune(self, phase: str, batch: Any) -> None:
+        """Between two batches: k and k' are chosen, if they are to be."""
+        assert self.lightning_module is not None
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if self._tuning is not None and (phase == "train") == fitting:
+            self._tuning.batch_starts(batch, self._mode)
+
+    def _made_room(self, error: torch.OutOfMemoryError, snapshot: Snapshot | None) -> bool:
+        """Shrink the window after an error. Returns whether the step can be repeated; the error says why not."""
+        plan = self.plan
+        smaller = self._tuning is not None and self._tuning.shrink()
+        changed = "" if snapshot is None else snapshot.changed()
+        if smaller and snapshot is not None and not changed:
+            log.warning(
+                "Superpipeline: out of device memory with k = %d, k' = %d; the step is repeated with k = %d, k' = %d.",
+                plan.k, plan.k_prime, self.plan.k, self.plan.k_prime,
+            )  # fmt: skip
+            snapshot.restore()
+            return True
+        error.add_note(_advice(plan, self.plan, changed))
+        return False
 
     def _is_quiet(self, phase: str) -> bool:
         if phase not in self._quiet:
@@ -408,10 +449,10 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         mode, why = choose_overlap(self._optimizer_overlap, trainer, self.optimizers)
-        self._early = mode == "backward"
+        self._mode = mode
         measure = may_measure_early(trainer)
         self._layered = {
-            each: LayeredStep(each, self._streamer, early=self._early, measure=measure)
+            each: LayeredStep(each, self._streamer, early=mode == "backward", measure=measure)
             for each in (self.optimizers if mode != "off" else ())
         }
         self._ledger = self._make_ledger()
@@ -426,7 +467,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         return make_ledger(
             self.plan,
             self.optimizers,
-            early=self._early,
+            early=self._mode == "backward",
             accumulate=trainer.accumulate_grad_batches,
             clips=(trainer.gradient_clip_algorithm or "norm") if trainer.gradient_clip_val else None,
             scales=scaler_of(trainer) is not None,
@@ -477,7 +518,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             if self._layered:
                 self._arrange_overlap()
         if self._streamer.thawed():
-            self._plan = self._streamer.plan = make_plan(self._streamer.found, k=self._k, k_prime=self._k_prime)
+            plan = self._streamer.plan
+            self._streamer.plan = make_plan(self._streamer.found, k=plan.k, k_prime=plan.k_prime)
         return self._streamer
 
     def _build(self) -> None:
@@ -488,11 +530,10 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             _AUTOCAST.get(plugin.precision) if isinstance(plugin := self.precision_plugin, MixedPrecision) else None
         )
         found = find_layers(module, layers=self._layers, resident=self._resident, autocast=autocast)
-        plan = make_plan(found, k=self._k, k_prime=self._k_prime)
-        _check_fits(plan, device)
-        self._plan = plan
+        plan = self._plan = self._window.begin(found, device)
         _move_the_rest(module, found, self.root_device)
         self._streamer = Streamer(module, found, plan, device, pin=self._pin_memory and self.root_device.type != "cpu")
+        self._tuning = Tuning(self._window, self._streamer, device) if self._window.auto else None
         _update_properties(module, device=self.root_device)
 
     def _close_streamer(self) -> None:
@@ -502,6 +543,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._quiet.clear()
         if self._streamer is not None:
             self._last_stats = self._streamer.stats()
+            self._plan = self._streamer.plan
             self._torn = self._streamer.updates.torn
             self._streamer.close()
             self._streamer = None
@@ -527,29 +569,28 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
+
+def _advice(plan: Plan, smaller: Plan, changed: str) -> str:
+    found = f"Superpipeline streamed with k={plan.k} and k_prime={plan.k_prime}"
+    if smaller is not plan:
+        why = f"{changed} had changed already" if changed else "it was not the forward of a step"
+        return (
+            f"{found}. The step cannot be repeated by itself, because {why}. With SuperpipelineStrategy(k={smaller.k}, "
+            f"k_prime={smaller.k_prime}) there would be {human_bytes(plan.peak_device_bytes - smaller.peak_device_bytes)} more."
+        )
+    if plan.k > 1 or plan.k_prime > 1:
+        return f'{found}. Use less: SuperpipelineStrategy(k={max(1, plan.k // 2)}, k_prime=1), or k="auto".'
+    return (
+        f"{found}, which is the least: weights and gradients take {human_bytes(plan.peak_device_bytes)}, the rest are "
+        "activations. Use a smaller batch, or gradient checkpointing."
+    )
+
+
 _TRANSFORMS = (
     "torch.func.grad (or vjp, jacrev, hessian) was called inside a step: it does not support saved-tensor hooks, which "
     "streamed layers need. Use torch.autograd.grad(..., create_graph=True), or keep every layer on the device: "
     'SuperpipelineStrategy(resident=["**"]).'
 )
-
-
-def _check_fits(plan: Plan, device: Device) -> None:
-    free = device.free_bytes()
-    if free is None or not plan.layers:
-        return
-    largest = max(plan.layers, key=lambda layer: layer.nbytes)
-    if largest.nbytes > free:
-        raise ValueError(
-            f"Layer {largest.name!r} needs {largest.nbytes} bytes ({human_bytes(largest.nbytes)}), more than the {free} bytes "
-            f"({human_bytes(free)}) that are free on {device.device}. Cut it into smaller layers: "
-            f'SuperpipelineStrategy(layers=["{largest.name}.*"]).'
-        )
-    if plan.peak_device_bytes > free:
-        raise ValueError(
-            f"Weights and gradients need {human_bytes(plan.peak_device_bytes)} on {device.device} with k={plan.k} and "
-            f"k_prime={plan.k_prime}, and {human_bytes(free)} are free. Use less: SuperpipelineStrategy(k=1, k_prime=1)."
-        )
 
 
 def _move_the_rest(module: nn.Module, found: Found, device: torch.device) -> None:

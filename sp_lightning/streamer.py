@@ -205,6 +205,7 @@ class Streamer:
             self._training = training
             self._manual = manual
             self._ends_with_backward = False
+            self._slots.idle_since = None
             self._activate()
             self._fetch_ahead()
 
@@ -356,6 +357,11 @@ class Streamer:
             self._gradients.in_flight = plan.k_prime + 1
             self._slots.resize(plan)
             self._note_peak()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Device memory of slots and residents, now."""
+        return self._slots.device_bytes + self._resident_memory.nbytes
 
     def changed(self) -> bool:
         """Whether modules or parameters were exchanged behind our back, or changed their dtype or shape."""
@@ -609,7 +615,7 @@ class Streamer:
         if layer not in self._slots:
             self._demand_fetches += 1
             self._fetch([(layer, self._slots.find(layer, self._prefetch.trace.next_use))])
-        slot = self._slots.use(layer)
+        slot = self._slots.use(layer, backward=bool(self._tasks))
         self._used[layer] = slot
         self._note_peak()
         return slot

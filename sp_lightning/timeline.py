@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-Kind = Literal["fetch", "compute", "drain", "update"]
+Kind = Literal["fetch", "forward", "backward", "between", "drain", "update"]
 
 
 class Interval(NamedTuple):
     """What happened to one layer from when to when.
 
     Attributes:
-        kind: the copy to the device, the computation, the copy of its gradients, its update on the host.
+        kind: ``fetch``, the copy to the device; ``forward`` and ``backward``, the computation, and ``between``, what is
+            computed between two layers; ``drain``, the copy of gradients to the host; ``update``, the optimizer's work.
         layer: index among the plan's layers; the residents come after the last. None for what belongs to no layer.
         begin, end: seconds since some moment that all intervals share.
         nbytes: copied.

@@ -70,7 +70,7 @@ class Updates:
                     begun = self._device.mark(Stream.UPDATE)
                     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                         work()
-                    self._device.note("update", layer, begun, Stream.UPDATE)
+                    self._device.note("update", layer, begun, Stream.UPDATE, blocks[0].planned.gradient_bytes)
             except BaseException as error:
                 error.add_note(
                     f"This was raised in the background, by the optimizer's update of layer {blocks[0].planned.name!r}."

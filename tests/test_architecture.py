@@ -14,13 +14,11 @@ from sp_lightning import SuperpipelineStrategy
 PACKAGE = Path(sp_lightning.__file__).parent
 # One layer's way, downwards: a file may import from those before it only.
 ORDER = (
-    "_version", "memory", "layers", "plan", "ledger", "trace", "timeline", "device", "host", "casts",
-    "parameters", "places", "gates",
-    "slots", "packing", "prefetch", "prediction", "estimate", "gradients", "updates",
-    "streamer", "step", "layered", "options", "quiet", "overlap",
-    "callback", "strategy", "__init__",
+    "_version", "memory", "layers", "options", "plan", "ledger", "trace", "timeline", "device", "host", "casts",
+    "parameters", "places", "gates", "slots", "packing", "prefetch", "prediction", "estimate", "window", "gradients",
+    "updates", "streamer", "tuning", "step", "layered", "repeat", "quiet", "overlap", "callback", "strategy", "__init__",
 )  # fmt: skip
-MAY_IMPORT_LIGHTNING = {"quiet", "overlap", "callback", "strategy", "__init__"}
+MAY_IMPORT_LIGHTNING = {"repeat", "quiet", "overlap", "callback", "strategy", "__init__"}
 
 
 def imports(source: str) -> list[str]:
@@ -73,8 +71,9 @@ def test_the_options_are_frozen() -> None:
     """Each new option is a decision, and is written down here."""
     parameters = inspect.signature(SuperpipelineStrategy).parameters
     assert {name: each.default for name, each in parameters.items()} == {
-        "k": 2,
-        "k_prime": 1,
+        "k": "auto",
+        "k_prime": "auto",
+        "memory_budget": None,
         "layers": None,
         "resident": (),
         "pin_memory": True,

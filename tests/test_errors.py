@@ -128,20 +128,29 @@ def test_residents_can_be_chosen() -> None:
 class SmallDevice(Device):
     """A device with little memory."""
 
-    free = 0
+    free: int | None = 0
 
     def free_bytes(self) -> int | None:
         return self.free
 
 
 @pytest.mark.parametrize(
-    ("free", "message"),
+    ("free", "options", "message"),
     [
-        (4096, r"Layer 'net\.blocks\.0' needs 5120 bytes \(5\.0 KiB\), more than the 4096 bytes .*layers=\["),
-        (16384, r"need 25\.0 KiB on cpu with k=2 and k_prime=1, and 16\.0 KiB are free.*k=1, k_prime=1"),
+        (
+            4096, {},
+            r"need 20480 bytes \(20\.0 KiB\) with k=1 and k_prime=1, and 3840 bytes \(3\.8 KiB\) are free on cpu.*"
+            r"layer, 'net\.blocks\.0', takes 5120 bytes.*layers=\[\"net\.blocks\.0\.\*\"\]",
+        ),
+        (24576, {"k": 2, "k_prime": 1}, r"need 25600 bytes .* with k=2 .*least is 20\.0 KiB.*Strategy\(k=1, k_prime=1\)"),
+        (
+            2**20, {"memory_budget": "10KiB"},
+            r"need 20480 bytes .* with k=1 .*, and 10240 bytes \(10\.0 KiB\) are of memory_budget=10240",
+        ),
+        (None, {"memory_budget": 0.5}, r"memory_budget=0\.5 is a share of the device's free memory, and cpu has no"),
     ],
-)
-def test_too_large_for_the_device(free: int, message: str) -> None:
+)  # fmt: skip
+def test_too_large_for_the_device(free: int | None, options: dict[str, Any], message: str) -> None:
     module = Module(Stack())
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with (
@@ -149,7 +158,7 @@ def test_too_large_for_the_device(free: int, message: str) -> None:
         mock.patch("sp_lightning.strategy.device_for", lambda device: SmallDevice(device)),
         pytest.raises(ValueError, match=message),
     ):
-        start(SuperpipelineStrategy(), module)
+        start(SuperpipelineStrategy(**options), module)
     assert_equal(dict(module.state_dict()), before, "nothing is lost")
 
 

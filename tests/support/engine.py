@@ -59,9 +59,9 @@ def events() -> Iterator[list[str]]:
         happened.append("fetch " + "+".join(str(layer) for layer, _ in pairs))
         fetch(self, pairs)
 
-    def note_use(self: Slots, layer: int) -> Slot:
+    def note_use(self: Slots, layer: int, **more: Any) -> Slot:
         happened.append(f"use {layer}")
-        return use(self, layer)
+        return use(self, layer, **more)
 
     def note_release(self: Slots, slot: Slot) -> None:
         happened.append(f"release {slot.layer}")

@@ -14,6 +14,7 @@ What a synchronous CPU hides shows here, every time and not only when a race is 
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -82,11 +83,15 @@ class SimDevice(Device):
     Args:
         device: the CPU.
         omit: a wait that is left out, to show that it is needed.
+        capacity: bytes of device memory; more than that is an ``OutOfMemoryError``. None: there is no end to it.
     """
 
-    def __init__(self, device: torch.device, omit: Wait | None = None) -> None:
+    def __init__(self, device: torch.device, omit: Wait | None = None, capacity: int | None = None) -> None:
         super().__init__(device)
         self.omit = omit
+        self.capacity = capacity
+        self.peak = 0
+        self.activations = 0  # bytes that operators on the device have made and somebody holds
         self.waits: list[Wait] = []
         self.clocks: dict[Agent, Clock] = {agent: {} for agent in (HOST, *Stream)}
         self.on_device: list[tuple[int, int, StorageWeakRef]] = []
@@ -100,7 +105,28 @@ class SimDevice(Device):
 
     # ------------------------------------------------------------------ the seam
 
+    @property
+    def in_use(self) -> int:
+        """Bytes of device memory, now."""
+        return self.activations + sum(end - start for start, end, alive in self.on_device if not alive.expired())
+
+    def allocate(self, nbytes: int) -> None:
+        """Somebody takes device memory."""
+        if self.capacity is not None and self.in_use + nbytes > self.capacity:
+            raise torch.OutOfMemoryError(f"{nbytes} bytes, {self.in_use} of {self.capacity} are in use")
+        self.peak = max(self.peak, self.in_use + nbytes)
+
+    def free_bytes(self) -> int | None:
+        return None if self.capacity is None else self.capacity - self.in_use
+
+    def peak_bytes(self) -> int | None:
+        return None if self.capacity is None else self.peak
+
+    def reset_peak(self) -> None:
+        self.peak = self.in_use
+
     def empty(self, nbytes: int) -> Tensor:
+        self.allocate(nbytes)
         memory = super().empty(nbytes)
         poison(memory)
         self.on_device.append((*_range(memory), StorageWeakRef(memory.untyped_storage())))
@@ -278,8 +304,20 @@ class Watch(TorchDispatchMode):
                     and each.ndim
                     and not self._on_device(each)
                 ):
-                    self._derived[each.untyped_storage()._cdata] = StorageWeakRef(each.untyped_storage())
+                    self._see(each.untyped_storage())
         return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        """Compute has made this, on the device."""
+        known = self._derived.get(storage._cdata)
+        if known is None or known.expired():
+            self._device.allocate(storage.nbytes())
+            self._device.activations += storage.nbytes()
+            weakref.finalize(storage, self._gone, storage.nbytes())
+        self._derived[storage._cdata] = StorageWeakRef(storage)
+
+    def _gone(self, nbytes: int) -> None:
+        self._device.activations -= nbytes
 
     def _on_device(self, tensor: Tensor) -> bool:
         return _within(tensor, self._device.on_device)
@@ -313,13 +351,15 @@ def _shapes(tensors: list[Tensor]) -> list[tuple[int, ...]]:
 
 
 @contextmanager
-def simulated(omit: Wait | None = None, *, watch: bool = True) -> Iterator[list[SimDevice]]:
+def simulated(
+    omit: Wait | None = None, *, watch: bool = True, capacity: int | None = None
+) -> Iterator[list[SimDevice]]:
     """Every strategy inside runs on a simulated device; the list is of those that were made."""
     made: list[SimDevice] = []
     write, take = HostBlock.write, HostBlock._take
 
     def make(device: torch.device) -> SimDevice:
-        made.append(SimDevice(device, omit))
+        made.append(SimDevice(device, omit, capacity))
         if watch:
             mode = Watch(made[-1])
             mode.__enter__()

@@ -1,0 +1,223 @@
+"""k and k' by themselves: the largest window that pays, never more than the budget, on a device that can be full."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.device import Device
+from sp_lightning.layers import find_layers
+from sp_lightning.plan import Plan, make_plan
+from sp_lightning.prediction import Rates, predict, schedule_visits
+from sp_lightning.tuning import Tuning
+from sp_lightning.window import Window
+from tests.support.models import Module
+from tests.support.runs import assert_same, fit, superpipeline
+from tests.support.simdevice import SimDevice, simulated
+
+WIDTH = 64
+LAYER = WIDTH * WIDTH * 4
+LAYERS = 12
+
+
+class Tower(nn.Module):
+    """Equal layers, all of which can be residents of a small window."""
+
+    def __init__(self, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.dropout(torch.tanh(layer(x)))
+        return x
+
+
+def rows(*sizes: int) -> list[Tensor]:
+    """Batches of so many rows."""
+    torch.manual_seed(3)
+    return [torch.randn(size, WIDTH) for size in sizes]
+
+
+class Meter(pl.Callback):
+    """Notes the window and the most memory in use, batch by batch."""
+
+    def __init__(self, devices: list[SimDevice]) -> None:
+        self._devices = devices
+        self.windows: list[tuple[int, int]] = []
+        self.peaks: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        plan = trainer.strategy.plan
+        self.windows.append((plan.k, plan.k_prime))
+        self.peaks.append(self._devices[-1].peak)
+
+
+def train(capacity: int | None, batches: list[Tensor], make: Any = None, **options: Any) -> tuple[Any, Meter]:
+    with simulated(capacity=capacity) as devices:
+        meter = Meter(devices)
+        outcome = fit(make or (lambda: Module(Tower())), batches, superpipeline(**options), callbacks=[meter])
+        return outcome, meter
+
+
+@pytest.fixture
+def slow_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a simulated device a copy takes no time: the more layers stay, the faster must be said otherwise."""
+    monkeypatch.setattr(Tuning, "_seconds", lambda self, plan: 1 / plan.k)
+
+
+@pytest.mark.usefixtures("slow_fetches")
+def test_the_window_grows_to_the_budget_and_no_further() -> None:
+    batches = rows(*[4] * 6)
+    capacity = 12 * LAYER
+    ours, meter = train(capacity, batches)
+    assert_same(ours, fit(lambda: Module(Tower()), batches))
+    assert meter.windows[0] == meter.windows[1] == (1, 1), "the first batches are watched"
+    k, k_prime = meter.windows[-1]
+    assert k > 3
+    assert max(meter.peaks) <= capacity
+    plan = make_plan(find_layers(Module(Tower())), k=k + 1, k_prime=k_prime)
+    assert plan.peak_device_bytes + 2 * LAYER > capacity * 15 // 16, "one layer more would not be sure to fit"
+
+
+@pytest.mark.usefixtures("slow_fetches")
+@pytest.mark.parametrize("soft", [True, False])
+@pytest.mark.parametrize("sizes", [(4, 4, 4, 40, 4, 80, 4), (4, 4, 120, 4, 4), (64, 4, 4, 4, 64, 4)], ids=str)
+def test_batches_of_any_size_stay_within_the_budget(sizes: tuple[int, ...], soft: bool) -> None:
+    """The window gives way before a batch that is larger than those before, and comes back when its memory is known."""
+    batches = rows(*sizes)
+    _, least = train(2**40, batches, k=1, k_prime=1)
+    budget = max(least.peaks) + 4 * LAYER
+    ours, meter = train(2**40 if soft else budget, batches, memory_budget=budget if soft else 1.0)
+    assert_same(ours, fit(lambda: Module(Tower()), batches))
+    assert max(meter.peaks) <= budget
+    assert meter.windows[-1][0] > 3
+
+
+class Swelling(Tower):
+    """Takes much more memory for some batches, which do not look like it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if x[0, 0] > 100:
+            y = y + y.repeat(200, 1).mean()
+        return y
+
+
+def swelling_rows() -> list[Tensor]:
+    batches = rows(*[4] * 6)
+    batches[4][0, 0] = 200.0
+    return batches
+
+
+@pytest.mark.usefixtures("slow_fetches")
+def test_a_step_that_runs_out_of_memory_is_repeated_as_if_nothing_had_happened() -> None:
+    """Dropout draws anew: random state is put back."""
+    batches, capacity = swelling_rows(), 20 * LAYER
+    ours, meter = train(capacity, batches, lambda: Module(Swelling()))
+    assert_same(ours, fit(lambda: Module(Swelling()), batches))
+    assert meter.windows[3][0] > meter.windows[4][0] == 1
+    assert max(meter.peaks) <= capacity
+
+
+class Counts(Module):
+    """Changes something in the forward that fails."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(Swelling())
+        self.what = what
+        self.seen = 0
+        self.register_buffer("count", torch.zeros(()))
+
+    def loss(self, batch: Any) -> Tensor:
+        if self.what == "attributes of the module":
+            self.seen += 1
+        elif self.what == "buffers":
+            self.count.add_(1)
+        elif self.what == "what was logged":
+            self.log("mean", batch.mean())
+        elif self.what == "the batch":
+            batch *= 1.0
+        return super().loss(batch)
+
+
+@pytest.mark.usefixtures("slow_fetches")
+@pytest.mark.parametrize("what", ["attributes of the module", "buffers", "what was logged", "the batch"])
+def test_a_step_that_has_changed_something_is_not_repeated_and_the_error_says_so(what: str) -> None:
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        train(20 * LAYER, swelling_rows(), lambda: Counts(what))
+    note = "\n".join(raised.value.__notes__)
+    assert f"cannot be repeated by itself, because {what} had changed already" in note
+    assert "With SuperpipelineStrategy(k=1, k_prime=1) there would be" in note
+
+
+def test_out_of_memory_with_the_smallest_window_or_one_that_was_given() -> None:
+    for options, advice in (
+        ({"k": 1, "k_prime": 1}, "the rest are activations. Use a smaller batch, or gradient checkpointing."),
+        ({"k": 4, "k_prime": 1}, 'Use less: SuperpipelineStrategy(k=2, k_prime=1), or k="auto".'),
+    ):
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            train(9 * LAYER, swelling_rows(), lambda: Module(Swelling()), **options)
+        assert advice in "\n".join(raised.value.__notes__)
+
+
+# ---------------------------------------------------------------------- the choice
+
+
+class Card(Device):
+    """A device with so much memory."""
+
+    free = 100 * LAYER
+
+    def free_bytes(self) -> int:
+        return self.free
+
+
+def begun(k: Any, k_prime: Any, budget: Any = None) -> Window:
+    window = Window(k, k_prime, budget)
+    window.begin(find_layers(Tower(40)), Card(torch.device("cpu")))
+    return window
+
+
+def by_prediction(upload: float, seconds: float) -> Any:
+    """The time of a batch of a training, each layer's forward of which takes so many seconds."""
+    rates = Rates(upload=upload, download=1e15, update=math.inf, host_memory=math.inf, visit_seconds=0.0)
+    return lambda plan: predict(plan, schedule_visits(plan, [seconds] * 40, training=True), rates).seconds
+
+
+def test_where_fetches_hide_behind_compute_the_window_stays_small() -> None:
+    plan = begun("auto", "auto").choose(by_prediction(upload=LAYER / 0.5, seconds=1.0))
+    assert plan.k <= 2
+
+
+def test_where_fetches_bind_all_room_is_used() -> None:
+    window = begun("auto", "auto", budget=20 * LAYER)
+    window.rest = 5 * LAYER
+    plan = window.choose(by_prediction(upload=LAYER / 3.0, seconds=1.0))
+    assert window.fits(plan)
+    assert plan.k + plan.k_prime >= 12
+    for k, k_prime in ((12, 1), (6, 2), (3, 1)):
+        other = make_plan(find_layers(Tower(40)), k=k, k_prime=k_prime)
+        if window.fits(other):
+            seconds = by_prediction(upload=LAYER / 3.0, seconds=1.0)
+            assert seconds(plan) <= seconds(other) * 1.01
+
+
+def test_what_is_given_is_kept() -> None:
+    seconds = by_prediction(upload=LAYER / 3.0, seconds=1.0)
+    assert begun(7, "auto").choose(seconds).k == 7
+    assert begun("auto", 3).choose(seconds).k_prime == 3
+    assert not begun(7, 3).auto
+
+
+def test_on_the_cpu_there_is_no_limit_to_find() -> None:
+    outcome = fit(lambda: Module(Tower()), rows(4), SuperpipelineStrategy())
+    plan: Plan = outcome.trainer.strategy.plan  # type: ignore[attr-defined]
+    assert (plan.k, plan.k_prime) == (2, 1)
