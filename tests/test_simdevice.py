@@ -119,7 +119,7 @@ def test_an_operator_that_mixes_is_refused() -> None:
 def test_an_operator_that_nobody_declared_is_noticed() -> None:
     """Slots and host store are the doors to memory; what goes past them is seen by the watch."""
 
-    def undeclared(self: Slots, layer: int) -> Any:
+    def undeclared(self: Slots, layer: int, **more: Any) -> Any:
         device, wait, access = self._device, self._device.wait, self._device.access
         with (
             mock.patch.object(device, "wait", lambda *a: wait(*a) if a[2] is not Wait.USE_AFTER_FETCH else None),
@@ -127,7 +127,7 @@ def test_an_operator_that_nobody_declared_is_noticed() -> None:
                 device, "access", lambda m, by, write: None if by is Stream.COMPUTE else access(m, by, write=write)
             ),
         ):
-            return use(self, layer)
+            return use(self, layer, **more)
 
     use = Slots.use
     with (
