@@ -125,7 +125,6 @@ class Casts:
         Raises:
             RuntimeError: a master has another dtype or shape now; see :meth:`HostBlock.adopt`.
         """
-        self._masters.adopt()
         if self.current:
             return
         state = self._state()

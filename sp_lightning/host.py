@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.device import PAGE, Device, PinnedMemory
 from sp_lightning.layers import Layer
@@ -45,14 +46,28 @@ class HostBlock:
         self.parameters: Sequence[nn.Parameter] = [parameter for _, parameter in layer.parameters]
         self._device = device
         self._staging = staging
-        self._weights = PinnedMemory(device, planned.nbytes, pin=pin and not fetched_seldom)
-        self.weights = self._weights.bytes[: planned.nbytes]
+        self._pin = pin and not fetched_seldom
+        self._lent: list[StorageWeakRef | None] = [None] * len(planned.spans)
+        self._allocate()
         self._gradients: PinnedMemory | None = None
         self._gradient_loans: dict[int, Loan] = {}
         self._alone = [replace(span, offset=0) for span in planned.spans]  # each in a storage of its own
         for index in range(len(self.parameters)):  # each original goes at once: set-up peaks at model plus one layer
             self._take(index)
-        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+        self.addresses = self._now()
+
+    def _allocate(self) -> None:
+        self._weights = PinnedMemory(self._device, self.planned.nbytes, pin=self._pin)
+        self.weights = self._weights.bytes[: self.planned.nbytes]
+
+    def _now(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self.parameters]
+
+    @property
+    def displaced(self) -> list[int]:
+        """The parameters that the user put something else under (``param.data = other``) since they were absorbed."""
+        pairs = enumerate(zip(self.parameters, self.addresses, strict=True))
+        return [index for index, (parameter, address) in pairs if parameter.data_ptr() != address]
 
     @property
     def pinned(self) -> bool:
@@ -67,25 +82,29 @@ class HostBlock:
             target.copy_(value)
 
     def adopt(self) -> None:
-        """Take in what the user put under a parameter (``param.data = other``) since it was absorbed.
+        """Take in what the user put under parameters (``param.data = other``) since they were absorbed.
 
-        A transfer of the old values may still be under way. It does no harm: what it fills is forgotten, because the
-        address has changed, and the next transfer comes after it on the same stream.
+        If somebody holds the old values (another parameter, after a swap), the block leaves them its memory and takes new.
+        The caller has waited for the transfers that read it.
 
         Raises:
             RuntimeError: other dtype or shape, which has no place in the block.
         """
-        for index, (parameter, address) in enumerate(zip(self.parameters, self._addresses, strict=True)):
-            if parameter.data_ptr() == address:
-                continue
-            span = self.planned.spans[index]
+        displaced = self.displaced
+        for index in displaced:
+            parameter, span = self.parameters[index], self.planned.spans[index]
             if parameter.dtype != span.dtype or parameter.shape != span.shape:
                 raise RuntimeError(
                     f"Parameter {span.name!r} was {span.dtype} of shape {tuple(span.shape)} when its layer was absorbed; it "
                     f"is {parameter.dtype} of shape {tuple(parameter.shape)} now, in the middle of a step or in a call "
                     "outside any step. Exchange parameters between two batches, or before trainer.fit."
                 )
+        if any((lent := self._lent[index]) is not None and not lent.expired() for index in displaced):
+            self._allocate()
+            displaced = list(range(len(self.parameters)))
+        for index in displaced:
             self._take(index)
+        self.addresses = self._now()
 
     def gradient_target(self, index: int) -> Tensor | None:
         """Pinned memory that may become ``parameter.grad``; None while somebody still holds what it was lent for.
@@ -122,6 +141,7 @@ class HostBlock:
         with normal_mode(), torch.no_grad():
             target.copy_(parameter.data)
             parameter.data = target
+        self._lent[index] = StorageWeakRef(target.untyped_storage())
 
 
 def _part(memory: Tensor, span: Span) -> Tensor:

@@ -264,6 +264,8 @@ def _waiting(kind: type[Optimizer], finish: Callable[[], None]) -> type[Optimize
 
     def state(self: Optimizer) -> Any:
         finish()
+        if "state" not in vars(self):  # a LightningOptimizer made meanwhile; it asks the optimizer that it wraps
+            raise AttributeError("state")
         return vars(self)["state"]
 
     def set_state(self: Optimizer, value: Any) -> None:

@@ -11,9 +11,11 @@ import sys
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 # Vectorised CPU kernels give other last bits on other alignments, and cublasLt chooses its kernel by alignment:
@@ -43,6 +45,11 @@ class Span:
 def normal_mode() -> AbstractContextManager[None]:
     """Outside inference mode, whose tensors could not be saved for a later backward. Costs nothing where that is so."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def unseen() -> AbstractContextManager[Any]:
+    """The engine's operators are none of the model's: dispatch modes (selective checkpoints, counters) do not see them."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def aligned(nbytes: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
@@ -77,6 +78,10 @@ def _against_early_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> str
         return f"clipping (gradient_clip_val={trainer.gradient_clip_val}) needs all gradients at once"
     if scaler_of(trainer) is not None:
         return "the gradient scaler of 16-mixed needs all gradients at once"
+    if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):
+        return (
+            "StochasticWeightAveraging steps without a backward to adapt BatchNorm, and gradients are freed before that"
+        )
     if any(p._post_accumulate_grad_hooks for p in module.parameters()):
         return "parameters have post-accumulate hooks, which may write other gradients than their own"
     if _step_hooks(trainer, optimizers):

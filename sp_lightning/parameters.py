@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.casts import LOWERED_FUNCTIONS, Cast, autocast_would_cast, came_from_cast
-from sp_lightning.memory import Span, normal_mode
+from sp_lightning.memory import Span, normal_mode, unseen
 
 _Untouched = torch._C.DisableTorchFunctionSubclass  # reads of a stand-in itself, not of the weight that it stands for
 # The attributes of the tensor itself, which DeviceParameter hides behind its own.
@@ -39,6 +39,12 @@ class DeviceParameter(nn.Parameter):
 
     _of: DeviceParameters
     _index: int
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        """``type(p)(data)`` is an ordinary parameter."""
+        theirs = next(each for each in cls.__mro__ if not issubclass(each, DeviceParameter))
+        make: Any = theirs
+        return make(data, requires_grad)
 
     def __getattr__(self, name: str) -> Any:
         """What the user hung on the parameter."""
@@ -99,6 +105,10 @@ class DeviceParameter(nn.Parameter):
     def requires_grad(self, value: bool) -> None:
         self.host.requires_grad = value
         set_requires_grad(self, value)
+
+    def as_subclass(self, cls: Any) -> Any:
+        self._of.bring_for(self)  # torch's does not ask
+        return super().as_subclass(cls)
 
     def requires_grad_(self, requires_grad: bool = True) -> DeviceParameter:
         self.requires_grad = requires_grad
@@ -484,7 +494,8 @@ def _grad_by_edges(outputs: Any, inputs: Any, *args: Any, materialize_grads: boo
 def _alias(parameter: DeviceParameter) -> Tensor:
     """The weight under another tensor, which whoever keeps it keeps with its memory."""
     wanted = torch.is_grad_enabled() and requires_grad(parameter)
-    return parameter.view_as(parameter) if wanted else parameter.detach()
+    with unseen():
+        return parameter.view_as(parameter) if wanted else parameter.detach()
 
 
 def _edge(parameter: DeviceParameter) -> GradientEdge:

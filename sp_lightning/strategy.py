@@ -39,6 +39,7 @@ from sp_lightning.options import (
     checked_switch,
 )
 from sp_lightning.overlap import Overlap, choose_overlap, may_measure_early, scaler_of
+from sp_lightning.parameters import DeviceParameter
 from sp_lightning.plan import Plan, human_bytes, make_plan
 from sp_lightning.quiet import is_quiet
 from sp_lightning.repeat import Snapshot
@@ -314,6 +315,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             result = closure()
             if self._streamer is not None:
                 self._streamer.end_without_backward()
+            _hold_hosts(optimizer)
             if optimizer in self._fused and not (layered is not None and layered.begun):
                 self._fused[optimizer].switch_on()  # gradients are there now, and may be sparse
             return result
@@ -550,7 +552,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._streamer is not None:
-            self._streamer.before_update(deferred=optimizer is self._deferring)
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            self._streamer.before_update(deferred=optimizer is self._deferring, parameters=parameters)
 
     def _unfuse(self) -> None:
         for fused in self._fused.values():
@@ -591,6 +594,15 @@ _TRANSFORMS = (
     "streamed layers need. Use torch.autograd.grad(..., create_graph=True), or keep every layer on the device: "
     'SuperpipelineStrategy(resident=["**"]).'
 )
+
+
+def _hold_hosts(optimizer: Any) -> None:
+    """Groups that were added inside the step have the device's parameters; an optimizer works on the host's."""
+    for group in optimizer.param_groups:
+        if any(issubclass(type(each), DeviceParameter) for each in group["params"]):
+            group["params"] = [
+                each.host if issubclass(type(each), DeviceParameter) else each for each in group["params"]
+            ]
 
 
 def _move_the_rest(module: nn.Module, found: Found, device: torch.device) -> None:

@@ -43,7 +43,7 @@ from sp_lightning.gates import attach_gates
 from sp_lightning.gradients import Gradients
 from sp_lightning.host import HostBlock, Staging
 from sp_lightning.layers import Found
-from sp_lightning.memory import Loan, normal_mode, view
+from sp_lightning.memory import Loan, normal_mode, unseen, view
 from sp_lightning.packing import Packing, packs
 from sp_lightning.parameters import DeviceParameter, DeviceParameters, hides_stand_ins, take_gradient
 from sp_lightning.places import Places
@@ -289,17 +289,21 @@ class Streamer:
             if self._in_step and self._ends_with_backward and not self._tasks:
                 self.end()
 
-    def before_update(self, *, deferred: bool) -> None:
+    def before_update(self, *, deferred: bool, parameters: Iterable[Tensor] = ()) -> None:
         """An optimizer's step begins; nothing may read host weights while it writes them.
 
         Args:
             deferred: whether updates may go on meanwhile: the step only submits some, or has submitted some already.
+            parameters: that it steps; if some are the device's, they are written where no version shows it (fused).
         """
         if not deferred:
             self.updates.finish()
         with self._lock:
             self._take_back_writes()
             self._synchronize_uploads()
+            for each in parameters:
+                if issubclass(type(each), DeviceParameter):
+                    each._of.exposed.add(each._index)  # type: ignore[attr-defined]
 
     def forget(self) -> None:
         """Host weights have been or may have been written: copies on the device are out of date."""
@@ -414,7 +418,7 @@ class Streamer:
         self._refuse_transforms(visits)
         if self._masters and hides_stand_ins(inputs):
             visits = (*visits, *(self._masters[layer] for layer in visits if layer in self._masters))
-        with self._lock:
+        with self._lock, unseen():
             if not (self._in_step or self._tasks or self._depth):
                 self.forget()  # a call outside any step: nobody knows what was written since
                 self._prefetch.start("outside", training=False)
@@ -430,7 +434,7 @@ class Streamer:
 
     def leave(self, visits: Sequence[int], output: Any) -> None:
         """The call has returned (4) or raised: its layers may go."""
-        with self._lock:
+        with self._lock, unseen():
             self._depth = max(self._depth - 1, 0)
             if torch.is_grad_enabled() and visits:
                 self._watch(visits, output)
@@ -454,7 +458,7 @@ class Streamer:
     def _touch(self, visits: tuple[int, ...], gradient: Tensor) -> None:
         """Backward has come to these layers: those above are done, and so must be the drains of those before."""
         self._join_backward()
-        with self._lock:
+        with self._lock, unseen():
             self._activate()
             if self._release_loose(keep=visits):
                 self._fetch_ahead()
@@ -465,7 +469,7 @@ class Streamer:
     def _reach(self, layer: int, view: Callable[[Loan, Sequence[Tensor]], Tensor]) -> Tensor:
         """Autograd unpacks a weight (6). Its view is made under the lock: from then on it holds the slot."""
         self._join_backward()
-        with self._lock:
+        with self._lock, unseen():
             new = layer not in self._used
             if new:
                 released = self._release_loose()
@@ -487,7 +491,7 @@ class Streamer:
         if casts:
             layers = [self._owners[masters] for masters in layers]
         residents = any(parameter._of.layer == self._residents for parameter in parameters)
-        with self._lock:
+        with self._lock, unseen():
             if residents:
                 self._refresh_residents()
                 self._parameters[self._residents].ask(before_use=False)
@@ -497,7 +501,7 @@ class Streamer:
         try:
             yield
         finally:
-            with self._lock:
+            with self._lock, unseen():
                 for layer in layers:
                     self._pins[layer] -= 1
                 if residents and not self._places.on_device:
@@ -705,15 +709,37 @@ class Streamer:
         self._write_back_late(slot for _, slot in pairs)
         for layer, _ in pairs:
             self.updates.wait(layer, Wait.FETCH_AFTER_UPDATE)
-            self._blocks[layer].adopt()
+            self._adopt(layer)
             casts = self._casts.get(layer)
             if casts is not None:
+                self._adopt(self._masters[layer])
                 if not casts.current:
                     self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
                 casts.refresh()
         self._slots.fetch(pairs)
         for layer, _ in pairs:
             self._parameters[layer].fetched()
+
+    def _adopt(self, layer: int) -> None:
+        """Take in what the user put under the layer's parameters."""
+        block = self._blocks[layer]
+        displaced = block.displaced
+        if displaced:
+            self._refuse_tied(block, displaced)
+            self._synchronize_uploads()
+            block.adopt()
+
+    def _refuse_tied(self, block: HostBlock, displaced: Sequence[int]) -> None:
+        mine = {block.parameters[index].data_ptr(): block.planned.spans[index].name for index in displaced}
+        for other in self._blocks:
+            for span, parameter, address in zip(other.planned.spans, other.parameters, other.addresses, strict=True):
+                name = mine.get(address)
+                if name is not None and name != span.name and parameter.data_ptr() == address and parameter.numel():
+                    raise RuntimeError(
+                        f"Parameter {name!r} was given the memory of {span.name!r} (param.data = other.data); moving them "
+                        f"would part them silently. Tie them by sharing one object (module_b.weight = module_a.weight), or "
+                        f"give it a copy: param.data = other.data.clone()."
+                    )
 
     def _forget_copies(self) -> None:
         """What no running call uses is out of date."""
@@ -753,7 +779,7 @@ class Streamer:
             self._write_back_residents()
         self._device.access(self._resident_memory, Stream.COMPUTE, write=False)
         self._device.wait(Stream.UPLOAD, self._device.record(Stream.COMPUTE), Wait.RESIDENTS_AFTER_USE)
-        self._blocks[self._residents].adopt()
+        self._adopt(self._residents)
         source = self._blocks[self._residents].weights
         self._device.copy([self._resident_memory], [source], Stream.UPLOAD)
         self._residents_sent = self._device.record(Stream.UPLOAD)

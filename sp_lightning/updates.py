@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from sp_lightning.device import Device, Stream, Wait
 from sp_lightning.host import HostBlock
+from sp_lightning.parameters import DeviceParameter
 
 
 class Updates:
@@ -180,6 +181,18 @@ class _BeingUpdated(nn.Parameter):
             if issubclass(kind, _BeingUpdated):
                 kind._updates.finish()  # they are ordinary parameters now
         return func(*args, **(kwargs or {}))
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        """``type(p)(data)`` is an ordinary parameter."""
+        return cls.__bases__[1](data, requires_grad)
+
+    def __eq__(self, other: object) -> Any:
+        """Dictionaries and sets compare their keys so."""
+        if issubclass(type(other), DeviceParameter) and other.host is self:  # type: ignore[attr-defined]
+            return True
+        return super().__eq__(other)
+
+    __hash__ = nn.Parameter.__hash__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._updates.finish()
