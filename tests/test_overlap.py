@@ -19,7 +19,7 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
@@ -722,6 +722,18 @@ def starts_anew(trainer: Any, pl_module: Any) -> None:
         trainer.optimizers[0].state = defaultdict(dict)
 
 
+def exchanges_optimizers(trainer: Any, pl_module: Any) -> None:
+    """Lightning's wrapper takes the class that the optimizer has at this moment."""
+    trainer.optimizers = trainer.optimizers
+    pl_module.kept = pl_module.optimizers().state[pl_module.net.head.weight]["exp_avg"].clone()
+
+
+def makes_parameters(trainer: Any, pl_module: Any) -> None:
+    """``type(p)`` is the class of a parameter that waits."""
+    weight = pl_module.net.head.weight
+    pl_module.kept = type(weight)(weight.data * 2) * 2
+
+
 def exchanges_groups_in_steps(trainer: Any, pl_module: Any) -> None:
     if trainer.global_step == 1:
         trainer.optimizers[0].register_step_post_hook(lambda *_: exchanges_groups(trainer, pl_module))
@@ -739,8 +751,11 @@ class ListOfBetas(Module):
 
 @pytest.mark.parametrize(
     "what",
-    [rolls_back, exchanges_groups, exchanges_groups_in_steps, writes_into_settings, copies, starts_anew],
-)
+    [
+        rolls_back, exchanges_groups, exchanges_groups_in_steps, writes_into_settings, copies, starts_anew,
+        exchanges_optimizers, makes_parameters,
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("mode", OVERLAP)
 def test_whatever_a_callback_does_to_the_optimizer(mode: str, what: Callable[[Any, Any], Any]) -> None:
     both(ListOfBetas, mode, callbacks=[EveryStep(what)])
@@ -910,6 +925,32 @@ def test_a_users_thread_that_reads_weights_waits_too() -> None:
         for thread in threads:
             thread.join()
     assert not errors
+
+
+class Remembers(Module):
+    """A dictionary of parameters, asked before the forward: some of its keys are being updated."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+
+    def on_fit_start(self) -> None:
+        self.old = {p: p.detach().clone() for p in self.parameters()}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        away = sum((p - self.old[p]).square().sum() for p in self.parameters() if p in self.old)
+        return self.loss(batch) + away
+
+
+@pytest.mark.parametrize("mode", OVERLAP)
+def test_parameters_that_are_being_updated_are_keys(mode: str) -> None:
+    for lazy in (True, False):
+        both(fused(Remembers), mode, lazy=lazy)
+
+
+def test_weight_averaging_that_steps_without_a_backward_is_refused_where_gradients_are_gone() -> None:
+    callbacks = [StochasticWeightAveraging(swa_lrs=1e-3)]
+    with pytest.raises(ValueError, match=r"StochasticWeightAveraging steps without a backward.*\"forward\""):
+        fit(lambda: Module(Stack()), vectors(), overlapping("backward"), callbacks=callbacks)
 
 
 def test_an_interrupt_while_waiting_leaves_a_whole_step() -> None:

@@ -10,13 +10,14 @@ import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from sp_lightning.streamer import Streamer
 from tests.support.models import (
@@ -315,6 +316,89 @@ class InnerOptimizer(Manual):
                 p.sub_(0.05 * p.grad)  # type: ignore[operator]
         self.seen.append(sum(p.sum().item() for p in self.parameters()))
         self.zero_grad()
+
+
+class SwapsData(Module):
+    """Weights and their running mean change places by ``.data`` for validation, and back."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.mean = copy.deepcopy(self.net).requires_grad_(False)
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for p, mean in zip(self.net.parameters(), self.mean.parameters(), strict=True):
+            mean.data.lerp_(p.data, 0.1)
+            p.data, mean.data = mean.data, p.data
+        self.seen.append(self.loss(torch.ones(2, 16)).item())
+        inner = self.net.blocks[0].inner, self.net.blocks[2].inner
+        inner[0].weight.data, inner[1].weight.data = inner[1].weight.data, inner[0].weight.data
+
+
+class FusedInnerOptimizer(Manual):
+    """A fused step bumps no version of what it writes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        parameters = list(self.net.head.parameters())
+        inner = torch.optim.SGD(parameters, lr=0.1, fused=True)
+        for p, gradient in zip(parameters, torch.autograd.grad(self.loss(batch), parameters), strict=True):
+            p.grad = gradient
+        inner.step()
+        inner.zero_grad()
+        self.seen.append(self.loss(batch).item())
+
+
+class AddsGroupInStep(Module):
+    """The group has the device's parameters, and the optimizer goes on for many steps."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.net.blocks.parameters(), lr=1e-2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            self.trainer.optimizers[0].add_param_group({"params": list(self.net.head.parameters())})
+        return self.loss(batch)
+
+
+class MakesParameters(Module):
+    """``type(p)`` in a step is a class of ours, which makes ordinary parameters."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weight = self.net.head.weight
+        made = type(weight)(weight.data * 2)
+        assert type(made) is nn.Parameter
+        return self.loss(batch) + made.mean() + weight.as_subclass(Tensor).mean()
+
+
+def _saves_products() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+
+
+# torch announces that saved-tensor hooks will see what these checkpoints save; ours keep what is no weight.
+SELECTIVE = "ignore:A saved_tensors_hooks context .* is active around a selective activation checkpoint:FutureWarning"
+
+
+class SelectiveInside(Block):
+    """Its dispatch mode counts operators in forward and in the recompute: the engine's own differ between them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False, context_fn=_saves_products)
+
+
+class SelectiveAround(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=_saves_products)
+        return self.head(x)
+
+
+def with_checkpointed_forwards() -> pl.LightningModule:
+    """As transformers does it: no gate tells of the recompute, which brings every weight by its stand-in."""
+    module = llama(dropout=0.0)
+    for layer in module.net.model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=_saves_products)
+    return module
 
 
 class ExtraBackward(Module):
@@ -652,6 +736,12 @@ class FunctionalCall(Module):
         (lambda: SharesMemory(Stack()), {}),
         (lambda: SharesGradients(), {}),
         (lambda: Transposes(Stack()), {}),
+        (lambda: SwapsData(), {"max_epochs": 2}),
+        (lambda: FusedInnerOptimizer(), {}),
+        (lambda: AddsGroupInStep(Stack()), {}),
+        (lambda: MakesParameters(Stack()), {}),
+        (lambda: Module(nn.Sequential(Block(), SelectiveInside(), Block(), SelectiveInside())), {}),
+        (lambda: Module(SelectiveAround()), {}),
     ],
     ids=[
         "steps-by-hand", "clamps-after-backward", "own-optimizer-step", "writes-between-forward-and-backward",
@@ -664,12 +754,30 @@ class FunctionalCall(Module):
         "inner-optimizer", "extra-backward", "saves-inside", "threads", "backward-with-inputs",
         "freezes-before-backward", "copies", "writes-captured-in-place", "keeps-old-gradients", "thaws-within-step",
         "inner-optimizer-without-backward", "hooks-what-is-frozen", "hooks-what-is-thawed", "hooks-in-backward",
-        "hooks-what-is-kept", "shares-memory", "shares-gradients", "transposes",
+        "hooks-what-is-kept", "shares-memory", "shares-gradients", "transposes", "swaps-data",
+        "fused-inner-optimizer", "adds-group-in-step", "makes-parameters", "selective-inside", "selective-around",
     ],
 )  # fmt: skip
+@pytest.mark.filterwarnings(SELECTIVE)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_like_plain(make: Callable[[], pl.LightningModule], options: dict[str, Any], precision: str) -> None:
     assert_like_plain(make, **options, precision=precision)
+
+
+@pytest.mark.filterwarnings(SELECTIVE)
+def test_selective_checkpoints_of_transformers() -> None:
+    assert_like_plain(with_checkpointed_forwards, tokens())
+
+
+def test_tying_by_data_is_refused() -> None:
+    class Ties(Module):
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.net.blocks[2].inner.weight.data = self.net.blocks[0].inner.weight.data
+
+    with pytest.raises(
+        RuntimeError, match=r"'net.blocks.2.inner.weight' was given the memory of 'net.blocks.0.inner.weight'"
+    ):
+        bare(lambda: Ties(Stack()), superpipeline())
 
 
 def test_layers_without_a_byte() -> None:
