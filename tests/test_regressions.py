@@ -356,7 +356,7 @@ class AddsGroupInStep(Module):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if batch_idx == 1:
-            self.trainer.optimizers[0].add_param_group({"params": list(self.net.head.parameters())})
+            self.trainer.optimizers[0].add_param_group({"params": list(self.net.head.parameters()), "fused": True})
         return self.loss(batch)
 
 
@@ -364,10 +364,11 @@ class MakesParameters(Module):
     """``type(p)`` in a step is a class of ours, which makes ordinary parameters."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        weight = self.net.head.weight
+        weight = self.net.blocks[2].inner.weight
+        cast = weight.as_subclass(Tensor).square().mean()
         made = type(weight)(weight.data * 2)
         assert type(made) is nn.Parameter
-        return self.loss(batch) + made.mean() + weight.as_subclass(Tensor).mean()
+        return self.loss(batch) + made.mean() + cast
 
 
 def _saves_products() -> Any:
