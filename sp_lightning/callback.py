@@ -1,19 +1,27 @@
-"""The strategy's partner: shows the plan, logs the counters, and lets the next batch's layers come early."""
+"""The strategy's partner: shows the plan, logs the counters, keeps the timeline, lets the next batch's layers come early."""
 
 from __future__ import annotations
 
+import json
 import logging
+import time
+from pathlib import Path
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
+from sp_lightning.picture import draw_timeline, require_matplotlib
 from sp_lightning.plan import Plan, human_bytes
 from sp_lightning.quiet import WRITE_NO_WEIGHTS
 from sp_lightning.streamer import Stats
+from sp_lightning.timeline import Interval, chrome_trace
 
 # A child of Lightning's own logger: shown where its messages are shown.
 log = logging.getLogger("lightning.pytorch.superpipeline")
+
+# Waiting for less than this share of the time is not worth a word.
+_LITTLE = 0.05
 
 
 class Partner(Protocol):
@@ -29,18 +37,61 @@ class Partner(Protocol):
     def expect_next_batch(self) -> None:
         """The batch is over."""
 
+    def start_recording(self) -> None:
+        """From here on intervals are kept."""
+
+    def stop_recording(self) -> None:
+        """No more of them."""
+
+    def recorded(self) -> list[Interval]:
+        """Those that were kept and have ended, each once."""
+
 
 class SuperpipelineCallback(Callback):
-    """Shows the plan as a table at the start and the counters at the end, logs them, and prefetches across batches.
+    """Shows the plan at the start and counters at the end, logs metrics, keeps a timeline, and prefetches across batches.
 
     Attached by the strategy unless ``SuperpipelineStrategy(callback=False)``; training is right without it. It keeps
     no state, so checkpoints are the same with and without.
 
     Where neither the module nor any callback has a hook between two batches that could write weights, the next
     batch's first layers are fetched while its data loads.
+
+    Args:
+        timeline: file for a Chrome trace (JSON) of some training batches: open it in https://ui.perfetto.dev.
+        plot: file (PNG, PDF, SVG) for a picture of the last of them; needs matplotlib.
+        every_n_steps: how many training batches pass from one that is kept to the next; the first of all is not kept.
+        progress_bar: show the share of the time that was waited, and the window, in the progress bar.
+
+    Raises:
+        ValueError, ImportError: an option that cannot be.
     """
 
     _shown: Plan | None = None
+
+    def __init__(
+        self,
+        *,
+        timeline: str | Path | None = None,
+        plot: str | Path | None = None,
+        every_n_steps: int = 50,
+        progress_bar: bool = False,
+    ) -> None:
+        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
+            raise ValueError(f"every_n_steps must be a whole number of at least 1, found {every_n_steps!r}.")
+        self._timeline = _writable("timeline", timeline)
+        self._plot = _writable("plot", plot)
+        if plot is not None:
+            require_matplotlib()
+        self._every = every_n_steps
+        self._progress_bar = progress_bar
+        self._batches = 0
+        self._recording: int | None = None
+        self._steps: dict[int, list[Interval]] = {}
+        self._counted = False
+        self._began = self._last_time = 0.0
+        self._last_stats: Stats | None = None
+
+    # ------------------------------------------------------------------ hooks
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if not hasattr(trainer.strategy, "expect_next_batch"):
@@ -50,38 +101,118 @@ class SuperpipelineCallback(Callback):
             )
         self._strategy: Partner = trainer.strategy  # type: ignore[assignment]
         self._counted = False
+        self._batches = 0
+        self._recording = None
+        self._steps.clear()
+        self._last_stats = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._show_plan()
+        self._begin()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._show_plan()
+        self._begin()
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._show_plan()
+        self._begin()
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._show_plan()
+        self._begin()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._timeline is None and self._plot is None:
+            return
+        self._stop_recording()
+        self._batches += 1
+        if self._batches > 1 and (self._batches - 2) % self._every == 0:
+            self._recording = self._batches - 1
+            self._strategy.start_recording()
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._strategy.expect_next_batch()
-        if trainer.loggers and (trainer.global_step + 1) % max(trainer.log_every_n_steps, 1) == 0:
-            metrics = {f"superpipeline/{name}": float(value) for name, value in vars(self._strategy.stats()).items()}
+        due = (trainer.global_step + 1) % max(trainer.log_every_n_steps, 1) == 0
+        if not (due and trainer.loggers) and not self._progress_bar:
+            return
+        stats = self._strategy.stats()
+        rates = self._rates(stats)
+        if due and trainer.loggers:
+            metrics = {f"superpipeline/{name}": float(value) for name, value in {**vars(stats), **rates}.items()}
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        if self._progress_bar:
+            shown = {f"superpipeline/{name}": rates[name] for name in ("stall_fraction", "window")}
+            pl_module.log_dict(shown, prog_bar=True, logger=False)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._write()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._counted and not isinstance(exception, MemoryError):
+            self._write()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._counted:
-            log.info(counters_line(self._strategy.stats()))
+            stats = self._strategy.stats()
+            log.info("%s\n%s", counters_line(stats), bottleneck(stats, time.perf_counter() - self._began))
             self._counted = False
 
-    def _show_plan(self) -> None:
+    # ------------------------------------------------------------------ what is shown
+
+    def _begin(self) -> None:
+        if not self._counted:
+            self._began = self._last_time = time.perf_counter()
         self._counted = True
         if self._shown != self._strategy.plan:
             self._shown = self._strategy.plan
             log.info("\n%s", self._shown)
+
+    def _rates(self, stats: Stats) -> dict[str, float]:
+        """Since the last call: the share of the time that was waited, device memory, traffic, the window."""
+        now, before = time.perf_counter(), self._last_stats
+        seconds = max(now - self._last_time, 1e-9)
+        self._last_time, self._last_stats = now, stats
+        waited = stats.waited_seconds - (before.waited_seconds if before else 0.0)
+        fetched = stats.fetched_bytes - (before.fetched_bytes if before else 0)
+        return {
+            "stall_fraction": min(waited / seconds, 1.0),
+            "device_bytes": float(self._strategy.plan.peak_device_bytes),
+            "fetch_gbps": fetched / seconds / 1e9,
+            "window": float(self._strategy.plan.k),
+        }
+
+    # ------------------------------------------------------------------ the timeline
+
+    def _stop_recording(self) -> None:
+        if self._recording is not None:
+            self._strategy.stop_recording()
+            self._steps.setdefault(self._recording, [])
+            self._recording = None
+        if self._steps:
+            # What had not ended when it was looked at last belongs to the last batch that was kept.
+            self._steps[max(self._steps)] += self._strategy.recorded()
+
+    def _write(self) -> None:
+        self._stop_recording()
+        if not self._steps:
+            return
+        names = [layer.name for layer in self._strategy.plan.layers]
+        if self._timeline is not None:
+            self._timeline.parent.mkdir(parents=True, exist_ok=True)
+            self._timeline.write_text(json.dumps(chrome_trace(self._steps, names)))
+            log.info(
+                "Superpipeline: %d batches are in %s; open it in https://ui.perfetto.dev.",
+                len(self._steps),
+                self._timeline,
+            )
+        if self._plot is not None:
+            last = max(self._steps)
+            self._plot.parent.mkdir(parents=True, exist_ok=True)
+            plan = self._strategy.plan
+            draw_timeline(
+                self._steps[last], names, self._plot, f"Training batch {last}, k = {plan.k}, k' = {plan.k_prime}"
+            )
+        self._steps.clear()
 
 
 def counters_line(stats: Stats) -> str:
@@ -93,6 +224,32 @@ def counters_line(stats: Stats) -> str:
         f"{stats.stall_seconds:.2f} s for fetches, {stats.drain_stall_seconds:.2f} s for gradients, "
         f"{stats.update_stall_seconds:.2f} s for updates."
     )
+
+
+def bottleneck(stats: Stats, seconds: float) -> str:
+    """What the run waited for most, and the option that would help."""
+    waits = {
+        "fetches": (
+            stats.stall_seconds,
+            "a larger k or memory_budget, or more work per batch (tokens, images), hides them",
+        ),
+        "gradients to leave": (stats.drain_stall_seconds, "a larger k_prime leaves them more time"),
+        "updates": (stats.update_stall_seconds, "a larger batch, or accumulate_grad_batches, makes them rarer"),
+    }
+    what, (most, remedy) = max(waits.items(), key=lambda each: each[1][0])
+    share = most / max(seconds, 1e-9)
+    if share < _LITTLE:
+        return f"Superpipeline: of {seconds:.1f} s, {stats.waited_seconds:.2f} s were waited: nothing to gain there."
+    return f"Superpipeline: of {seconds:.1f} s, {share:.0%} were waited for {what}; {remedy}."
+
+
+def _writable(option: str, path: str | Path | None) -> Path | None:
+    if path is None:
+        return None
+    found = Path(path)
+    if found.is_dir():
+        raise ValueError(f"{option}={str(path)!r} is a folder; name a file in it.")
+    return found
 
 
 WRITE_NO_WEIGHTS.add(SuperpipelineCallback)

@@ -68,8 +68,8 @@ class Device:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stalled: dict[Wait, float] = dict.fromkeys(Wait, 0.0)
-        self.timeline: Timeline | None = None
-        """Where :meth:`mark` and :meth:`note` leave times, while it is set."""
+        self.timelines: list[Timeline] = []
+        """Where :meth:`note` leaves times."""
         self._background: ThreadPoolExecutor | None = None
 
     def empty(self, nbytes: int) -> Tensor:
@@ -138,16 +138,17 @@ class Device:
 
     def mark(self, stream: Stream) -> Any:
         """The moment when ``stream`` comes here; None while there is no timeline."""
-        return time.perf_counter() if self.timeline is not None else None
+        return time.perf_counter() if self.timelines else None
 
     def note(self, kind: Kind, layer: int | None, begun: Any, stream: Stream, nbytes: int = 0) -> None:
         """Something that began at a mark ends when ``stream`` comes here."""
-        timeline = self.timeline
-        if timeline is not None and begun is not None:
-            timeline.add(kind, layer, begun, self.mark(stream), nbytes)
+        if begun is not None and self.timelines:
+            now = self.mark(stream)
+            for timeline in self.timelines:
+                timeline.add(kind, layer, begun, now, nbytes)
 
-    def start_timeline(self) -> Timeline:
-        """A timeline for this device, to be set as :attr:`timeline` while it is wanted. Waits for the device once."""
+    def make_timeline(self) -> Timeline:
+        """A timeline for this device, to be put into :attr:`timelines` while it is wanted. Waits for the device once."""
         return Timeline(lambda mark: mark)
 
     def peak_bytes(self) -> int | None:
@@ -242,7 +243,7 @@ class Accelerator(Device):
         return None
 
     def mark(self, stream: Stream) -> Any:
-        if self.timeline is None:
+        if not self.timelines:
             return None
         if stream is Stream.UPDATE:
             return super().mark(stream)
@@ -250,7 +251,7 @@ class Accelerator(Device):
         event.record(self._stream(stream))
         return event
 
-    def start_timeline(self) -> Timeline:
+    def make_timeline(self) -> Timeline:
         zero = torch.Event(self.device, enable_timing=True)
         zero.record(torch.accelerator.current_stream(self.device))
         zero.synchronize()

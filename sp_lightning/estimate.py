@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -83,6 +82,20 @@ def on_paper() -> Iterator[None]:
         nn.init._no_grad_trunc_normal_ = theirs
 
 
+def cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """As ``module.to(dtype)``, which cannot exchange parameters without memory. Shared ones stay shared."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None and parameter.is_floating_point() and parameter.dtype is not dtype:
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                child._parameters[name] = made[parameter]
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                child._buffers[name] = buffer.to(dtype)
+
+
 def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
     """Run a batch and count.
 
@@ -103,7 +116,6 @@ def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
             if parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)
         stack.enter_context(trial)
-        stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, trial.unpack))
         loss = run()
         if loss is not None:
             trial.now = trial.begin((), backward=True)
@@ -171,13 +183,6 @@ class _Trial(TorchDispatchMode):
         if not (self.now.backward and self.now.layers == layers):
             self.now = self.begin(layers, backward=True)
 
-    def unpack(self, tensor: Tensor) -> Tensor:
-        """Autograd needs what it saved: a weight is fetched again, everything else has stayed."""
-        layer = self._layer_of(tensor)
-        if layer is not None and layer >= 0:
-            self.now.needs[layer] = None
-        return tensor
-
     def work(self) -> Work:
         """What was counted."""
         costs = [each for each in self._costs if each.layers or each.flops or each.moved]
@@ -198,6 +203,11 @@ class _Trial(TorchDispatchMode):
                 self._live.see(tensor)
         if func.is_view or func._overloadpacket is torch.ops.aten.detach:
             return result
+        if self.now.backward:
+            for tensor in inputs:
+                layer = self._layer_of(tensor)
+                if layer is not None and layer >= 0:
+                    self.now.needs[layer] = None
         flops = flop_registry.get(func._overloadpacket)
         if flops is not None:
             self.now.flops += flops(*args, **kwargs, out_val=result)

@@ -182,8 +182,6 @@ class Slots:
     def use(self, layer: int, *, backward: bool = False) -> Slot:
         """Lend a fetched layer's memory to compute, which waits for the transfer."""
         slot = self._at[layer]
-        self._device.note("between", None, self.idle_since, Stream.COMPUTE)
-        self.idle_since = None
         self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
         slot.lent = True
@@ -191,6 +189,11 @@ class Slots:
         slot.begun = self._device.mark(Stream.COMPUTE)
         slot.backward = backward
         return slot
+
+    def resume(self) -> None:
+        """Compute comes to a layer, for which it may have to wait: what it did between layers is over."""
+        self._device.note("between", None, self.idle_since, Stream.COMPUTE)
+        self.idle_since = None
 
     def release(self, slot: Slot) -> None:
         """The use is over. Device parameters have let go of the memory; others may still hold views of it."""

@@ -45,6 +45,7 @@ from sp_lightning.quiet import is_quiet
 from sp_lightning.repeat import Snapshot
 from sp_lightning.step import FusedStep, HostGradScaler
 from sp_lightning.streamer import Stats, Streamer
+from sp_lightning.timeline import Interval, Timeline
 from sp_lightning.tuning import Tuning
 from sp_lightning.window import Window
 
@@ -113,6 +114,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._streamer: Streamer | None = None
         self._plan: Plan | None = None
         self._tuning: Tuning | None = None
+        self._timeline: Timeline | None = None
         self._ledger: Ledger | None = None
         self._last_stats: Stats | None = None
         self._hooks: list[RemovableHandle] = []
@@ -248,6 +250,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         assert self.lightning_module is not None
         self._close_streamer()
         self._torn = None
+        self._timeline = None
         self._build()
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_update),
@@ -421,6 +424,22 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     def on_predict_start(self) -> None:
         self._loop_starts()
+
+    def start_recording(self) -> None:
+        """Keep what happens from here on, as intervals."""
+        if self._streamer is not None:
+            device = self._streamer.device
+            self._timeline = self._timeline or device.make_timeline()
+            device.timelines.append(self._timeline)
+
+    def stop_recording(self) -> None:
+        """Keep no more; what has begun is kept when it ends."""
+        if self._streamer is not None and self._timeline in self._streamer.device.timelines:
+            self._streamer.device.timelines.remove(self._timeline)
+
+    def recorded(self) -> list[Interval]:
+        """The intervals that were kept and have ended by now; each is given out once."""
+        return self._timeline.take() if self._timeline is not None else []
 
     @contextmanager
     def _whole_after_failure(self) -> Generator[None, None, None]:

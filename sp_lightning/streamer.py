@@ -80,6 +80,11 @@ class Stats:
     drain_stall_seconds: float
     update_stall_seconds: float
 
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds that anything was waited for."""
+        return self.stall_seconds + self.drain_stall_seconds + self.update_stall_seconds
+
 
 class _BackwardEnd:
     """What autograd calls when a graph task ends. If the task fails, autograd drops it instead: that is an end too.
@@ -606,6 +611,7 @@ class Streamer:
         """The layer is on the device now; whoever called is the reason."""
         if layer in self._used:
             return self._used[layer]
+        self._slots.resume()
         if layer not in self._owners:  # masters come by demand only
             self._prefetch.trace.visit(layer)
         early = self._updated_early(layer)

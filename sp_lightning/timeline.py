@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 Kind = Literal["fetch", "forward", "backward", "between", "drain", "update"]
 
@@ -53,3 +53,34 @@ class Timeline:
             else:
                 done.append(Interval(kind, layer, begin, end, nbytes))
         return sorted(done, key=lambda interval: interval.begin)
+
+
+def chrome_trace(steps: Mapping[int, Sequence[Interval]], names: Sequence[str]) -> dict[str, Any]:
+    """The intervals as https://ui.perfetto.dev and ``chrome://tracing`` read them: a row for each kind, in microseconds.
+
+    Args:
+        steps: intervals by step.
+        names: of the layers; the residents follow them.
+    """
+    rows = {kind: row for row, kind in enumerate(get_args(Kind))}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": kind}} for kind, row in rows.items()
+    ]
+    zero = min((each.begin for step in steps.values() for each in step), default=0.0)
+    for step, intervals in steps.items():
+        for each in intervals:
+            events.append(
+                {
+                    "ph": "X", "name": name_of(each.layer, names), "cat": each.kind, "pid": 0, "tid": rows[each.kind],
+                    "ts": (each.begin - zero) * 1e6, "dur": (each.end - each.begin) * 1e6,
+                    "args": {"step": step, "bytes": each.nbytes},
+                }
+            )  # fmt: skip
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def name_of(layer: int | None, names: Sequence[str]) -> str:
+    """Of a layer, the residents (which come after the last), or of what is between layers."""
+    if layer is None:
+        return "between layers"
+    return names[layer] if layer < len(names) else "residents"

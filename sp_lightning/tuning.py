@@ -15,6 +15,7 @@ from sp_lightning.options import Overlap
 from sp_lightning.plan import Plan, human_bytes
 from sp_lightning.prediction import Rates, Visit, measured, predict
 from sp_lightning.streamer import Streamer
+from sp_lightning.timeline import Timeline
 from sp_lightning.window import Window
 
 log = logging.getLogger("lightning.pytorch.superpipeline")
@@ -38,6 +39,7 @@ class Tuning:
         self._device = device
         self._batches = 0
         self._work: tuple[Sequence[Visit], Rates] | None = None
+        self._timeline: Timeline | None = None
         self._overlap: Overlap = "off"
         self._size = 0  # of the largest batch whose memory was measured, in numbers
         self._next = 0  # of the one that runs now
@@ -51,10 +53,10 @@ class Tuning:
             batch: that is to run. One that is larger than all before is expected to take as much more memory.
             overlap: how updates run.
         """
-        timeline = self._device.timeline
-        if timeline is not None:
-            self._work = measured(timeline.take(), synchronous=self._device.synchronous)
-            self._device.timeline = None
+        if self._timeline is not None:
+            self._device.timelines.remove(self._timeline)
+            self._work = measured(self._timeline.take(), synchronous=self._device.synchronous)
+            self._timeline = None
             self._again = True
         self._overlap = overlap
         self._observe()
@@ -62,7 +64,8 @@ class Tuning:
         if self._work is not None:
             self._fit()
         elif self._batches == _TIMED:
-            self._device.timeline = self._device.start_timeline()
+            self._timeline = self._device.make_timeline()
+            self._device.timelines.append(self._timeline)
         self._batches += 1
 
     def shrink(self) -> bool:

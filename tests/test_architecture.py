@@ -16,7 +16,8 @@ PACKAGE = Path(sp_lightning.__file__).parent
 ORDER = (
     "_version", "memory", "layers", "options", "plan", "ledger", "trace", "timeline", "device", "host", "casts",
     "parameters", "places", "gates", "slots", "packing", "prefetch", "prediction", "estimate", "window", "gradients",
-    "updates", "streamer", "tuning", "step", "layered", "repeat", "quiet", "overlap", "callback", "strategy", "__init__",
+    "updates", "streamer", "tuning", "step", "layered", "repeat", "quiet", "overlap", "picture", "callback", "strategy",
+    "__init__",
 )  # fmt: skip
 MAY_IMPORT_LIGHTNING = {"repeat", "quiet", "overlap", "callback", "strategy", "__init__"}
 

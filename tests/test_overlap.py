@@ -25,7 +25,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning import SuperpipelineStrategy, overlap
+from sp_lightning import SuperpipelineStrategy, layered
 from sp_lightning.device import Device
 from sp_lightning.layered import LayeredStep
 from sp_lightning.slots import Slots
@@ -313,7 +313,7 @@ def test_the_norms_are_measured_while_backward_goes_on() -> None:
 
     options = {"gradient_clip_val": 0.05, "max_epochs": 2}
     known: list[int] = []
-    total = overlap.get_total_norm
+    total = layered.get_total_norm
 
     def note_total(norms: list[Tensor]) -> Tensor:
         known.append(sum(not each.ndim for each in norms))
@@ -321,7 +321,7 @@ def test_the_norms_are_measured_while_backward_goes_on() -> None:
 
     with (
         mock.patch.object(LayeredStep, "_measure_layer", noted),
-        mock.patch.object(overlap, "get_total_norm", note_total),
+        mock.patch.object(layered, "get_total_norm", note_total),
         mock.patch.object(Device, "later", at_once),
     ):
         ours = run("stack", overlapping("forward"), **options)

@@ -1,0 +1,384 @@
+"""``python -m sp_lightning plan MODEL``: does it fit, with which k, and how fast? And Lightning's CLI, the name registered."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sp_lightning.estimate import Work, cast, estimate, on_paper
+from sp_lightning.layers import Found, find_layers
+from sp_lightning.ledger import Ledger, make_ledger
+from sp_lightning.options import parse_bytes
+from sp_lightning.picture import draw_windows, require_matplotlib
+from sp_lightning.plan import Plan, human_bytes, make_plan
+from sp_lightning.prediction import Prediction, Rates, Visit, predict, schedule_visits
+from sp_lightning.spec import WANTED, Subject, load
+
+LIGHTNING = ("fit", "validate", "test", "predict")
+PRECISIONS = {
+    "32-true": (torch.float32, None),
+    "bf16-true": (torch.bfloat16, None),
+    "16-true": (torch.float16, None),
+    "bf16-mixed": (torch.float32, torch.bfloat16),
+    "16-mixed": (torch.float32, torch.float16),
+}
+# One fused AdamW pass reads and writes seven times the bytes of the gradients: weights, gradients, two moments.
+_PASSES_OF_ADAMW = 7
+
+
+@dataclass(frozen=True)
+class Row:
+    """One choice of k and k'.
+
+    Attributes:
+        plan: for it.
+        device_bytes: weights, gradients and activations.
+        prediction: of a batch.
+        fits: whether the device has the memory.
+    """
+
+    plan: Plan
+    device_bytes: int
+    prediction: Prediction
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the command says.
+
+    Attributes:
+        subject, found: the model and its layers.
+        work: what a batch computes; None if it could not be run without values.
+        why_no_work: then, why.
+        ledger: the host's memory; None for prediction.
+        host_bytes: all of it.
+        rows: by k and k'.
+    """
+
+    subject: Subject
+    found: Found
+    work: Work | None
+    why_no_work: str
+    ledger: Ledger | None
+    host_bytes: int
+    rows: tuple[Row, ...]
+
+    @property
+    def best(self) -> Row | None:
+        """The smallest among the fastest that fit."""
+        fitting = [row for row in self.rows if row.fits]
+        if not fitting:
+            return None
+        enough = min(row.prediction.seconds for row in fitting) * 1.01
+        return min((r for r in fitting if r.prediction.seconds <= enough), key=lambda row: row.device_bytes)
+
+
+def answer(options: argparse.Namespace) -> Answer:
+    """Build the model on paper, run a batch, walk the schedule for a range of k and k'.
+
+    Raises:
+        ValueError, ImportError: a model that is not known.
+    """
+    dtype, autocast = PRECISIONS[options.precision]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with on_paper(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            subject = load(options.model, batch=options.batch, tokens=options.tokens, image=options.image)
+            module = subject.module
+            cast(module, dtype)
+            if options.checkpointing:
+                _checkpoint(module)
+            module.train(not options.predict)
+            found = find_layers(module, layers=options.layers, resident=options.resident or (), autocast=autocast)
+            work, why = _work(subject, found, options, autocast)
+            ledger = None
+            if not options.predict:
+                trained = [p for p in module.parameters() if p.requires_grad]
+                ledger = make_ledger(
+                    make_plan(found, k=1, k_prime=1), [torch.optim.AdamW(trained)],
+                    early=options.overlap == "backward", accumulate=1, clips=None, scales=False,
+                )  # fmt: skip
+    finally:
+        torch.set_default_dtype(before)
+    smallest = make_plan(found, k=1, k_prime=1)
+    host = ledger.nbytes if ledger is not None else smallest.host_bytes - _gradients(smallest)
+    rows = tuple(_row(found, k, k_prime, work, ledger, options) for k, k_prime in _choices(found, options))
+    return Answer(subject, found, work, why, ledger, host, rows)
+
+
+def _work(
+    subject: Subject, found: Found, options: argparse.Namespace, autocast: torch.dtype | None
+) -> tuple[Work | None, str]:
+    try:
+        if options.predict:
+            with torch.no_grad():
+                return estimate(found, lambda: subject.run(training=False, autocast=autocast)), ""
+        return estimate(found, lambda: subject.run(training=True, autocast=autocast)), ""
+    except Exception as error:  # whatever a module raises that looks at values; the answer says so
+        return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+def _row(
+    found: Found, k: int, k_prime: int, work: Work | None, ledger: Ledger | None, options: argparse.Namespace
+) -> Row:
+    plan = make_plan(found, k=k, k_prime=k_prime)
+    visits = _visits(plan, work, options)
+    rates = Rates(
+        upload=options.pcie * 1e9,
+        download=options.pcie * 1e9,
+        update=options.dram * 1e9 / _PASSES_OF_ADAMW,
+        host_memory=options.dram * 1e9,
+    )
+    traffic = sum(each.read + each.written for each in ledger.passes if each.what == "update") if ledger else 0
+    prediction = predict(plan, visits, rates, overlap=options.overlap, host_traffic=traffic)
+    nbytes = plan.peak_device_bytes if not options.predict else plan.slot_bytes + plan.resident_bytes
+    nbytes += work.activation_bytes if work is not None else 0
+    return Row(plan, nbytes, prediction, options.gpu_memory is None or nbytes <= options.gpu_memory)
+
+
+def _visits(plan: Plan, work: Work | None, options: argparse.Namespace) -> list[Visit]:
+    if work is not None:
+        return work.visits(flops=options.tflops * 1e12, memory=options.device_bandwidth * 1e9)
+    counts = [sum(math.prod(span.shape) for span in (*layer.spans, *layer.casts)) for layer in plan.layers]
+    items = options.batch * options.tokens
+    return schedule_visits(
+        plan, [2 * n * items / (options.tflops * 1e12) for n in counts], training=not options.predict
+    )
+
+
+def _choices(found: Found, options: argparse.Namespace) -> list[tuple[int, int]]:
+    count = max(len(found.layers), 1)
+    ks = options.k or sorted({k for k in (1, 2, 4, 8, 16, 32, 64) if k < count} | {count})
+    return [
+        (k, k_prime) for k in ks for k_prime in (options.k_prime or (1, 2)) if k + k_prime <= max(count, 2) or options.k
+    ]
+
+
+def _gradients(plan: Plan) -> int:
+    return sum(layer.gradient_bytes for layer in (*plan.layers, plan.residents))
+
+
+def _checkpoint(module: Any) -> None:
+    enable = getattr(module, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise ValueError(f"{type(module).__name__} has no gradient_checkpointing_enable; leave out --checkpointing.")
+    enable()
+
+
+# ---------------------------------------------------------------------- what is printed
+
+
+def table(answer: Answer, options: argparse.Namespace) -> str:
+    """The answer, to be read."""
+    best = answer.best
+    shown = (best or answer.rows[0]).plan
+    count = sum(p.numel() for p in answer.found.places)
+    what = "prediction" if options.predict else "training, AdamW"
+    lines = [
+        f"{answer.subject.name}: {count / 1e9:.2f} B parameters, {options.precision}, {what}, {answer.subject.items}",
+        str(shown),
+        "",
+        _activations(answer, options),
+        _host(answer, options, count),
+        f"assumed: {options.tflops:g} TFLOP/s, {options.device_bandwidth:g} GB/s on the device, {options.pcie:g} GB/s each way, "
+        f"{options.dram:g} GB/s of host memory (--tflops --device-bandwidth --pcie --dram)",
+        "",
+        f"   k  k' {'weights+grads':>14} {'with the rest':>14} {'s/batch':>9} {'waiting':>8}  binds",
+    ]
+    for row in answer.rows:
+        weights = row.plan.peak_device_bytes if not options.predict else row.plan.slot_bytes + row.plan.resident_bytes
+        waiting = (
+            max(0.0, 1 - row.prediction.busy["compute"] / row.prediction.seconds) if row.prediction.seconds else 0.0
+        )
+        mark = " ◀" if row is best else "" if row.fits else "  does not fit"
+        lines.append(
+            f"{row.plan.k:>4} {row.plan.k_prime:>3} {human_bytes(weights):>14} {human_bytes(row.device_bytes):>14} "
+            f"{row.prediction.seconds:>9.3g} {waiting:>8.0%}  {row.prediction.binds}{mark}"
+        )
+    return "\n".join([*lines, "", verdict(answer, options)])
+
+
+def verdict(answer: Answer, options: argparse.Namespace) -> str:
+    """Does it fit, and with which k?"""
+    best = answer.best
+    if options.host_memory is not None and answer.host_bytes > options.host_memory:
+        return (
+            f"It does not fit: {human_bytes(answer.host_bytes)} of host memory are needed, "
+            f"{human_bytes(options.host_memory)} are there. {_lighter(options)}"
+        )
+    if best is None:
+        least = min(row.device_bytes for row in answer.rows)
+        rest = answer.work.activation_bytes if answer.work is not None else 0
+        remedy = "Use a smaller batch, or --checkpointing." if rest > least / 2 else "Cut layers finer with --layers."
+        return (
+            f"It does not fit: the least is {human_bytes(least)} of device memory, of which {human_bytes(rest)} are "
+            f"activations; {human_bytes(options.gpu_memory)} are there. {remedy}"
+        )
+    fits = "It fits" if options.gpu_memory is not None else "The fastest"
+    choice = f"SuperpipelineStrategy(k={best.plan.k}, k_prime={best.plan.k_prime})"
+    return f"{fits}: {choice}, {best.prediction.seconds:.3g} s per batch."
+
+
+def _lighter(options: argparse.Namespace) -> str:
+    if options.predict:
+        return "Use a lower precision: --precision bf16-true."
+    if options.precision != "bf16-true":
+        return "Use --precision bf16-true, freeze layers, or train adapters; --overlap backward saves gradients."
+    return "Freeze layers or train adapters; --overlap backward saves gradients."
+
+
+def _activations(answer: Answer, options: argparse.Namespace) -> str:
+    if answer.work is None:
+        return (
+            f"activations unknown: the model could not be run without values ({answer.why_no_work}). Times are from "
+            f"parameter counts and {options.batch} × {options.tokens} tokens"
+        )
+    flops = f"{answer.work.flops / 1e12:.3g} TFLOP per batch"
+    return f"activations and intermediate results {human_bytes(answer.work.activation_bytes)}, {flops}"
+
+
+def _host(answer: Answer, options: argparse.Namespace, count: int) -> str:
+    if answer.ledger is None:
+        return f"host memory {human_bytes(answer.host_bytes)}"
+    ledger = answer.ledger
+    parts = f"weights {human_bytes(ledger.weights)}, gradients {human_bytes(ledger.gradients)}"
+    return (
+        f"host memory {human_bytes(answer.host_bytes)}, {answer.host_bytes / max(count, 1):.3g} bytes per parameter: {parts}, "
+        f"optimizer state {human_bytes(ledger.state or 0)}"
+    )
+
+
+def as_json(answer: Answer, options: argparse.Namespace) -> str:
+    """The answer, to be read by programs; bytes and seconds."""
+    best = answer.best
+    return json.dumps(
+        {
+            "model": answer.subject.name,
+            "precision": options.precision,
+            "parameters": sum(p.numel() for p in answer.found.places),
+            "layers": [{"name": name, "bytes": n} for name, n in ((x.name, x.nbytes) for x in answer.rows[0].plan.layers)],
+            "activation_bytes": answer.work.activation_bytes if answer.work else None,
+            "flops": answer.work.flops if answer.work else None,
+            "host_bytes": answer.host_bytes,
+            "windows": [
+                {
+                    "k": row.plan.k, "k_prime": row.plan.k_prime, "device_bytes": row.device_bytes, "fits": row.fits,
+                    "seconds": row.prediction.seconds, "busy_seconds": row.prediction.busy, "binds": row.prediction.binds,
+                }
+                for row in answer.rows
+            ],
+            "best": None if best is None else {"k": best.plan.k, "k_prime": best.plan.k_prime},
+            "verdict": verdict(answer, options),
+        },
+        indent=2,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- the command line
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m sp_lightning", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in LIGHTNING:
+        commands.add_parser(
+            name, help=f"Lightning's CLI with this strategy registered: {name} --config FILE", add_help=False
+        )
+    plan = commands.add_parser("plan", help="does a model fit, with which k, and how fast?")
+    plan.add_argument("model", help=WANTED)
+    plan.add_argument("--predict", action="store_true", help="no training")
+    plan.add_argument("--precision", choices=PRECISIONS, default="bf16-mixed", help="(%(default)s)")
+    plan.add_argument("--batch", type=_count, default=1, help="sequences or images at once (%(default)s)")
+    plan.add_argument("--tokens", type=_count, default=2048, help="per sequence (%(default)s)")
+    plan.add_argument("--image", type=_count, help="pixels on each side (what the model is made for)")
+    plan.add_argument("--checkpointing", action="store_true", help="gradient checkpointing, of transformers' models")
+    plan.add_argument(
+        "--overlap", choices=("off", "forward", "backward"), default="forward", help="optimizer_overlap (%(default)s)"
+    )
+    plan.add_argument("--layers", nargs="+", help="as SuperpipelineStrategy(layers=…)")
+    plan.add_argument("--resident", nargs="+", help="as SuperpipelineStrategy(resident=…)")
+    plan.add_argument("--k", type=_count, nargs="+", help="(a range)")
+    plan.add_argument("--k-prime", type=_count, nargs="+", help="(1 2)")
+    plan.add_argument("--gpu-memory", type=_size, help="24GiB")
+    plan.add_argument("--host-memory", type=_size, help="512GiB")
+    plan.add_argument("--tflops", type=_rate, default=100, help="of the device, TFLOP/s (%(default)s)")
+    plan.add_argument("--device-bandwidth", type=_rate, default=1000, help="of its memory, GB/s (%(default)s)")
+    plan.add_argument("--pcie", type=_rate, default=25, help="between host and device, each way, GB/s (%(default)s)")
+    plan.add_argument("--dram", type=_rate, default=60, help="of host memory, GB/s (%(default)s)")
+    plan.add_argument("--json", action="store_true", help="for programs")
+    plan.add_argument("--plot", type=Path, metavar="FILE.png", help="seconds against memory; needs matplotlib")
+    return parser
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes("it", text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = -1.0
+    if not 0 < rate < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return rate
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in LIGHTNING:
+        _lightning(arguments)
+        return
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    if options.plot is not None:
+        require_matplotlib()
+    try:
+        found = answer(options)
+    except (ValueError, ImportError) as error:
+        parser.exit(2, f"python -m sp_lightning plan: {error}\n")
+    print(as_json(found, options) if options.json else table(found, options))
+    if options.plot is not None:
+        points = [(f"{r.plan.k}:{r.plan.k_prime}", float(r.device_bytes), r.prediction.seconds) for r in found.rows]
+        draw_windows(points, options.gpu_memory, options.plot, f"{found.subject.name}, {options.precision}")
+
+
+def _lightning(arguments: list[str]) -> None:
+    import sp_lightning  # noqa: F401  (registers the name)
+
+    try:
+        from lightning.pytorch.cli import LightningCLI
+
+        LightningCLI(args=arguments)
+    except ModuleNotFoundError as error:
+        if "jsonargparse" not in str(error):
+            raise
+        raise SystemExit(f'{error} Install it: pip install "sp_lightning[cli]".') from error
+
+
+if __name__ == "__main__":
+    main()

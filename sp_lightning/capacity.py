@@ -1,0 +1,53 @@
+"""How much host memory can still be had: what the system has, within what the control group allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# Where a v1 group says nothing it says a number near 2⁶³.
+_UNLIMITED = 2**60
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Bytes that this process can take without being killed, swap included; None where the system does not say (not Linux).
+
+    Args:
+        root: of the file system.
+    """
+    meminfo = root / "proc/meminfo"
+    if not meminfo.is_file():
+        return None
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    free = sum(int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "SwapFree") if name in fields)
+    return min([free, *_of_groups(root)])
+
+
+def _of_groups(root: Path) -> list[int]:
+    """Of the process's group and each above it: its limit less what it has taken, but for what could be given back."""
+    lines = root / "proc/self/cgroup"
+    found = []
+    for line in lines.read_text().splitlines() if lines.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        group = top / path.strip("/")
+        # In a container the path may be that of the host, and the group is at the top.
+        for each in (group, *group.parents) if group.is_dir() else (top,):
+            limit, taken = (_number(each / name) for name in names)
+            if limit is not None and taken is not None and limit < _UNLIMITED:
+                found.append(max(0, limit - taken + _reclaimable(each / "memory.stat")))
+            if each == top:
+                break
+    return found
+
+
+def _number(file: Path) -> int | None:
+    text = file.read_text().strip() if file.is_file() else ""
+    return int(text) if text.isdecimal() else None
+
+
+def _reclaimable(file: Path) -> int:
+    lines = file.read_text().splitlines() if file.is_file() else ()
+    return sum(int(line.split()[1]) for line in lines if line.split()[:1] in (["inactive_file"], ["total_inactive_file"]))
