@@ -368,8 +368,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _lightning(arguments: list[str]) -> None:
-    import sp_lightning  # noqa: F401  (registers the name)
-
     try:
         from lightning.pytorch.cli import LightningCLI
 

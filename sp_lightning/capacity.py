@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sp_lightning.plan import human_bytes
+
 # Where a v1 group says nothing it says a number near 2⁶³.
 _UNLIMITED = 2**60
 
@@ -50,4 +52,26 @@ def _number(file: Path) -> int | None:
 
 def _reclaimable(file: Path) -> int:
     lines = file.read_text().splitlines() if file.is_file() else ()
-    return sum(int(line.split()[1]) for line in lines if line.split()[:1] in (["inactive_file"], ["total_inactive_file"]))
+    return sum(
+        int(line.split()[1]) for line in lines if line.split()[:1] in (["inactive_file"], ["total_inactive_file"])
+    )
+
+
+def check_host(needed: dict[str, int], remedy: str) -> None:
+    """Refuse what would get the process killed later.
+
+    Args:
+        needed: bytes beyond what is held already, by what they are for.
+        remedy: what to do, as a sentence.
+
+    Raises:
+        MemoryError: more than :func:`available_bytes`.
+    """
+    available = available_bytes()
+    total = sum(needed.values())
+    if available is not None and total > available:
+        parts = ", ".join(f"{human_bytes(nbytes)} {what}" for what, nbytes in needed.items() if nbytes)
+        raise MemoryError(
+            f"{human_bytes(total)} more of host memory are needed ({parts}), and {human_bytes(available)} can be had "
+            f"(the system's free memory and swap, within the limits of the control group). {remedy}"
+        )

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.callback import SuperpipelineCallback
+from sp_lightning.capacity import check_host
 from sp_lightning.device import device_for
 from sp_lightning.layered import LayeredStep
 from sp_lightning.layers import Found, LayerChoice, find_layers
@@ -243,6 +244,11 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             self.setup_optimizers(trainer)
             self._said = ""
             self._arrange_overlap()
+            assert self._ledger is not None
+            check_host(
+                {"for gradients": self._ledger.gradients, "for the optimizer's state": self._ledger.state or 0},
+                _LIGHTER,
+            )
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
@@ -552,6 +558,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         )
         found = find_layers(module, layers=self._layers, resident=self._resident, autocast=autocast)
         plan = self._plan = self._window.begin(found, device)
+        check_host(_absorbing(plan), _LIGHTER)
         _move_the_rest(module, found, self.root_device)
         self._streamer = Streamer(module, found, plan, device, pin=self._pin_memory and self.root_device.type != "cpu")
         self._tuning = Tuning(self._window, self._streamer, device) if self._window.auto else None
@@ -608,11 +615,25 @@ def _advice(plan: Plan, smaller: Plan, changed: str) -> str:
     )
 
 
+_LIGHTER = (
+    'Use less: precision="bf16-true", an optimizer with less state, frozen layers or adapters, or '
+    'SuperpipelineStrategy(optimizer_overlap="backward"), which holds no gradients.'
+)
+
 _TRANSFORMS = (
     "torch.func.grad (or vjp, jacrev, hessian) was called inside a step: it does not support saved-tensor hooks, which "
     "streamed layers need. Use torch.autograd.grad(..., create_graph=True), or keep every layer on the device: "
     'SuperpipelineStrategy(resident=["**"]).'
 )
+
+
+def _absorbing(plan: Plan) -> dict[str, int]:
+    """Host memory that set-up takes beside the weights, which are there: they are absorbed layer by layer."""
+    layers = (*plan.layers, plan.residents)
+    return {
+        "for a layer's copy": max(each.nbytes for each in (*layers, *plan.masters)),
+        "for casts": sum(cast.nbytes for layer in layers for cast in layer.casts),
+    }
 
 
 def _hold_hosts(optimizer: Any) -> None:

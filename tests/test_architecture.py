@@ -15,11 +15,12 @@ PACKAGE = Path(sp_lightning.__file__).parent
 # One layer's way, downwards: a file may import from those before it only.
 ORDER = (
     "_version", "memory", "layers", "options", "plan", "ledger", "trace", "timeline", "device", "host", "casts",
-    "parameters", "places", "gates", "slots", "packing", "prefetch", "prediction", "estimate", "window", "gradients",
-    "updates", "streamer", "tuning", "step", "layered", "repeat", "quiet", "overlap", "picture", "callback", "strategy",
-    "__init__",
+    "parameters", "places", "gates", "slots", "packing", "prefetch", "prediction", "estimate", "spec", "window", "capacity",
+    "gradients", "updates", "streamer", "tuning", "step", "layered", "repeat", "quiet", "overlap", "picture", "callback",
+    "strategy",
+    "__init__", "__main__",
 )  # fmt: skip
-MAY_IMPORT_LIGHTNING = {"repeat", "quiet", "overlap", "callback", "strategy", "__init__"}
+MAY_IMPORT_LIGHTNING = {"__main__", "repeat", "quiet", "overlap", "callback", "strategy", "__init__"}
 
 
 def imports(source: str) -> list[str]:

@@ -1,0 +1,85 @@
+"""Host memory that can be had: the machine's, and what control groups leave of it; refused before any work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from sp_lightning.capacity import available_bytes
+from tests.support.models import Module, Stack, vectors
+from tests.support.runs import fit, superpipeline
+
+GIB = 2**30
+
+
+def machine(root: Path, groups: str, files: dict[str, str]) -> Path:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text("MemTotal: 99 kB\nMemAvailable: 16777216 kB\nSwapFree: 4194304 kB\n")
+    (root / "proc/self/cgroup").write_text(groups)
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+V2 = {"sys/fs/cgroup/a/b/memory.max": "max", "sys/fs/cgroup/a/b/memory.current": "1"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "gib"),
+    [
+        ("", {}, 20),
+        ("0::/a/b", V2, 20),
+        ("0::/a/b", {**V2, "sys/fs/cgroup/a/memory.max": str(8 * GIB), "sys/fs/cgroup/a/memory.current": str(3 * GIB)}, 5),
+        (
+            "0::/a/b",
+            {
+                "sys/fs/cgroup/a/b/memory.max": str(8 * GIB), "sys/fs/cgroup/a/b/memory.current": str(6 * GIB),
+                "sys/fs/cgroup/a/b/memory.stat": f"anon 7\ninactive_file {GIB}\n",
+            },
+            3,
+        ),
+        ("0::/elsewhere", {"sys/fs/cgroup/memory.max": str(2 * GIB), "sys/fs/cgroup/memory.current": "0"}, 2),
+        (
+            "7:cpu:/x\n4:memory:/x",
+            {
+                "sys/fs/cgroup/memory/x/memory.limit_in_bytes": str(7 * GIB),
+                "sys/fs/cgroup/memory/x/memory.usage_in_bytes": str(6 * GIB),
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096),
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "0",
+            },
+            1,
+        ),
+        ("0::/a", {"sys/fs/cgroup/a/memory.max": str(GIB), "sys/fs/cgroup/a/memory.current": str(2 * GIB)}, 0),
+    ],
+    ids=["no group", "no limit", "of the group above", "cache", "in a container", "v1", "over the limit"],
+)  # fmt: skip
+def test_what_can_be_had(groups: str, files: dict[str, str], gib: int, tmp_path: Path) -> None:
+    assert available_bytes(machine(tmp_path, groups, files)) == gib * GIB
+
+
+def test_where_the_system_does_not_say(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("free", "message"),
+    [
+        (1000, r"more of host memory are needed \(.* for a layer's copy\), and 1000 B can be had"),
+        (
+            9000,
+            r"more of host memory are needed \(.* for gradients, .* for the optimizer's state\), and 8\.8 KiB can be had",
+        ),
+    ],
+)
+def test_a_run_that_would_be_killed_is_refused_before_it_begins(free: int, message: str) -> None:
+    module = Module(Stack())
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with (
+        mock.patch("sp_lightning.capacity.available_bytes", return_value=free),
+        pytest.raises(MemoryError, match=message + r".*Use less: precision=\"bf16-true\""),
+    ):
+        fit(lambda: module, vectors(), superpipeline())
+    assert all(value.equal(before[name]) for name, value in module.state_dict().items()), "nothing is lost"

@@ -1,0 +1,187 @@
+"""``python -m sp_lightning``: what it says of real models, and what it says to bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.__main__ import main
+from tests.support.models import Module, Stack
+from tests.support.runs import fit, superpipeline
+from tests.support.simdevice import simulated
+
+SHAPES = Path(__file__).parents[1] / "examples" / "shapes"
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    main(["plan", *arguments, "--json"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_seventy_billion_parameters_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    start = time.perf_counter()
+    found = plan(
+        capsys, str(SHAPES / "llama-3-70b.json"), "--precision", "bf16-true", "--gpu-memory", "24GiB",
+        "--host-memory", "560GiB", "--checkpointing", "--k", "1", "2",
+    )  # fmt: skip
+    assert time.perf_counter() - start < 120
+    assert found["parameters"] == 70_553_706_496
+    assert len(found["layers"]) == 82
+    # Eight bytes for each: weight, gradient and two moments in bfloat16.
+    assert found["host_bytes"] == pytest.approx(8 * 70.55e9, rel=0.02)
+    # 6 N T, and 2 N T for the recompute of the blocks; attention comes on top, embeddings need none.
+    assert 0.9 < found["flops"] / (8 * 70.55e9 * 2048) < 1.1
+    assert found["best"] == {"k": 1, "k_prime": 1}
+    assert found["verdict"].startswith("It fits: SuperpipelineStrategy(k=1")
+
+
+def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(SHAPES / "llama-3-8b.json")
+    found = plan(capsys, model, "--gpu-memory", "8GiB", "--tokens", "4096", "--k", "1")
+    assert found["best"] is None
+    assert "It does not fit: the least is" in found["verdict"]
+    assert "Use a smaller batch, or --checkpointing." in found["verdict"]
+    found = plan(capsys, model, "--host-memory", "64GiB", "--k", "1")
+    assert "of host memory are needed, 64.0 GiB are there. Use --precision bf16-true" in found["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "layers"),
+    [
+        ([str(SHAPES / "vit-giant.json"), "--batch", "4"], 40),
+        ([str(SHAPES / "llava-1.5-7b.json")], 45),
+        ([str(SHAPES / "llama-3-8b.json"), "--predict"], 34),
+        (["resnet50", "--batch", "2"], 12),
+        (["vit_b_16", "--predict"], 12),
+    ],
+    ids=["vit-giant", "llava", "llama-predict", "resnet50", "vit_b_16"],
+)
+def test_models_of_all_kinds(arguments: list[str], layers: int, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", *arguments, "--gpu-memory", "24GiB", "--k", "1", "2"])
+    text = capsys.readouterr().out
+    assert "activations and intermediate results" in text, "it was run on paper"
+    assert "It fits: SuperpipelineStrategy(k=" in text
+    found = plan(capsys, *arguments, "--k", "1")
+    assert len(found["layers"]) >= layers
+
+
+class Known(Module):
+    """A factory for the command line: it says what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.example_input_array = torch.zeros(4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+
+class Unknown(nn.Module):
+    """It does not, and its forward looks at values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Stack()
+
+
+class LooksAtValues(Known):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) if x.sum() > 0 else self.net(-x)  # type: ignore[no-any-return]
+
+
+def test_what_is_said_on_paper_is_what_a_run_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers, and the most device memory, activations included; the simulated device counts every byte."""
+    found = plan(capsys, "tests.test_plan_command:Known", "--precision", "32-true", "--k", "1", "--k-prime", "1")
+    with simulated(capacity=2**40) as devices:
+        outcome = fit(Known, [torch.zeros(4, 16)] * 3, superpipeline(k=1, k_prime=1), gradients=False)
+    run: Any = outcome.trainer.strategy
+    assert [each["bytes"] for each in found["layers"]] == [each.nbytes for each in run.plan.layers]
+    (window,) = found["windows"]
+    assert devices[0].peak <= window["device_bytes"] <= 1.5 * devices[0].peak
+
+
+@pytest.mark.parametrize("name", ["Unknown", "LooksAtValues"])
+def test_modules_that_cannot_be_run_without_values_are_estimated(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", f"tests.test_plan_command:{name}", "--k", "1"])
+    text = capsys.readouterr().out
+    assert "activations unknown: the model could not be run without values" in text
+    assert "SuperpipelineStrategy(k=1" in text
+
+
+def needs_hub_code(folder: Path) -> str:
+    (folder / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": {"AutoModel": "mine.Mine"}}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("resnet5000", "Unknown model 'resnet5000'. Give a factory"),
+        ("tests.test_plan_command:Missing", "has no attribute 'Missing'"),
+        ("no.such.module:Factory", "No module named 'no'"),
+        ("builtins:dict", "made a dict, no nn.Module"),
+        ("missing.json", "'missing.json' does not exist"),
+        (needs_hub_code, "needs code from a model hub"),
+    ],
+)
+def test_bad_models(model: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", model(tmp_path) if callable(model) else model])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--gpu-memory=24", "--gpu-memory=much", "--k=0", "--pcie=-1", "--batch=x"])
+def test_bad_numbers(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "resnet50", option])
+    assert ended.value.code == 2
+    assert f"argument {option.partition('=')[0]}" in capsys.readouterr().err
+
+
+def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "windows.png"
+    main(["plan", "tests.test_plan_command:Known", "--plot", str(file), "--gpu-memory", "1GiB"])
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+CONFIG = """
+trainer:
+  accelerator: cpu
+  devices: 1
+  max_steps: 2
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  strategy: superpipeline
+  callbacks:
+    - class_path: sp_lightning.SuperpipelineCallback
+      init_args: {timeline: TIMELINE, every_n_steps: 1}
+model:
+  class_path: lightning.pytorch.demos.boring_classes.BoringModel
+data:
+  class_path: lightning.pytorch.demos.boring_classes.BoringDataModule
+"""
+
+
+def test_lightnings_command_line(tmp_path: Path) -> None:
+    config, timeline = tmp_path / "mine.yaml", tmp_path / "timeline.json"
+    config.write_text(CONFIG.replace("TIMELINE", str(timeline)))
+    for command in ("fit", "validate", "test", "predict"):
+        (tmp_path / command).mkdir()  # Lightning saves the config where it runs
+        ran = subprocess.run(
+            [sys.executable, "-m", "sp_lightning", command, "--config", str(config)],
+            capture_output=True, text=True, cwd=tmp_path / command, timeout=300,
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        assert "k = 2, k' = 1" in ran.stderr + ran.stdout
+    assert json.loads(timeline.read_text())["traceEvents"]

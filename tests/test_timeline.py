@@ -1,0 +1,169 @@
+"""What happened when: intervals of every kind, in files and in a picture, at no cost where nobody asked."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
+from sp_lightning.callback import bottleneck
+from sp_lightning.device import Device, Stream
+from sp_lightning.prediction import measured, predict
+from sp_lightning.streamer import Stats
+from sp_lightning.timeline import Timeline
+from tests.support.models import Module, Stack, llama, tokens, vectors
+from tests.support.runs import assert_same, fit, loader, trainer_for
+
+
+def run(tmp_path: Path, overlap: Any = "off", **options: Any) -> tuple[list[dict[str, Any]], Any]:
+    file = tmp_path / "a folder" / "run.json"
+    callback = SuperpipelineCallback(timeline=file, every_n_steps=2, **options)
+    strategy = SuperpipelineStrategy(k=1, k_prime=1, optimizer_overlap=overlap)
+    outcome = fit(lambda: llama(layers=4), tokens() * 2, strategy, callbacks=[callback], gradients=False)
+    return [each for each in json.loads(file.read_text())["traceEvents"] if each["ph"] == "X"], outcome
+
+
+def test_a_trace_of_some_batches(tmp_path: Path) -> None:
+    events, outcome = run(tmp_path, "forward")
+    assert {each["args"]["step"] for each in events} == {1, 3, 5}
+    assert {each["cat"] for each in events} == {"fetch", "forward", "backward", "between", "drain", "update"}
+    assert all(each["ts"] >= 0 and each["dur"] >= 0 for each in events)
+    third = [each for each in events if each["args"]["step"] == 3]
+    names = [layer.name for layer in outcome.trainer.strategy.plan.layers]
+    forward = [each["name"] for each in sorted(third, key=lambda each: each["ts"]) if each["cat"] == "forward"]
+    assert forward == names, "each layer once, in order"
+    backward = [each["name"] for each in sorted(third, key=lambda each: each["ts"]) if each["cat"] == "backward"]
+    assert backward == names[:0:-1], "an embedding's backward needs no weights"
+    drained = Counter(each["name"] for each in third if each["cat"] == "drain")
+    assert set(drained) == {*names, "residents"}
+    for each in third:
+        if each["cat"] == "fetch":
+            planned = next(layer for layer in outcome.trainer.strategy.plan.layers if layer.name == each["name"])
+            assert each["args"]["bytes"] == planned.nbytes
+
+
+def test_compute_waits_for_its_fetch(tmp_path: Path) -> None:
+    events, _ = run(tmp_path)
+    for use in events:
+        if use["cat"] == "forward" and use["args"]["step"] == 1:
+            before = [
+                each
+                for each in events
+                if each["cat"] == "fetch" and each["name"] == use["name"] and each["ts"] < use["ts"]
+            ]
+            assert all(each["ts"] + each["dur"] <= use["ts"] + 1 for each in before)
+
+
+def test_results_are_the_same_with_a_timeline(tmp_path: Path) -> None:
+    strategy = SuperpipelineStrategy(k=1, k_prime=1, optimizer_overlap="forward")
+    without = fit(lambda: llama(layers=4), tokens() * 2, strategy, gradients=False)
+    assert_same(run(tmp_path, "forward", plot=tmp_path / "run.png")[1], without)
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_fails_leaves_what_it_has(tmp_path: Path) -> None:
+    class Fails(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 2:
+                raise KeyError("on purpose")
+            return self.loss(batch)
+
+    file = tmp_path / "run.json"
+    callback = SuperpipelineCallback(timeline=file, every_n_steps=1)
+    with pytest.raises(KeyError):
+        fit(lambda: Fails(Stack()), vectors(), SuperpipelineStrategy(), callbacks=[callback])
+    assert json.loads(file.read_text())["traceEvents"]
+
+
+def test_nothing_is_marked_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def marked(self: Timeline, *args: Any) -> None:
+        raise AssertionError("an interval was kept")
+
+    monkeypatch.setattr(Timeline, "add", marked)
+    outcome = fit(lambda: Module(Stack()), vectors(), SuperpipelineStrategy())
+    strategy: Any = outcome.trainer.strategy
+    assert strategy.recorded() == []
+    assert Device(torch.device("cpu")).mark(Stream.COMPUTE) is None
+
+
+def test_metrics_and_progress_bar(tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    callback = SuperpipelineCallback(progress_bar=True)
+    trainer = trainer_for(
+        SuperpipelineStrategy(), logger=CSVLogger(tmp_path), log_every_n_steps=2, callbacks=[callback]
+    )
+    trainer.fit(Module(Stack()), loader(vectors(6)))
+    header = (Path(trainer.log_dir or "") / "metrics.csv").read_text().splitlines()[0].split(",")
+    wanted = {f"superpipeline/{name}" for name in ("stall_fraction", "device_bytes", "fetch_gbps", "window")}
+    assert wanted <= set(header)
+    assert trainer.progress_bar_metrics["superpipeline/window"] == 2
+    assert 0 <= trainer.progress_bar_metrics["superpipeline/stall_fraction"] <= 1
+
+
+def stats(**seconds: float) -> Stats:
+    counters = dict.fromkeys(
+        (
+            "fetched_layers",
+            "fetched_bytes",
+            "drained_bytes",
+            "transfers",
+            "demand_fetches",
+            "extra_slots",
+            "peak_device_bytes",
+        ),
+        0,
+    )
+    waits = {"stall_seconds": 0.0, "drain_stall_seconds": 0.0, "update_stall_seconds": 0.0, **seconds}
+    return Stats(**counters, **waits)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (
+            {"stall_seconds": 4.0, "update_stall_seconds": 1.0},
+            "40% were waited for fetches; a larger k or memory_budget",
+        ),
+        ({"drain_stall_seconds": 2.0}, "20% were waited for gradients to leave; a larger k_prime"),
+        ({"update_stall_seconds": 3.0}, "30% were waited for updates; a larger batch"),
+        ({"stall_seconds": 0.1}, "nothing to gain there"),
+    ],
+)
+def test_the_bottleneck_is_named_with_the_option_that_helps(seconds: dict[str, float], said: str) -> None:
+    assert said in bottleneck(stats(**seconds), 10.0)
+
+
+@pytest.mark.parametrize("options", [{"every_n_steps": 0}, {"every_n_steps": True}, {"timeline": "/"}, {"plot": "/"}])
+def test_bad_options(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"every_n_steps must be|is a folder; name a file in it"):
+        SuperpipelineCallback(**options)
+
+
+def test_a_run_is_predicted_from_its_own_timeline(tmp_path: Path) -> None:
+    """The measured batch, walked again with the same k: the same fetches, and all of its computation."""
+    taken: list[Any] = []
+
+    class Watches(SuperpipelineCallback):
+        def _write(self) -> None:
+            self._stop_recording()
+            taken.extend(self._steps.values())
+
+    strategy = SuperpipelineStrategy(k=1, k_prime=1)
+    callback = Watches(timeline=tmp_path / "unused.json", every_n_steps=2)
+    fit(lambda: llama(layers=4), tokens() * 2, strategy, callbacks=[callback], gradients=False)
+    intervals = taken[1]
+    visits, rates = measured(intervals, synchronous=True)
+    found = predict(strategy.plan, visits, rates)
+    fetched = [each.layer for each in intervals if each.kind == "fetch"]
+    walked = [
+        each.layer for each in found.intervals if each.kind == "fetch" and each.layer != len(strategy.plan.layers)
+    ]
+    assert Counter(walked) == Counter(fetched)
+    busy = sum(each.end - each.begin for each in intervals if each.kind in ("forward", "backward", "between"))
+    assert found.busy["compute"] == pytest.approx(busy)
