@@ -23,6 +23,7 @@ from examples.benchmarks import (
     cli,
     contest,
     contestants,
+    foresight,
     limits,
     measure,
     meter,
@@ -477,3 +478,15 @@ def test_a_report_lies_beside_its_rows(tmp_path: Path) -> None:
     rows.append(tmp_path / "rows.jsonl", made_up("plain", 1.0))
     report.main([str(tmp_path)])
     assert (tmp_path / "report.md").is_file()
+
+
+def test_foresight_measures_and_predicts_every_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.jsonl"
+    foresight.main(["--tokens", "64", "--windows", "1:1", "3:2", "--seconds", "0.1", "--out", str(file)])
+    (row,) = rows.read(file)
+    assert [(each["k"], each["k_prime"]) for each in row["windows"]] == [(1, 1), (3, 2)]
+    for each in row["windows"]:
+        assert 0.2 < each["predicted"] / each["measured"] < 5, (
+            "the same kind of number; its truth is a benchmark's matter"
+        )
+    assert capsys.readouterr().out.count("measured") == 2

@@ -18,6 +18,8 @@ nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
 # A failing test must not cost the figures; its output comes back beside them.
 timeout 90 "$python" -m pytest tests/gpu -q -p no:cacheprovider 2>&1 | tee "$out/tests-gpu.txt"
 tests=$?
-"$python" -m examples.benchmarks --list h200 --minutes "${MINUTES:-8}" --out "$out" 2>&1 | tee "$out/progress.txt"
+timeout 100 "$python" -m examples.benchmarks.foresight --size 1.5B --tokens 8192 --length 4096 --precision bf16-mixed \
+    --checkpointing --windows 1:1 4:1 12:1 --seconds 5 --out "$out/rows.jsonl" 2>&1 | tee "$out/foresight.txt"
+"$python" -m examples.benchmarks --list h200 --minutes "${MINUTES:-6}" --out "$out" 2>&1 | tee "$out/progress.txt"
 measured=$?
 exit $((tests ? tests : measured))
