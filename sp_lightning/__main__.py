@@ -222,7 +222,8 @@ def verdict(answer: Answer, options: argparse.Namespace) -> str:
     if best is None:
         least = min(row.device_bytes for row in answer.rows)
         rest = answer.work.activation_bytes if answer.work is not None else 0
-        remedy = "Use a smaller batch, or --checkpointing." if rest > least / 2 else "Cut layers finer with --layers."
+        smaller = "Use a smaller batch" if options.checkpointing else "Use a smaller batch, or --checkpointing"
+        remedy = f"{smaller}." if rest > least / 2 else "Cut layers finer with --layers."
         return (
             f"It does not fit: the least is {human_bytes(least)} of device memory, of which {human_bytes(rest)} are "
             f"activations; {human_bytes(options.gpu_memory)} are there. {remedy}"

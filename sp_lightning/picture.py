@@ -90,13 +90,17 @@ def draw_windows(points: Sequence[tuple[str, float, float]], limit: float | None
     gib = [nbytes / 2**30 for _, nbytes, _ in points]
     axes.plot(gib, [seconds for *_, seconds in points], "o", color=COLORS["fetch"], alpha=0.7)
     for x, (label, _, seconds) in zip(gib, points, strict=True):
-        axes.annotate(label, (x, seconds), xytext=(4, 4), textcoords="offset points", fontsize=8)
+        above = label.endswith(":1")  # neighbours differ in k'
+        offset, vertical = ((0, 7), "bottom") if above else ((0, -7), "top")
+        axes.annotate(label, (x, seconds), offset, textcoords="offset points", ha="center", va=vertical, fontsize=8)
     if limit is not None:
         axes.axvline(limit / 2**30, color=COLORS["backward"], linestyle="--", label="device memory")
         axes.legend(frameon=False)
     axes.set_xlabel("device memory, GiB (k:k')")
     axes.set_ylabel("predicted seconds per batch")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.15 * max(seconds for *_, seconds in points))
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_title(title)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
