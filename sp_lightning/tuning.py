@@ -30,7 +30,7 @@ class Tuning:
     Args:
         window: what is asked for, and what there is room for.
         streamer: whose slots are changed, between batches.
-        device: the same as the streamer's.
+        device: the same as the streamer's; its count of the most memory in use is begun anew.
     """
 
     def __init__(self, window: Window, streamer: Streamer, device: Device) -> None:
@@ -122,4 +122,4 @@ class Tuning:
             return 1 / plan.k  # nothing is known of the time yet: more is faster
         visits, rates = self._work
         mode = "off" if self._overlap == "auto" else self._overlap
-        return predict(plan, visits, rates, overlap=mode).seconds
+        return predict(plan, visits, rates, overlap=mode, batches=2).seconds

@@ -11,8 +11,8 @@ from sp_lightning.plan import Plan, human_bytes, make_plan
 
 # What allocators round up, and what libraries take for themselves, of memory that is free.
 _MARGIN = 1 / 16
-# k' beyond this is never faster: a transfer of eight layers is as fast as eight.
-_MOST_TOGETHER = 8
+# What k' is tried: more layers in one transfer than that are seldom worth their slots.
+_TOGETHER = (1, 2, 4)
 # Plans whose batches take so nearly the same time are equal; the smallest is chosen.
 _SAME = 1.01
 # On the CPU there is no limit to find: layers move through the smallest window that overlaps.
@@ -109,10 +109,10 @@ class Window:
     def _largest(self) -> Iterator[Plan]:
         assert self._found is not None
         count = max(len(self._found.layers), 1)
-        together = range(1, min(_MOST_TOGETHER, count) + 1) if self._k_prime == "auto" else (self._k_prime,)
+        together = _TOGETHER if self._k_prime == "auto" else (self._k_prime,)
         for k_prime in together:
             plan = self._most(k_prime)
-            if self.fits(plan):
+            if self.fits(plan) and (k_prime <= count or k_prime == self._k_prime):
                 yield plan
 
     def _most(self, k_prime: int) -> Plan:

@@ -163,3 +163,61 @@ def test_pinned_memory_is_registered_and_given_back() -> None:
     assert pointer.device.type == "cpu"
     torch.ones(1, device="cuda").item()  # no error is left in the runtime
     trainer.fit(module, loader([batch]))  # registered anew
+
+
+def test_the_window_chooses_itself_within_the_budget() -> None:
+    """And results are those of any other window."""
+    batch = {"input_ids": torch.ones(4, 64, dtype=torch.long), "labels": torch.ones(4, 64, dtype=torch.long)}
+    budget = 500 * 2**20
+
+    def run(strategy: SuperpipelineStrategy) -> tuple[Any, int]:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        pl.seed_everything(7, verbose=False)
+        module = large_llama()
+        trainer_for(strategy, accelerator="gpu").fit(module, loader([batch] * 6))
+        return {name: value.cpu() for name, value in module.state_dict().items()}, torch.cuda.max_memory_allocated()
+
+    strategy = superpipeline(memory_budget=budget)
+    ours, peak = run(strategy)
+    assert peak <= budget
+    assert strategy.plan.slot_bytes + strategy.plan.resident_bytes <= budget
+    assert_equal(ours, run(superpipeline(k=2, k_prime=1))[0], "state")
+
+
+def test_out_of_memory_shrinks_the_window_and_the_step_is_repeated() -> None:
+    class Hungry(Transformer):
+        def loss(self, batch: Any) -> Tensor:
+            taken = (
+                torch.empty(350 * 2**20, dtype=torch.uint8, device="cuda") if self.trainer.global_step == 4 else None
+            )
+            loss = super().loss(batch)
+            del taken
+            return loss
+
+    batch = {"input_ids": torch.ones(1, 8, dtype=torch.long), "labels": torch.ones(1, 8, dtype=torch.long)}
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 800 * 2**20) / total)
+    try:
+        strategy = superpipeline(memory_budget=700 * 2**20)
+        trainer_for(strategy, accelerator="gpu").fit(Hungry(large_llama().net), loader([batch] * 6))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_a_timeline_has_every_kind_and_its_fetches_end_before_their_use(tmp_path: Path) -> None:
+    import json
+
+    from sp_lightning import SuperpipelineCallback
+
+    file = tmp_path / "run.json"
+    batch = {"input_ids": torch.ones(4, 32, dtype=torch.long), "labels": torch.ones(4, 32, dtype=torch.long)}
+    strategy = SuperpipelineStrategy(k=2, k_prime=1, optimizer_overlap="forward")
+    callback = SuperpipelineCallback(timeline=file, every_n_steps=1)
+    trainer_for(strategy, accelerator="gpu", callbacks=[callback]).fit(large_llama(), loader([batch] * 4))
+    events = [each for each in json.loads(file.read_text())["traceEvents"] if each["ph"] == "X"]
+    assert {each["cat"] for each in events} == {"fetch", "forward", "backward", "between", "drain", "update"}
+    for use in (each for each in events if each["cat"] in ("forward", "backward")):
+        before = [f for f in events if f["cat"] == "fetch" and f["name"] == use["name"] and f["ts"] < use["ts"]]
+        assert all(f["ts"] + f["dur"] <= use["ts"] + 50 for f in before)
