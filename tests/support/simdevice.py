@@ -14,7 +14,6 @@ What a synchronous CPU hides shows here, every time and not only when a race is 
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -91,7 +90,7 @@ class SimDevice(Device):
         self.omit = omit
         self.capacity = capacity
         self.peak = 0
-        self.activations = 0  # bytes that operators on the device have made and somebody holds
+        self.made: list[tuple[int, StorageWeakRef]] = []  # bytes of what operators on the device have made
         self.waits: list[Wait] = []
         self.clocks: dict[Agent, Clock] = {agent: {} for agent in (HOST, *Stream)}
         self.on_device: list[tuple[int, int, StorageWeakRef]] = []
@@ -108,7 +107,9 @@ class SimDevice(Device):
     @property
     def in_use(self) -> int:
         """Bytes of device memory, now."""
-        return self.activations + sum(end - start for start, end, alive in self.on_device if not alive.expired())
+        self.made = [each for each in self.made if not each[1].expired()]
+        slots = sum(end - start for start, end, alive in self.on_device if not alive.expired())
+        return slots + sum(nbytes for nbytes, _ in self.made)
 
     def allocate(self, nbytes: int) -> None:
         """Somebody takes device memory."""
@@ -311,13 +312,10 @@ class Watch(TorchDispatchMode):
         """Compute has made this, on the device."""
         known = self._derived.get(storage._cdata)
         if known is None or known.expired():
-            self._device.allocate(storage.nbytes())
-            self._device.activations += storage.nbytes()
-            weakref.finalize(storage, self._gone, storage.nbytes())
-        self._derived[storage._cdata] = StorageWeakRef(storage)
-
-    def _gone(self, nbytes: int) -> None:
-        self._device.activations -= nbytes
+            if self._device.capacity is not None:
+                self._device.allocate(storage.nbytes())
+                self._device.made.append((storage.nbytes(), StorageWeakRef(storage)))
+            self._derived[storage._cdata] = StorageWeakRef(storage)
 
     def _on_device(self, tensor: Tensor) -> bool:
         return _within(tensor, self._device.on_device)
