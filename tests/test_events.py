@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.device import Accelerator, Device
+from sp_lightning.plan import make_plan
 from sp_lightning.streamer import Streamer
 from tests.support.engine import events, step, streamed
 from tests.support.simdevice import SimDevice
@@ -162,6 +163,27 @@ def test_the_peak_is_reached_exactly(k: int, k_prime: int) -> None:
         layer = 128 * 128 * 4
         assert streamer.plan.peak_device_bytes == (k + k_prime) * layer + (k_prime + 1) * layer
         assert streamer.stats().peak_device_bytes == streamer.plan.peak_device_bytes
+
+
+@pytest.mark.parametrize(("before", "after"), [((1, 1), (3, 2)), ((3, 2), (1, 1)), ((2, 3), (4, 1))])
+def test_an_engine_of_another_size_is_like_one_made_so(before: tuple[int, int], after: tuple[int, int]) -> None:
+    """The same events, and the peak that its plan says; only then, because the larger one was there before."""
+    net = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(9)))
+    x = torch.ones(2, 128, requires_grad=True)
+
+    def run(k: int, k_prime: int, *then: int) -> tuple[list[str], int]:
+        with events() as happened, streamed(net, SimDevice(torch.device("cpu")), k=k, k_prime=k_prime) as streamer:
+            train(streamer, net, x)
+            if then:
+                streamer.resize(make_plan(streamer.found, k=then[0], k_prime=then[1]))
+            happened.clear()
+            streamer._peak = 0
+            train(streamer, net, x)
+            seen, most = list(happened), streamer.stats().peak_device_bytes
+            assert most == streamer.plan.peak_device_bytes
+            return seen, most
+
+    assert run(*before, *after) == run(*after)
 
 
 def test_no_device_memory_outlives_the_engine() -> None:

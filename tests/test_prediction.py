@@ -101,3 +101,11 @@ def test_a_batch_on_paper_gives_the_engines_events(make: Any, k: int, k_prime: i
     expected = engine_events(net, lambda: loss(net).backward(), k=k, k_prime=k_prime, training=True)
     visits = worked(make).visits(flops=1e12, memory=1e11)
     assert walked_events(plan, visits) == expected
+
+
+def test_what_is_made_on_paper_leaves_torch_as_it_was() -> None:
+    theirs = nn.init._no_grad_trunc_normal_
+    with pytest.raises(KeyError), on_paper():
+        raise KeyError
+    assert nn.init._no_grad_trunc_normal_ is theirs
+    assert type(torch.empty(1)) is Tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,18 @@ def test_nothing_is_marked_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -
     strategy: Any = outcome.trainer.strategy
     assert strategy.recorded() == []
     assert Device(torch.device("cpu")).mark(Stream.COMPUTE) is None
+
+
+def test_what_happens_between_batches_is_no_computation(tmp_path: Path) -> None:
+    class Sleeps(Module):
+        def on_train_batch_end(self, *args: Any) -> None:
+            time.sleep(0.2)
+
+    file = tmp_path / "run.json"
+    callback = SuperpipelineCallback(timeline=file, every_n_steps=1)
+    fit(lambda: Sleeps(Stack()), vectors(), SuperpipelineStrategy(), callbacks=[callback], gradients=False)
+    events = json.loads(file.read_text())["traceEvents"]
+    assert max(each["dur"] for each in events if each["ph"] == "X") < 100_000
 
 
 def test_metrics_and_progress_bar(tmp_path: Path) -> None:

@@ -124,6 +124,7 @@ def test_a_step_that_runs_out_of_memory_is_repeated_as_if_nothing_had_happened()
     ours, meter = train(capacity, batches, lambda: Module(Swelling()))
     assert_same(ours, fit(lambda: Module(Swelling()), batches))
     assert meter.windows[3][0] > meter.windows[4][0] == 1
+    assert meter.windows[5][0] > 1, "what is measured with the smallest window lets it grow again"
     assert max(meter.peaks) <= capacity
 
 
@@ -208,6 +209,16 @@ def test_where_fetches_bind_all_room_is_used() -> None:
         if window.fits(other):
             seconds = by_prediction(upload=LAYER / 3.0, seconds=1.0)
             assert seconds(plan) <= seconds(other) * 1.01
+
+
+def test_gradients_that_were_measured_are_not_counted_twice() -> None:
+    window = begun("auto", "auto")
+    found = find_layers(Tower(40))
+    small, large = make_plan(found, k=1, k_prime=1), make_plan(found, k=3, k_prime=2)
+    assert window.needs(small) == small.peak_device_bytes
+    window.rest, window.rest_gradients = 10 * LAYER, small.gradient_bytes
+    assert window.needs(small) == (2 + 10) * LAYER
+    assert window.needs(large) == (5 + 10 + 1) * LAYER, "one more layer's gradients are on their way with k' = 2"
 
 
 def test_what_is_given_is_kept() -> None:
