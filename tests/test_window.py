@@ -101,6 +101,21 @@ def test_batches_of_any_size_stay_within_the_budget(sizes: tuple[int, ...], soft
     assert meter.windows[-1][0] > 3
 
 
+class Sampling(Tower):
+    """Uses four rows, however many there are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:4])
+
+
+@pytest.mark.usefixtures("slow_fetches")
+def test_a_batch_that_was_feared_for_nothing_leaves_the_window_as_it_was() -> None:
+    """Not what the larger window had in use counts as the rest, but what the smaller one has."""
+    _, meter = train(14 * LAYER, rows(4, 4, 4, 4, 80, 4, 4), lambda: Module(Sampling()))
+    assert meter.windows[4] < meter.windows[3]
+    assert meter.windows[5] == meter.windows[6] == meter.windows[3]
+
+
 class Swelling(Tower):
     """Takes much more memory for some batches, which do not look like it."""
 
