@@ -34,6 +34,7 @@ PRECISIONS = {
 }
 # One fused AdamW pass reads and writes seven times the bytes of the gradients: weights, gradients, two moments.
 _PASSES_OF_ADAMW = 7
+_CHECKPOINTING = "gradient_checkpointing_enable"  # of transformers' models
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Answer:
         why_no_work: then, why.
         ledger: the host's memory; None for prediction.
         host_bytes: all of it.
+        host_fits: whether that can be had, as far as it was said.
         rows: by k and k'.
     """
 
@@ -72,12 +74,13 @@ class Answer:
     why_no_work: str
     ledger: Ledger | None
     host_bytes: int
+    host_fits: bool
     rows: tuple[Row, ...]
 
     @property
     def best(self) -> Row | None:
         """The smallest among the fastest that fit."""
-        fitting = [row for row in self.rows if row.fits]
+        fitting = [row for row in self.rows if row.fits and self.host_fits]
         if not fitting:
             return None
         enough = min(row.prediction.seconds for row in fitting) * 1.01
@@ -96,8 +99,12 @@ def answer(options: argparse.Namespace) -> Answer:
     try:
         with on_paper(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            subject = load(options.model, batch=options.batch, tokens=options.tokens, image=options.image)
+            subject = load(
+                options.model, batch=options.batch, tokens=options.tokens, image=options.image, shape=options.input
+            )
             module = subject.module
+            if not any(True for _ in module.parameters()):
+                raise ValueError(f"{options.model!r} has no parameters, so there is nothing to stream.")
             cast(module, dtype)
             if options.checkpointing:
                 _checkpoint(module)
@@ -116,7 +123,8 @@ def answer(options: argparse.Namespace) -> Answer:
     smallest = make_plan(found, k=1, k_prime=1)
     host = ledger.nbytes if ledger is not None else smallest.host_bytes - _gradients(smallest)
     rows = tuple(_row(found, k, k_prime, work, ledger, options) for k, k_prime in _choices(found, options))
-    return Answer(subject, found, work, why, ledger, host, rows)
+    host_fits = options.host_memory is None or host <= options.host_memory
+    return Answer(subject, found, work, why, ledger, host, host_fits, rows)
 
 
 def _work(
@@ -172,7 +180,7 @@ def _gradients(plan: Plan) -> int:
 
 
 def _checkpoint(module: Any) -> None:
-    enable = getattr(module, "gradient_checkpointing_enable", None)
+    enable = getattr(module, _CHECKPOINTING, None)
     if enable is None:
         raise ValueError(f"{type(module).__name__} has no gradient_checkpointing_enable; leave out --checkpointing.")
     enable()
@@ -189,7 +197,7 @@ def table(answer: Answer, options: argparse.Namespace) -> str:
     what = "prediction" if options.predict else "training, AdamW"
     lines = [
         f"{answer.subject.name}: {count / 1e9:.2f} B parameters, {options.precision}, {what}, {answer.subject.items}",
-        str(shown),
+        shown.table(training=not options.predict),
         "",
         _activations(answer, options),
         _host(answer, options, count),
@@ -203,9 +211,10 @@ def table(answer: Answer, options: argparse.Namespace) -> str:
         waiting = (
             max(0.0, 1 - row.prediction.busy["compute"] / row.prediction.seconds) if row.prediction.seconds else 0.0
         )
+        rest = human_bytes(row.device_bytes) if answer.work is not None else "?"
         mark = " ◀" if row is best else "" if row.fits else "  does not fit"
         lines.append(
-            f"{row.plan.k:>4} {row.plan.k_prime:>3} {human_bytes(weights):>14} {human_bytes(row.device_bytes):>14} "
+            f"{row.plan.k:>4} {row.plan.k_prime:>3} {human_bytes(weights):>14} {rest:>14} "
             f"{row.prediction.seconds:>9.3g} {waiting:>8.0%}  {row.prediction.binds}{mark}"
         )
     return "\n".join([*lines, "", verdict(answer, options)])
@@ -214,21 +223,31 @@ def table(answer: Answer, options: argparse.Namespace) -> str:
 def verdict(answer: Answer, options: argparse.Namespace) -> str:
     """Does it fit, and with which k?"""
     best = answer.best
-    if options.host_memory is not None and answer.host_bytes > options.host_memory:
-        return (
+    said = []
+    if not answer.host_fits:
+        said.append(
             f"It does not fit: {human_bytes(answer.host_bytes)} of host memory are needed, "
             f"{human_bytes(options.host_memory)} are there. {_lighter(options)}"
         )
-    if best is None:
+    if not any(row.fits for row in answer.rows):
         least = min(row.device_bytes for row in answer.rows)
         rest = answer.work.activation_bytes if answer.work is not None else 0
-        smaller = "Use a smaller batch" if options.checkpointing else "Use a smaller batch, or --checkpointing"
+        can = not options.checkpointing and not options.predict and hasattr(answer.subject.module, _CHECKPOINTING)
+        smaller = "Use a smaller batch, or --checkpointing" if can else "Use a smaller batch"
         remedy = f"{smaller}." if rest > least / 2 else "Cut layers finer with --layers."
-        return (
+        said.append(
             f"It does not fit: the least is {human_bytes(least)} of device memory, of which {human_bytes(rest)} are "
             f"activations; {human_bytes(options.gpu_memory)} are there. {remedy}"
         )
+    if best is None or said:
+        return "\n".join(said)
     fits = "It fits" if options.gpu_memory is not None else "The fastest"
+    if answer.work is None:
+        fits = (
+            "Weights and gradients fit, activations are unknown"
+            if options.gpu_memory is not None
+            else "Perhaps the fastest"
+        )
     choice = f"SuperpipelineStrategy(k={best.plan.k}, k_prime={best.plan.k_prime})"
     return f"{fits}: {choice}, {best.prediction.seconds:.3g} s per batch."
 
@@ -236,16 +255,16 @@ def verdict(answer: Answer, options: argparse.Namespace) -> str:
 def _lighter(options: argparse.Namespace) -> str:
     if options.predict:
         return "Use a lower precision: --precision bf16-true."
-    if options.precision != "bf16-true":
-        return "Use --precision bf16-true, freeze layers, or train adapters; --overlap backward saves gradients."
-    return "Freeze layers or train adapters; --overlap backward saves gradients."
+    precision = "Use --precision bf16-true, or freeze" if options.precision != "bf16-true" else "Freeze"
+    overlap = "" if options.overlap == "backward" else "; --overlap backward saves gradients"
+    return f"{precision} layers, or train adapters{overlap}."
 
 
 def _activations(answer: Answer, options: argparse.Namespace) -> str:
     if answer.work is None:
         return (
-            f"activations unknown: the model could not be run without values ({answer.why_no_work}). Times are from "
-            f"parameter counts and {options.batch} × {options.tokens} tokens"
+            f"activations unknown: no batch could be run without values ({answer.why_no_work}). Times are guessed from "
+            f"parameter counts, as for {options.batch} × {options.tokens} tokens"
         )
     flops = f"{answer.work.flops / 1e12:.3g} TFLOP per batch"
     return f"activations and intermediate results {human_bytes(answer.work.activation_bytes)}, {flops}"
@@ -273,7 +292,16 @@ def as_json(answer: Answer, options: argparse.Namespace) -> str:
             "layers": [{"name": name, "bytes": n} for name, n in ((x.name, x.nbytes) for x in answer.rows[0].plan.layers)],
             "activation_bytes": answer.work.activation_bytes if answer.work else None,
             "flops": answer.work.flops if answer.work else None,
+            "why_no_activations": answer.why_no_work or None,
+            "batch": answer.subject.items,
+            "training": not options.predict,
             "host_bytes": answer.host_bytes,
+            "host_fits": answer.host_fits,
+            "notes": list(answer.rows[0].plan.notes),
+            "assumed": {
+                "tflops": options.tflops, "device_gbps": options.device_bandwidth, "pcie_gbps": options.pcie,
+                "dram_gbps": options.dram,
+            },
             "windows": [
                 {
                     "k": row.plan.k, "k_prime": row.plan.k_prime, "device_bytes": row.device_bytes, "fits": row.fits,
@@ -300,11 +328,12 @@ def _parser() -> argparse.ArgumentParser:
         )
     plan = commands.add_parser("plan", help="does a model fit, with which k, and how fast?")
     plan.add_argument("model", help=WANTED)
-    plan.add_argument("--predict", action="store_true", help="no training")
+    plan.add_argument("--predict", action="store_true", help="no training (which is with AdamW otherwise)")
     plan.add_argument("--precision", choices=PRECISIONS, default="bf16-mixed", help="(%(default)s)")
     plan.add_argument("--batch", type=_count, default=1, help="sequences or images at once (%(default)s)")
     plan.add_argument("--tokens", type=_count, default=2048, help="per sequence (%(default)s)")
     plan.add_argument("--image", type=_count, help="pixels on each side (what the model is made for)")
+    plan.add_argument("--input", type=_count, nargs="+", metavar="SIZE", help="shape of what a factory's module takes")
     plan.add_argument("--checkpointing", action="store_true", help="gradient checkpointing, of transformers' models")
     plan.add_argument(
         "--overlap", choices=("off", "forward", "backward"), default="forward", help="optimizer_overlap (%(default)s)"
@@ -313,8 +342,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--resident", nargs="+", help="as SuperpipelineStrategy(resident=…)")
     plan.add_argument("--k", type=_count, nargs="+", help="(a range)")
     plan.add_argument("--k-prime", type=_count, nargs="+", help="(1 2)")
-    plan.add_argument("--gpu-memory", type=_size, help="24GiB")
-    plan.add_argument("--host-memory", type=_size, help="512GiB")
+    plan.add_argument("--gpu-memory", type=_size, help="for example 24GiB (no limit)")
+    plan.add_argument("--host-memory", type=_size, help="for example 512GiB (no limit)")
     plan.add_argument("--tflops", type=_rate, default=100, help="of the device, TFLOP/s (%(default)s)")
     plan.add_argument("--device-bandwidth", type=_rate, default=1000, help="of its memory, GB/s (%(default)s)")
     plan.add_argument("--pcie", type=_rate, default=25, help="between host and device, each way, GB/s (%(default)s)")
@@ -358,6 +387,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if options.plot is not None:
         require_matplotlib()
+        options.plot.parent.mkdir(parents=True, exist_ok=True)
     try:
         found = answer(options)
     except (ValueError, ImportError) as error:
@@ -372,7 +402,7 @@ def _lightning(arguments: list[str]) -> None:
     try:
         from lightning.pytorch.cli import LightningCLI
 
-        LightningCLI(args=arguments)
+        LightningCLI(args=arguments) if arguments != sys.argv[1:] else LightningCLI()
     except ModuleNotFoundError as error:
         if "jsonargparse" not in str(error):
             raise

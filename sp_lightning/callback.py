@@ -15,7 +15,7 @@ from sp_lightning.picture import draw_timeline, require_matplotlib
 from sp_lightning.plan import Plan, human_bytes
 from sp_lightning.quiet import WRITE_NO_WEIGHTS
 from sp_lightning.streamer import Stats
-from sp_lightning.timeline import Interval, chrome_trace
+from sp_lightning.timeline import Interval, Timeline, chrome_trace
 
 # A child of Lightning's own logger: shown where its messages are shown.
 log = logging.getLogger("lightning.pytorch.superpipeline")
@@ -37,14 +37,11 @@ class Partner(Protocol):
     def expect_next_batch(self) -> None:
         """The batch is over."""
 
-    def start_recording(self) -> None:
-        """From here on intervals are kept."""
+    def make_timeline(self) -> Timeline:
+        """For this run."""
 
-    def stop_recording(self) -> None:
-        """No more of them."""
-
-    def recorded(self) -> list[Interval]:
-        """Those that were kept and have ended, each once."""
+    def record(self, timeline: Timeline, *, on: bool) -> None:
+        """Whether intervals are kept from here on."""
 
 
 class SuperpipelineCallback(Callback):
@@ -80,12 +77,17 @@ class SuperpipelineCallback(Callback):
             raise ValueError(f"every_n_steps must be a whole number of at least 1, found {every_n_steps!r}.")
         self._timeline = _writable("timeline", timeline)
         self._plot = _writable("plot", plot)
-        if plot is not None:
-            require_matplotlib()
+        if self._plot is not None:
+            formats = require_matplotlib().gcf().canvas.get_supported_filetypes()
+            if self._plot.suffix[1:] not in formats:
+                raise ValueError(
+                    f"plot={str(plot)!r} must end in one of {sorted(formats)}. For example plot='run.png'."
+                )
         self._every = every_n_steps
         self._progress_bar = progress_bar
         self._batches = 0
         self._recording: int | None = None
+        self._intervals: Timeline | None = None
         self._steps: dict[int, list[Interval]] = {}
         self._counted = False
         self._began = self._last_time = 0.0
@@ -100,6 +102,12 @@ class SuperpipelineCallback(Callback):
                 f'{type(trainer.strategy).__name__}. Use Trainer(strategy="superpipeline"), or remove the callback.'
             )
         self._strategy: Partner = trainer.strategy  # type: ignore[assignment]
+        self._intervals = None
+        for path in (self._timeline, self._plot):
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("ab"):  # before any work: the error of a path that cannot be written
+                    pass
         self._counted = False
         self._batches = 0
         self._recording = None
@@ -107,10 +115,11 @@ class SuperpipelineCallback(Callback):
         self._last_stats = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin()
+        self._begin(training=True)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin()
+        self._stop_recording()  # it is no part of the batch before it
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin()
@@ -125,7 +134,8 @@ class SuperpipelineCallback(Callback):
         self._batches += 1
         if self._batches > 1 and (self._batches - 2) % self._every == 0:
             self._recording = self._batches - 1
-            self._strategy.start_recording()
+            self._intervals = self._intervals or self._strategy.make_timeline()
+            self._strategy.record(self._intervals, on=True)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -148,24 +158,30 @@ class SuperpipelineCallback(Callback):
         self._write()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if self._counted and not isinstance(exception, MemoryError):
+        if self._counted:
             self._write()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._counted:
             stats = self._strategy.stats()
-            log.info("%s\n%s", counters_line(stats), bottleneck(stats, time.perf_counter() - self._began))
+            said = bottleneck(stats, time.perf_counter() - self._began, self._strategy.plan)
+            log.info("%s\n%s", counters_line(stats), said)
             self._counted = False
+        self._intervals = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to a run."""
+        return {**vars(self), "_strategy": None, "_intervals": None}
 
     # ------------------------------------------------------------------ what is shown
 
-    def _begin(self) -> None:
+    def _begin(self, *, training: bool = False) -> None:
         if not self._counted:
             self._began = self._last_time = time.perf_counter()
         self._counted = True
         if self._shown != self._strategy.plan:
             self._shown = self._strategy.plan
-            log.info("\n%s", self._shown)
+            log.info("\n%s", self._shown.table(training=training))
 
     def _rates(self, stats: Stats) -> dict[str, float]:
         """Since the last call: the share of the time that was waited, device memory, traffic, the window."""
@@ -184,21 +200,31 @@ class SuperpipelineCallback(Callback):
     # ------------------------------------------------------------------ the timeline
 
     def _stop_recording(self) -> None:
+        if self._intervals is None:
+            return
+        self._strategy.record(self._intervals, on=False)
         if self._recording is not None:
-            self._strategy.stop_recording()
+            if self._timeline is None:  # the picture shows the last one only
+                self._steps.clear()
             self._steps.setdefault(self._recording, [])
             self._recording = None
         if self._steps:
             # What had not ended when it was looked at last belongs to the last batch that was kept.
-            self._steps[max(self._steps)] += self._strategy.recorded()
+            self._steps[max(self._steps)] += self._intervals.take()
 
     def _write(self) -> None:
+        """Checkpoints, and the error that ended a run, must not be lost because a disk is full."""
         self._stop_recording()
-        if not self._steps:
-            return
-        names = [layer.name for layer in self._strategy.plan.layers]
+        try:
+            if self._steps:
+                self._write_files()
+        except Exception:
+            log.exception("Superpipeline: the timeline could not be written.")
+
+    def _write_files(self) -> None:
+        plan = self._strategy.plan
+        names = [*(layer.name for layer in plan.layers), *(f"{masters.name}, float32" for masters in plan.masters)]
         if self._timeline is not None:
-            self._timeline.parent.mkdir(parents=True, exist_ok=True)
             self._timeline.write_text(json.dumps(chrome_trace(self._steps, names)))
             log.info(
                 "Superpipeline: %d batches are in %s; open it in https://ui.perfetto.dev.",
@@ -207,8 +233,6 @@ class SuperpipelineCallback(Callback):
             )
         if self._plot is not None:
             last = max(self._steps)
-            self._plot.parent.mkdir(parents=True, exist_ok=True)
-            plan = self._strategy.plan
             draw_timeline(
                 self._steps[last], names, self._plot, f"Training batch {last}, k = {plan.k}, k' = {plan.k_prime}"
             )
@@ -226,13 +250,11 @@ def counters_line(stats: Stats) -> str:
     )
 
 
-def bottleneck(stats: Stats, seconds: float) -> str:
+def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
     """What the run waited for most, and the option that would help."""
+    more = "" if plan.k >= len(plan.layers) else "a larger k or memory_budget, or "
     waits = {
-        "fetches": (
-            stats.stall_seconds,
-            "a larger k or memory_budget, or more work per batch (tokens, images), hides them",
-        ),
+        "fetches": (stats.stall_seconds, f"{more}more work per batch (tokens, images) hides them"),
         "gradients to leave": (stats.drain_stall_seconds, "a larger k_prime leaves them more time"),
         "updates": (stats.update_stall_seconds, "a larger batch, or accumulate_grad_batches, makes them rarer"),
     }

@@ -16,21 +16,19 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     Args:
         root: of the file system.
     """
-    meminfo = root / "proc/meminfo"
-    if not meminfo.is_file():
+    fields = dict(line.split(":", 1) for line in _lines(root / "proc/meminfo") if ":" in line)
+    if "MemAvailable" not in fields:
         return None
-    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
     free = sum(int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "SwapFree") if name in fields)
     return min([free, *_of_groups(root)])
 
 
 def _of_groups(root: Path) -> list[int]:
     """Of the process's group and each above it: its limit less what it has taken, but for what could be given back."""
-    lines = root / "proc/self/cgroup"
     found = []
-    for line in lines.read_text().splitlines() if lines.is_file() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = [*line.split(":", 2), "none", ""][:3]
+        if controllers and "memory" not in controllers.split(","):
             continue
         top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
@@ -45,16 +43,20 @@ def _of_groups(root: Path) -> list[int]:
     return found
 
 
+def _lines(file: Path) -> list[str]:
+    return file.read_text(errors="replace").splitlines() if file.is_file() else []
+
+
 def _number(file: Path) -> int | None:
-    text = file.read_text().strip() if file.is_file() else ""
+    text = "".join(_lines(file)).strip()
     return int(text) if text.isdecimal() else None
 
 
 def _reclaimable(file: Path) -> int:
-    lines = file.read_text().splitlines() if file.is_file() else ()
-    return sum(
-        int(line.split()[1]) for line in lines if line.split()[:1] in (["inactive_file"], ["total_inactive_file"])
-    )
+    """v1 says it with all groups below in ``total_inactive_file``."""
+    pairs = dict(line.split(maxsplit=1) for line in _lines(file) if len(line.split()) == 2)
+    text = pairs.get("total_inactive_file", pairs.get("inactive_file", "0"))
+    return int(text) if text.isdecimal() else 0
 
 
 def check_host(needed: dict[str, int], remedy: str) -> None:

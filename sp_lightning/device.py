@@ -149,7 +149,7 @@ class Device:
 
     def make_timeline(self) -> Timeline:
         """A timeline for this device, to be put into :attr:`timelines` while it is wanted. Waits for the device once."""
-        return Timeline(lambda mark: mark)
+        return Timeline(_as_it_is)
 
     def peak_bytes(self) -> int | None:
         """Most device memory that was allocated, by anybody, since :meth:`reset_peak`; None where nobody counts (CPU)."""
@@ -334,6 +334,10 @@ def _one_thread() -> ThreadPoolExecutor:
     executor.submit(lambda: None).result()
     torch.set_num_threads(threads)  # so that threads that begin from now on take this one again
     return executor
+
+
+def _as_it_is(mark: float) -> float:
+    return mark
 
 
 def _clear_last_error(device: torch.device) -> None:

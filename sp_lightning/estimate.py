@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -51,7 +52,7 @@ class Work:
     Attributes:
         costs: in the order in which they come.
         activation_bytes: most bytes alive at once beside parameters and their casts: activations, intermediate
-            results, gradients of activations, and the gradients of the layer that is in backward.
+            results, gradients of activations, the gradients of the layer that is in backward; and buffers.
     """
 
     costs: tuple[Cost, ...]
@@ -115,6 +116,7 @@ def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
         for parameter in found.places:
             if parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)
+        stack.enter_context(_Fused())
         stack.enter_context(trial)
         loss = run()
         if loss is not None:
@@ -158,6 +160,11 @@ class _Trial(TorchDispatchMode):
             for _, p in (*each.parameters, *each.lowered)
         }
         self._weights.update({p.untyped_storage()._cdata: -1 for _, p in found.residents.parameters})
+        # Buffers, and modules that are moved whole, are on the device all the time.
+        root = [*found.visits, *(module for _, module in found.aside)]
+        staying = {id(b): b for module in root for b in module.buffers()}
+        staying.update((id(p), p) for _, module in found.aside for p in module.parameters())
+        self._staying = sum(each.numel() * each.element_size() for each in staying.values())
         self._casts: list[Tensor] = []  # of weights; alive, so that their storages' addresses stay theirs
         self.now = self.begin((), backward=False)
 
@@ -186,7 +193,7 @@ class _Trial(TorchDispatchMode):
     def work(self) -> Work:
         """What was counted."""
         costs = [each for each in self._costs if each.layers or each.flops or each.moved]
-        return Work(tuple(costs), self._live.peak)
+        return Work(tuple(costs), self._live.peak + self._staying)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -208,7 +215,7 @@ class _Trial(TorchDispatchMode):
                 layer = self._layer_of(tensor)
                 if layer is not None and layer >= 0:
                     self.now.needs[layer] = None
-        flops = flop_registry.get(func._overloadpacket)
+        flops = _FLOPS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
         if flops is not None:
             self.now.flops += flops(*args, **kwargs, out_val=result)
         else:
@@ -217,6 +224,39 @@ class _Trial(TorchDispatchMode):
 
     def _layer_of(self, tensor: Tensor) -> int | None:
         return self._weights.get(tensor.untyped_storage()._cdata)
+
+
+def _grouped_flops(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Experts at once: rows of ``a`` are shared out among them, or those of ``b``, or what they have in common."""
+    experts_share_nothing = a.ndim == 3 and b.ndim == 3
+    return 2 * a.numel() * b.shape[-1] if a.ndim == 2 or experts_share_nothing else 2 * a[0].numel() * b.shape[-1]
+
+
+def _convolution_backward_flops(
+    gradient: Tensor, x: Tensor, weight: Tensor, _bias: Any, _stride: Any, _padding: Any, _dilation: Any, transposed: bool,
+    _output_padding: Any, _groups: int, mask: Any, **kwargs: Any,
+) -> int:  # fmt: skip
+    """As often as forward as there are gradients. torch's formula leaves out the groups."""
+    each = weight[0].numel() * (x if transposed else gradient).numel()
+    return 2 * each * sum(bool(wanted) for wanted in mask[:2])
+
+
+_FLOPS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._grouped_mm: _grouped_flops,
+    torch.ops.aten.convolution_backward: _convolution_backward_flops,
+}
+
+
+class _Fused(TorchFunctionMode):
+    """Attention with dropout is fused on a GPU and not on the CPU, whose operators are counted: leave the dropout out."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is nn.functional.scaled_dot_product_attention:
+            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**kwargs, "dropout_p": 0.0}
+            if len(args) > 4:
+                del kwargs["dropout_p"]
+        return func(*args, **kwargs)
 
 
 def _drop_gradient(parameter: Tensor) -> None:

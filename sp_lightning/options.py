@@ -33,6 +33,8 @@ def checked_budget(value: Any) -> int | float | None:
     wanted = 'bytes (8_000_000_000), a size ("8GiB", "8GB") or a share of the free memory (0.8)'
     if isinstance(value, str):
         return parse_bytes("memory_budget", value)
+    if isinstance(value, float) and value > 1 and value.is_integer():
+        return int(value)  # 1e9, as YAML reads it
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"memory_budget takes {wanted}; found {value!r}.")
     if isinstance(value, float) and not 0 < value <= 1:
@@ -49,7 +51,7 @@ def parse_bytes(option: str, text: str) -> int:
         ValueError: it is none.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", text, re.IGNORECASE)
-    if match is None or float(match[1]) == 0:
+    if match is None or len(match[1]) > 20 or not float(match[1]):
         raise ValueError(
             f'{option} takes a number with a unit (B, MB, MiB, GB, GiB, …), found {text!r}. For example "8GiB".'
         )

@@ -122,22 +122,25 @@ class Plan:
         return blocks + sum(masters.nbytes for masters in self.masters)
 
     def __str__(self) -> str:
-        """As a table: a line for each layer, the middle ones left out if there are many, then the totals."""
+        return self.table()
+
+    def table(self, *, training: bool = True) -> str:
+        """A line for each layer, the middle ones left out if there are many, then the totals, with gradients in training."""
         width = max([len(layer.name) for layer in self.layers] + [24])
         shown = [f"  {layer.name:<{width}} {human_bytes(layer.nbytes):>10}" for layer in self.layers]
         if len(shown) > _LONGEST:
             half = _LONGEST // 2
             shown[half:-half] = [f"  … {len(shown) - 2 * half} more"]
         slots = " + ".join(f"{r.slots} × {human_bytes(r.nbytes)}" for r in self.rings if r.slots) or "none"
+        gradients = 0 if training else sum(layer.gradient_bytes for layer in (*self.layers, self.residents))
+        host, what = self.host_bytes - gradients, "weights and gradients" if training else "weights"
+        peak = self.peak_device_bytes - (0 if training else self.gradient_bytes)
         totals = {
             "slots": (self.slot_bytes, slots),
             "resident": (self.resident_bytes, ""),
-            "gradients in flight": (self.gradient_bytes, ""),
-            "peak on the device": (
-                self.peak_device_bytes,
-                f"weights and gradients; plain {human_bytes(self.host_bytes)}",
-            ),
-            "host": (self.host_bytes, "weights and gradients"),
+            **({"gradients in flight": (self.gradient_bytes, "")} if training else {}),
+            "peak on the device": (peak, f"{what}; plain {human_bytes(host)}"),
+            "host": (host, what),
         }
         count = f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"
         return "\n".join(

@@ -22,6 +22,9 @@ from sp_lightning.prefetch import Prefetch
 from sp_lightning.slots import Slots
 from sp_lightning.timeline import Interval, Kind
 
+# Walking so many takes about a second for each choice of k and k'.
+_MOST_VISITS = 2000
+
 RESOURCES: dict[str, tuple[Kind, ...]] = {
     "compute": ("forward", "backward", "between"),
     "fetch": ("fetch",),
@@ -342,11 +345,14 @@ class Walk:
         return (layers[layer] if layer < len(layers) else self.plan.residents).gradient_bytes
 
 
-def measured(intervals: Iterable[Interval], *, synchronous: bool) -> tuple[list[Visit], Rates]:
+def measured(intervals: Iterable[Interval], layers: int, *, synchronous: bool) -> tuple[list[Visit], Rates]:
     """What a batch does, and how fast the machine is, from the timeline of one batch.
+
+    Of a batch of very many visits (generation, token by token) the first are taken.
 
     Args:
         intervals: in the order of their beginning.
+        layers: how many the plan has; masters, which come on demand, are what is computed between layers.
         synchronous: whether copies hold everything else up, as on the CPU.
     """
     by_kind: defaultdict[Kind, list[Interval]] = defaultdict(list)
@@ -354,11 +360,13 @@ def measured(intervals: Iterable[Interval], *, synchronous: bool) -> tuple[list[
     for each in intervals:
         by_kind[each.kind].append(each)
         if each.kind in RESOURCES["compute"]:
-            layers = () if each.layer is None else (each.layer,)
-            visits.append(Visit(layers, each.end - each.begin, each.kind == "backward", layers))
+            used = () if each.layer is None or each.layer >= layers else (each.layer,)
+            visits.append(Visit(used, each.end - each.begin, each.kind == "backward", used))
+    del visits[_MOST_VISITS:]
     back = {layer for visit in visits if visit.backward for layer in visit.layers}
+    known = {layer for visit in visits for layer in visit.layers}
     for drain in by_kind["drain"]:  # of an embedding, whose backward needs no weights
-        if drain.layer is not None and drain.layer not in back and any(drain.layer in each.layers for each in visits):
+        if drain.layer in known and drain.layer not in back and drain.layer is not None:
             visits.append(Visit((drain.layer,), 0.0, backward=True))
             back.add(drain.layer)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,16 +45,14 @@ class Subject:
             ValueError: there is no batch.
         """
         if self.batch is None:
-            raise ValueError(
-                f"{self.name} does not say what it takes: set its example_input_array (LightningModule's)."
-            )
+            raise ValueError("it is not known what the model takes: say --input SIZE …, or set its example_input_array")
         args, kwargs = self.batch()
         with torch.autocast("cpu", autocast) if autocast is not None else nullcontext():
             output = self.module(*args, **kwargs)
             return _loss(output) if training else None
 
 
-def load(spec: str, *, batch: int, tokens: int, image: int | None) -> Subject:
+def load(spec: str, *, batch: int, tokens: int, image: int | None, shape: Sequence[int] | None = None) -> Subject:
     """Make the model. To be called in :func:`~sp_lightning.estimate.on_paper`.
 
     Args:
@@ -61,6 +60,7 @@ def load(spec: str, *, batch: int, tokens: int, image: int | None) -> Subject:
         batch: sequences, or images.
         tokens: per sequence.
         image: pixels on each side; None for what the model is made for.
+        shape: of what a factory's module takes; None for its example.
 
     Raises:
         ValueError: unknown, or a config that needs code from a model hub.
@@ -70,11 +70,11 @@ def load(spec: str, *, batch: int, tokens: int, image: int | None) -> Subject:
     if path.is_dir() or path.suffix == ".json":
         return _transformers(spec, path / "config.json" if path.is_dir() else path, batch, tokens, image)
     if ":" in spec:
-        return _factory(spec)
+        return _factory(spec, shape)
     return _torchvision(spec, batch, image)
 
 
-def _factory(spec: str) -> Subject:
+def _factory(spec: str, shape: Sequence[int] | None) -> Subject:
     where, _, name = spec.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
@@ -85,17 +85,29 @@ def _factory(spec: str) -> Subject:
         raise ValueError(f"{spec!r}: {error}. Give {WANTED}.") from error
     finally:
         sys.path.remove(os.getcwd())
-    module = found()
+    before = torch.is_grad_enabled()
+    try:
+        module = found()
+    except Exception as error:
+        raise ValueError(f"{spec!r} could not be made without arguments: {type(error).__name__}: {error}") from error
+    finally:
+        torch.set_grad_enabled(before)
     if not isinstance(module, nn.Module):
         raise ValueError(f"{spec!r} made a {type(module).__name__}, no nn.Module. Give {WANTED}.")
-    example = getattr(module, "example_input_array", None)
+    if hasattr(module, "configure_model"):  # where a LightningModule makes what is large
+        make: Any = module.configure_model
+        make()
+    example = torch.zeros(*shape) if shape is not None else getattr(module, "example_input_array", None)
+    items = "no batch known"
+    if example is not None:
+        items = "its example_input_array" if shape is None else f"a batch of {' × '.join(map(str, shape))}"
 
     def batch() -> tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(example, dict):
             return (), example
         return (example if isinstance(example, (tuple, list)) else (example,)), {}  # type: ignore[return-value]
 
-    return Subject(spec, module, batch if example is not None else None, "its example_input_array")
+    return Subject(spec, module, batch if example is not None else None, items)
 
 
 def _torchvision(spec: str, batch: int, image: int | None) -> Subject:
@@ -105,7 +117,10 @@ def _torchvision(spec: str, batch: int, image: int | None) -> Subject:
         raise ImportError(f"{spec!r} may be a torchvision model, and torchvision is not installed.") from error
     if spec not in models.list_models():
         raise ValueError(f"Unknown model {spec!r}. Give {WANTED}.")
-    module = models.get_model(spec, weights=None)
+    try:
+        module = models.get_model(spec, weights=None, weights_backbone=None)  # detectors would load their backbone's
+    except TypeError:
+        module = models.get_model(spec, weights=None)
     size = image or _image_size_of_weights(models.get_model_weights(spec))
     shape = (batch, 3, size, size)
     return Subject(spec, module, lambda: ((torch.zeros(shape),), {}), f"{batch} images of {size} × {size}")
@@ -123,13 +138,20 @@ def _transformers(spec: str, file: Path, batch: int, tokens: int, image: int | N
         raise ImportError(f"{spec!r} is a transformers config, and transformers is not installed.") from error
     if not file.is_file():
         raise ValueError(f"{str(file)!r} does not exist. Give {WANTED}.")
-    raw = json.loads(file.read_text())
+    try:
+        raw = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{str(file)!r} is no JSON: {error}.") from error
     if "auto_map" in raw:
         raise ValueError(
             f"{str(file)!r} needs code from a model hub (auto_map: {raw['auto_map']}), which is not run here."
         )
     if "model_type" not in raw:
         raise ValueError(f"{str(file)!r} is no transformers config: it has no model_type. Give {WANTED}.")
+    if raw["model_type"] not in transformers.CONFIG_MAPPING:
+        raise ValueError(
+            f"{str(file)!r}: transformers {transformers.__version__} has no model_type {raw['model_type']!r}."
+        )
     config = transformers.AutoConfig.for_model(**raw)
     names = raw.get("architectures") or []
     kind = getattr(transformers, names[0], None) if names else None
@@ -139,17 +161,29 @@ def _transformers(spec: str, file: Path, batch: int, tokens: int, image: int | N
     vision, text = getattr(config, "vision_config", None), config.get_text_config()
     pixels = image or getattr(vision or config, "image_size", None)
     with_text = getattr(text, "vocab_size", None) is not None
-    labels = "labels" in module.forward.__code__.co_varnames
+    taken = set(inspect.signature(module.forward).parameters)
+    most = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    if with_text and isinstance(most, int) and tokens > most:
+        raise ValueError(f"{tokens} tokens are more than the {most} positions of {str(file)!r}. Say --tokens {most}.")
+
+    def text_ids() -> Tensor:
+        return torch.zeros(batch, tokens, dtype=torch.long)
 
     def make() -> tuple[tuple[Any, ...], dict[str, Any]]:
         inputs: dict[str, Any] = {}
-        if with_text:
-            inputs["input_ids"] = torch.zeros(batch, tokens, dtype=torch.long)
+        if with_text and "input_ids" in taken:
+            inputs["input_ids"] = text_ids()
         if isinstance(pixels, int):
             inputs["pixel_values"] = torch.zeros(batch, 3, pixels, pixels, dtype=torch.get_default_dtype())
-        if labels:
-            inputs["labels"] = inputs["input_ids"] if with_text else torch.zeros(batch, dtype=torch.long)
-        if with_text and "use_cache" in module.forward.__code__.co_varnames:
+        if "input_features" in taken:  # speech: as many frames as the encoder has positions, before its stride
+            frames = 2 * getattr(config, "max_source_positions", 1500)
+            bins = getattr(config, "num_mel_bins", 80)
+            inputs["input_features"] = torch.zeros(batch, bins, frames, dtype=torch.get_default_dtype())
+        if "labels" in taken:
+            inputs["labels"] = text_ids() if with_text else torch.zeros(batch, dtype=torch.long)
+        elif "decoder_input_ids" in taken:
+            inputs["decoder_input_ids"] = text_ids()
+        if with_text and "use_cache" in taken:
             inputs["use_cache"] = False
         return (), inputs
 
@@ -166,4 +200,7 @@ def _loss(output: Any) -> Tensor:
     from torch.utils._pytree import tree_leaves
 
     leaves = tree_leaves(dict(output) if isinstance(output, dict) else output)
-    return next(each for each in leaves if isinstance(each, Tensor) and each.requires_grad).float().mean()
+    outputs = [each for each in leaves if isinstance(each, Tensor) and each.requires_grad]
+    if not outputs:
+        raise ValueError("nothing that the model returns has a gradient")
+    return outputs[0].float().mean()

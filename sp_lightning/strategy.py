@@ -46,7 +46,7 @@ from sp_lightning.quiet import is_quiet
 from sp_lightning.repeat import Snapshot
 from sp_lightning.step import FusedStep, HostGradScaler
 from sp_lightning.streamer import Stats, Streamer
-from sp_lightning.timeline import Interval, Timeline
+from sp_lightning.timeline import Timeline
 from sp_lightning.tuning import Tuning
 from sp_lightning.window import Window
 
@@ -115,7 +115,6 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._streamer: Streamer | None = None
         self._plan: Plan | None = None
         self._tuning: Tuning | None = None
-        self._timeline: Timeline | None = None
         self._ledger: Ledger | None = None
         self._last_stats: Stats | None = None
         self._hooks: list[RemovableHandle] = []
@@ -256,7 +255,6 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         assert self.lightning_module is not None
         self._close_streamer()
         self._torn = None
-        self._timeline = None
         self._build()
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_update),
@@ -329,8 +327,13 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
                 self._fused[optimizer].switch_on()  # gradients are there now, and may be sparse
             return result
 
-        with self._whole_after_failure(), nullcontext() if layered is None else self._deferred(optimizer, layered):
-            return super().optimizer_step(optimizer, closed, *args, **kwargs)
+        try:
+            with self._whole_after_failure(), nullcontext() if layered is None else self._deferred(optimizer, layered):
+                return super().optimizer_step(optimizer, closed, *args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            if not hasattr(error, "__notes__"):  # not told yet: it came from backward or from the optimizer
+                self._made_room(error, None)
+            raise
 
     def on_exception(self, exception: BaseException) -> None:
         self._abort()
@@ -353,7 +356,9 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         if phase != "train":
             self._current()  # on_train_batch_start has looked
             self._tune(phase, args)
-        snapshot = None if self._tuning is None else Snapshot(self.lightning_module, (args, kwargs))
+        snapshot = None
+        if self._tuning is not None:
+            snapshot = Snapshot(self.lightning_module, (args, kwargs))
         try:
             return self._attempt(phase, step, *args, **kwargs)
         except torch.OutOfMemoryError as error:
@@ -390,15 +395,15 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         """Shrink the window after an error. Returns whether the step can be repeated; the error says why not."""
         plan = self.plan
         smaller = self._tuning is not None and self._tuning.shrink()
-        changed = "" if snapshot is None else snapshot.changed()
-        if smaller and snapshot is not None and not changed:
+        obstacle = "it was not a forward" if snapshot is None else snapshot.obstacle()
+        if smaller and snapshot is not None and not obstacle:
             log.warning(
                 "Superpipeline: out of device memory with k = %d, k' = %d; the step is repeated with k = %d, k' = %d.",
                 plan.k, plan.k_prime, self.plan.k, self.plan.k_prime,
             )  # fmt: skip
             snapshot.restore()
             return True
-        error.add_note(_advice(plan, self.plan, changed))
+        error.add_note(_advice(plan, self.plan, obstacle))
         return False
 
     def _is_quiet(self, phase: str) -> bool:
@@ -424,6 +429,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     def on_validation_start(self) -> None:
         self._loop_starts()
+        if self._tuning is not None:
+            self._tuning.stop_timing()
 
     def on_test_start(self) -> None:
         self._loop_starts()
@@ -431,21 +438,18 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     def on_predict_start(self) -> None:
         self._loop_starts()
 
-    def start_recording(self) -> None:
-        """Keep what happens from here on, as intervals."""
-        if self._streamer is not None:
-            device = self._streamer.device
-            self._timeline = self._timeline or device.make_timeline()
-            device.timelines.append(self._timeline)
+    def make_timeline(self) -> Timeline:
+        """For the device of this run. Waits for it once."""
+        assert self._streamer is not None
+        return self._streamer.device.make_timeline()
 
-    def stop_recording(self) -> None:
-        """Keep no more; what has begun is kept when it ends."""
-        if self._streamer is not None and self._timeline in self._streamer.device.timelines:
-            self._streamer.device.timelines.remove(self._timeline)
-
-    def recorded(self) -> list[Interval]:
-        """The intervals that were kept and have ended by now; each is given out once."""
-        return self._timeline.take() if self._timeline is not None else []
+    def record(self, timeline: Timeline, *, on: bool) -> None:
+        """Whether intervals are kept from here on; what has begun before is kept when it ends."""
+        timelines = [] if self._streamer is None else self._streamer.device.timelines
+        if on and timeline not in timelines:
+            timelines.append(timeline)
+        elif not on and timeline in timelines:
+            timelines.remove(timeline)
 
     @contextmanager
     def _whole_after_failure(self) -> Generator[None, None, None]:
@@ -599,12 +603,11 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-def _advice(plan: Plan, smaller: Plan, changed: str) -> str:
+def _advice(plan: Plan, smaller: Plan, obstacle: str) -> str:
     found = f"Superpipeline streamed with k={plan.k} and k_prime={plan.k_prime}"
     if smaller is not plan:
-        why = f"{changed} had changed already" if changed else "it was not the forward of a step"
         return (
-            f"{found}. The step cannot be repeated by itself, because {why}. With SuperpipelineStrategy(k={smaller.k}, "
+            f"{found}. The step cannot be repeated by itself: {obstacle}. With SuperpipelineStrategy(k={smaller.k}, "
             f"k_prime={smaller.k_prime}) there would be {human_bytes(plan.peak_device_bytes - smaller.peak_device_bytes)} more."
         )
     if plan.k > 1 or plan.k_prime > 1:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -43,6 +44,7 @@ class Tuning:
         self._overlap: Overlap = "off"
         self._size = 0  # of the largest batch whose memory was measured, in numbers
         self._next = 0  # of the one that runs now
+        self._said = False
         self._again = False  # whether the window is to be chosen anew at the next batch
         device.reset_peak()
 
@@ -54,8 +56,9 @@ class Tuning:
             overlap: how updates run.
         """
         if self._timeline is not None:
-            self._device.timelines.remove(self._timeline)
-            self._work = measured(self._timeline.take(), synchronous=self._device.synchronous)
+            self.stop_timing()
+            layers = len(self._streamer.plan.layers)
+            self._work = measured(self._timeline.take(), layers, synchronous=self._device.synchronous)
             self._timeline = None
             self._again = True
         self._overlap = overlap
@@ -67,6 +70,11 @@ class Tuning:
             self._timeline = self._device.make_timeline()
             self._device.timelines.append(self._timeline)
         self._batches += 1
+
+    def stop_timing(self) -> None:
+        """What comes now is no part of the batch: validation, or the next one."""
+        if self._timeline in self._device.timelines:
+            self._device.timelines.remove(self._timeline)
 
     def shrink(self) -> bool:
         """The device has run out of memory: the smallest window from here on. Returns whether it was larger."""
@@ -104,16 +112,23 @@ class Tuning:
         plan, before = self._window.choose(self._seconds), self._streamer.plan
         if (plan.k, plan.k_prime) != (before.k, before.k_prime):
             self._resize(plan)
-            assert self._window.room is not None
-            log.info(
-                "Superpipeline: k = %d, k' = %d (%s): weights take %s, everything else %s, of %s.",
-                plan.k, plan.k_prime, why, human_bytes(plan.slot_bytes + plan.resident_bytes),
-                human_bytes(self._window.rest), human_bytes(self._window.room),
-            )  # fmt: skip
+        elif self._said:
+            return
+        self._said = True
+        assert self._window.room is not None
+        log.info(
+            "Superpipeline: k = %d, k' = %d (%s), the fastest by prediction: %s on the device of %s%s.",
+            plan.k, plan.k_prime, why, human_bytes(self._window.needs(plan)), human_bytes(self._window.room),
+            "" if self._window.rest else ", weights and gradients only: activations are not counted here",
+        )  # fmt: skip
 
     def _resize(self, plan: Plan) -> None:
-        before = self._streamer.weight_bytes
-        self._streamer.resize(plan)
+        before, old = self._streamer.weight_bytes, self._streamer.plan
+        try:
+            self._streamer.resize(plan)
+        except torch.OutOfMemoryError:
+            self._streamer.resize(old)
+            log.warning("Superpipeline: no room for k = %d, k' = %d after all.", plan.k, plan.k_prime)
         if self._streamer.weight_bytes < before:
             self._device.reset_peak()
 

@@ -53,14 +53,26 @@ V2 = {"sys/fs/cgroup/a/b/memory.max": "max", "sys/fs/cgroup/a/b/memory.current":
             1,
         ),
         ("0::/a", {"sys/fs/cgroup/a/memory.max": str(GIB), "sys/fs/cgroup/a/memory.current": str(2 * GIB)}, 0),
+        (
+            "4:memory,cpu:/x\nnonsense\n",
+            {
+                "sys/fs/cgroup/memory/x/memory.limit_in_bytes": str(7 * GIB),
+                "sys/fs/cgroup/memory/x/memory.usage_in_bytes": str(6 * GIB),
+                "sys/fs/cgroup/memory/x/memory.stat": f"inactive_file {GIB}\ntotal_inactive_file {2 * GIB}\nodd\n",
+            },
+            3,
+        ),
     ],
-    ids=["no group", "no limit", "of the group above", "cache", "in a container", "v1", "over the limit"],
+    ids=["no group", "no limit", "of the group above", "cache", "in a container", "v1", "over the limit", "oddities"],
 )  # fmt: skip
 def test_what_can_be_had(groups: str, files: dict[str, str], gib: int, tmp_path: Path) -> None:
     assert available_bytes(machine(tmp_path, groups, files)) == gib * GIB
 
 
 def test_where_the_system_does_not_say(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) is None
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 99 kB\n")
     assert available_bytes(tmp_path) is None
 
 

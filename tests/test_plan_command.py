@@ -113,7 +113,7 @@ def test_what_is_said_on_paper_is_what_a_run_does(capsys: pytest.CaptureFixture[
 def test_modules_that_cannot_be_run_without_values_are_estimated(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", f"tests.test_plan_command:{name}", "--k", "1"])
     text = capsys.readouterr().out
-    assert "activations unknown: the model could not be run without values" in text
+    assert "activations unknown: no batch could be run without values" in text
     assert "SuperpipelineStrategy(k=1" in text
 
 
@@ -185,3 +185,124 @@ def test_lightnings_command_line(tmp_path: Path) -> None:
         assert ran.returncode == 0, ran.stderr[-2000:]
         assert "k = 2, k' = 1" in ran.stderr + ran.stdout
     assert json.loads(timeline.read_text())["traceEvents"]
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "t5": {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 64, "num_layers": 2, "d_ff": 64,
+           "num_heads": 2, "d_kv": 32, "vocab_size": 128, "decoder_start_token_id": 0},
+    "whisper": {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "d_model": 64,
+                "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+                "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 128, "pad_token_id": 0, "bos_token_id": 0,
+                "eos_token_id": 0, "decoder_start_token_id": 0},
+    "mixtral": {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 256, "intermediate_size": 512,
+                "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 8,
+                "num_experts_per_tok": 2, "vocab_size": 128},
+    "gpt2": {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 2, "n_head": 2,
+             "n_positions": 512, "vocab_size": 128},
+}  # fmt: skip
+
+
+def config(name: str, folder: Path, **more: Any) -> str:
+    file = folder / f"{name}.json"
+    file.write_text(json.dumps({**CONFIGS[name], **more}))
+    return str(file)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_encoder_decoders_speech_and_experts_are_run(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = plan(capsys, config(name, tmp_path), "--tokens", "64", "--k", "1")
+    assert found["activation_bytes"], found["why_no_activations"]
+
+
+def test_experts_count_for_the_tokens_that_are_routed_to_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = plan(
+        capsys, config("mixtral", tmp_path), "--predict", "--tokens", "64", "--precision", "32-true", "--k", "1"
+    )
+    experts = 4 * 2 * (3 * 256 * 512)  # of each token, in all layers: two of eight
+    others = 4 * 4 * 256 * 256 + 128 * 256 + 4 * 8 * 256
+    assert found["flops"] == pytest.approx(2 * 64 * (experts + others), rel=0.1)
+
+
+def test_attention_with_dropout_takes_no_more_than_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A GPU has kernels for it; the CPU has not, and would keep the matrix of all pairs of tokens."""
+    with_dropout = plan(capsys, config("gpt2", tmp_path), "--tokens", "512", "--k", "1")["activation_bytes"]
+    without = plan(capsys, config("gpt2", tmp_path, attn_pdrop=0.0), "--tokens", "512", "--k", "1")["activation_bytes"]
+    assert with_dropout == without
+
+
+def test_groups_of_convolutions_count_in_backward(capsys: pytest.CaptureFixture[str]) -> None:
+    forward = plan(capsys, "mobilenet_v2", "--predict", "--k", "1", "--precision", "32-true")["flops"]
+    assert plan(capsys, "mobilenet_v2", "--k", "1", "--precision", "32-true")["flops"] == pytest.approx(
+        3 * forward, rel=0.05
+    )
+
+
+def test_a_detector_is_built_without_a_download(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "fasterrcnn_mobilenet_v3_large_fpn", "--k", "1")
+    assert found["activation_bytes"] is None
+    assert "activations are unknown" not in found["verdict"]
+    found = plan(capsys, "fasterrcnn_mobilenet_v3_large_fpn", "--k", "1", "--gpu-memory", "1GiB")
+    assert found["verdict"].startswith("Weights and gradients fit, activations are unknown: ")
+
+
+class ConfiguresModel(Module):
+    """Makes what is large where a strategy can help."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+
+    def configure_model(self) -> None:
+        self.net = Stack()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+
+def test_a_module_that_is_made_late_and_an_input_by_its_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "tests.test_plan_command:ConfiguresModel", "--input", "4", "16", "--k", "1")
+    known = plan(capsys, "tests.test_plan_command:Known", "--k", "1")
+    assert found["parameters"] == known["parameters"]
+    assert found["activation_bytes"] == known["activation_bytes"]
+    assert found["batch"] == "a batch of 4 × 16"
+
+
+def fails() -> None:
+    raise KeyError("on purpose")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("torch.nn:Identity", "'torch.nn:Identity' has no parameters"),
+        ("torch.nn:Linear", "could not be made without arguments: TypeError"),
+        ("tests.test_plan_command:fails", "could not be made without arguments: KeyError"),
+    ],
+)
+def test_factories_that_make_nothing(model: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", model])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is no JSON"),
+        ('{"model_type": "no-such"}', "has no model_type 'no-such'"),
+        (json.dumps(CONFIGS["gpt2"]), "2048 tokens are more than the 512 positions of"),
+    ],
+)
+def test_bad_configs(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SystemExit):
+        main(["plan", str(tmp_path)])
+    assert message in capsys.readouterr().err
+
+
+def test_no_gradients_where_nothing_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "tests.test_plan_command:Known", "--predict", "--k", "1"])
+    assert "gradients in flight" not in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import time
 from collections import Counter
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.callback import bottleneck
 from sp_lightning.device import Device, Stream
+from sp_lightning.layers import find_layers
+from sp_lightning.plan import make_plan
 from sp_lightning.prediction import measured, predict
 from sp_lightning.streamer import Stats
 from sp_lightning.timeline import Timeline
@@ -88,7 +91,7 @@ def test_nothing_is_marked_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Timeline, "add", marked)
     outcome = fit(lambda: Module(Stack()), vectors(), SuperpipelineStrategy())
     strategy: Any = outcome.trainer.strategy
-    assert strategy.recorded() == []
+    assert strategy.stats().fetched_layers
     assert Device(torch.device("cpu")).mark(Stream.COMPUTE) is None
 
 
@@ -149,7 +152,9 @@ def stats(**seconds: float) -> Stats:
     ],
 )
 def test_the_bottleneck_is_named_with_the_option_that_helps(seconds: dict[str, float], said: str) -> None:
-    assert said in bottleneck(stats(**seconds), 10.0)
+    plan = make_plan(find_layers(Stack()), k=1, k_prime=1)
+    assert said in bottleneck(stats(**seconds), 10.0, plan)
+    assert "larger k or" not in bottleneck(stats(**seconds), 10.0, make_plan(find_layers(Stack()), k=9, k_prime=1))
 
 
 @pytest.mark.parametrize("options", [{"every_n_steps": 0}, {"every_n_steps": True}, {"timeline": "/"}, {"plot": "/"}])
@@ -171,7 +176,7 @@ def test_a_run_is_predicted_from_its_own_timeline(tmp_path: Path) -> None:
     callback = Watches(timeline=tmp_path / "unused.json", every_n_steps=2)
     fit(lambda: llama(layers=4), tokens() * 2, strategy, callbacks=[callback], gradients=False)
     intervals = taken[1]
-    visits, rates = measured(intervals, synchronous=True)
+    visits, rates = measured(intervals, len(strategy.plan.layers), synchronous=True)
     found = predict(strategy.plan, visits, rates)
     fetched = [each.layer for each in intervals if each.kind == "fetch"]
     walked = [
@@ -180,3 +185,78 @@ def test_a_run_is_predicted_from_its_own_timeline(tmp_path: Path) -> None:
     assert Counter(walked) == Counter(fetched)
     busy = sum(each.end - each.begin for each in intervals if each.kind in ("forward", "backward", "between"))
     assert found.busy["compute"] == pytest.approx(busy)
+
+
+def test_validation_is_no_part_of_the_batch_before_it(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    callback = SuperpipelineCallback(timeline=file, every_n_steps=1)
+    strategy = SuperpipelineStrategy(k=1, k_prime=1)
+    fit(lambda: llama(layers=4), tokens() * 2, strategy, val=tokens(), val_check_interval=2, callbacks=[callback])
+    events = [each for each in json.loads(file.read_text())["traceEvents"] if each["ph"] == "X"]
+    forwards = Counter(each["args"]["step"] for each in events if each["cat"] == "forward")
+    assert set(forwards.values()) == {6}
+
+
+def test_two_callbacks_keep_a_timeline_each(tmp_path: Path) -> None:
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    callbacks = [SuperpipelineCallback(timeline=file, every_n_steps=1) for file in files]
+    fit(lambda: Module(Stack()), vectors(), SuperpipelineStrategy(), callbacks=callbacks)
+    first, second = (json.loads(file.read_text())["traceEvents"] for file in files)
+    assert len(first) == len(second) > 50
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    callback = SuperpipelineCallback(timeline=tmp_path / "file" / "run.json")
+    with pytest.raises(OSError, match="file"):
+        fit(lambda: Module(Stack()), vectors(), SuperpipelineStrategy(), callbacks=[callback])
+    with pytest.raises(ValueError, match=r"must end in one of"):
+        SuperpipelineCallback(plot=tmp_path / "run.xyz")
+
+
+def test_a_disk_that_fills_up_costs_neither_checkpoint_nor_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(SuperpipelineCallback, "_write_files", full)
+    callback = SuperpipelineCallback(timeline=tmp_path / "run.json", every_n_steps=1)
+    fit(lambda: Module(Stack()), vectors(), SuperpipelineStrategy(), callbacks=[callback])
+
+    class Fails(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise KeyError("on purpose")
+
+    with pytest.raises(KeyError, match="on purpose"):
+        fit(lambda: Fails(Stack()), vectors(), SuperpipelineStrategy(), callbacks=[callback])
+
+
+class Pickles(Module):
+    def on_train_batch_end(self, *args: Any) -> None:
+        (callback,) = (each for each in self.trainer.callbacks if isinstance(each, SuperpipelineCallback))
+        state = pickle.loads(pickle.dumps(callback.__getstate__()["_steps"]))
+        assert isinstance(state, dict)
+        assert callback.__getstate__()["_strategy"] is None
+
+
+def test_the_callback_can_be_pickled_and_copied(tmp_path: Path) -> None:
+    callback = SuperpipelineCallback(timeline=tmp_path / "run.json", every_n_steps=1)
+    outcome = fit(lambda: Pickles(Stack()), vectors(), SuperpipelineStrategy(), callbacks=[callback])
+    assert outcome.losses
+    assert type(pickle.loads(pickle.dumps(callback))) is SuperpipelineCallback
+
+
+def test_masters_have_names_of_their_own(tmp_path: Path) -> None:
+    class Penalized(Module):
+        def loss(self, batch: Any) -> Any:
+            return super().loss(batch) + sum(p.norm() for p in self.parameters())
+
+    file = tmp_path / "run.json"
+    callback = SuperpipelineCallback(timeline=file, every_n_steps=1)
+    fit(
+        lambda: Penalized(Stack()), vectors(), SuperpipelineStrategy(k=1, k_prime=1), callbacks=[callback],
+        precision="bf16-mixed",
+    )  # fmt: skip
+    names = {each["name"] for each in json.loads(file.read_text())["traceEvents"] if each.get("cat") == "forward"}
+    assert {"net.head", "net.head, float32"} <= names or any(name.endswith(", float32") for name in names)

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import math
+import re
+import threading
+from collections import UserDict
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device import Device
 from sp_lightning.layers import find_layers
 from sp_lightning.plan import Plan, make_plan
-from sp_lightning.prediction import Rates, predict, schedule_visits
+from sp_lightning.prediction import Rates, measured, predict, schedule_visits
+from sp_lightning.repeat import Snapshot
+from sp_lightning.timeline import Interval
 from sp_lightning.tuning import Tuning
 from sp_lightning.window import Window
 from tests.support.models import Module
-from tests.support.runs import assert_same, fit, superpipeline
+from tests.support.runs import assert_equal, assert_same, fit, superpipeline, trainer_for
 from tests.support.simdevice import SimDevice, simulated
 
 WIDTH = 64
@@ -143,35 +152,251 @@ def test_a_step_that_runs_out_of_memory_is_repeated_as_if_nothing_had_happened()
     assert max(meter.peaks) <= capacity
 
 
-class Counts(Module):
-    """Changes something in the forward that fails."""
+class Changes(Module):
+    """Changes something in the forward that fails; ``what`` does it."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: Any) -> None:
         super().__init__(Swelling())
         self.what = what
-        self.seen = 0
-        self.register_buffer("count", torch.zeros(()))
+        self.seen: list[float] = []
+        self._seen = 0
+        self.array = np.zeros(3)
+        self.generator = np.random.default_rng(1)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("variance", torch.ones(WIDTH))
+        self.metric = MeanMetric()
+        self.inner = Counter()
 
     def loss(self, batch: Any) -> Tensor:
-        if self.what == "attributes of the module":
-            self.seen += 1
-        elif self.what == "buffers":
-            self.count.add_(1)
-        elif self.what == "what was logged":
-            self.log("mean", batch.mean())
-        elif self.what == "the batch":
-            batch *= 1.0
+        self.what(self, batch)
         return super().loss(batch)
 
 
+class Counter(nn.Module):
+    count = 0
+
+
+def _appends(module: Any, batch: Any) -> None:
+    module.seen.append(1.0)
+
+
+def _counts_privately(module: Any, batch: Any) -> None:
+    module._seen += 1
+
+
+def _counts_in_a_module(module: Any, batch: Any) -> None:
+    module.inner.count += 1
+
+
+def _writes_an_array(module: Any, batch: Any) -> None:
+    module.array += 1
+
+
+def _draws(module: Any, batch: Any) -> None:
+    module.generator.random()
+
+
+def _writes_a_buffer(module: Any, batch: Any) -> None:
+    module.mean.add_(1)
+
+
+def _writes_data(module: Any, batch: Any) -> None:
+    module.mean.data.mul_(0.9).add_(1)
+
+
+def _normalizes(module: Any, batch: Any) -> None:
+    nn.functional.batch_norm(batch, module.mean, module.variance, training=True)
+
+
+def _measures(module: Any, batch: Any) -> None:
+    module.metric.update(1.0)
+
+
+def _logs(module: Any, batch: Any) -> None:
+    module.log("mean", batch.mean())
+
+
+def _writes_the_batch(module: Any, batch: Any) -> None:
+    batch *= 1.0
+
+
+CHANGES = {
+    "attributes of Changes": [_appends, _counts_privately, _writes_an_array, _draws],
+    "attributes of Counter": [_counts_in_a_module],
+    "buffers of Changes": [_writes_a_buffer, _writes_data, _normalizes],
+    "the metric MeanMetric": [_measures],
+    "what was logged": [_logs],
+    "the batch": [_writes_the_batch],
+}
+
+
 @pytest.mark.usefixtures("slow_fetches")
-@pytest.mark.parametrize("what", ["attributes of the module", "buffers", "what was logged", "the batch"])
-def test_a_step_that_has_changed_something_is_not_repeated_and_the_error_says_so(what: str) -> None:
+@pytest.mark.parametrize(("said", "what"), [(said, what) for said, each in CHANGES.items() for what in each])
+def test_a_step_that_has_changed_something_is_not_repeated_and_the_error_says_so(said: str, what: Any) -> None:
     with pytest.raises(torch.OutOfMemoryError) as raised:
-        train(20 * LAYER, swelling_rows(), lambda: Counts(what))
+        train(20 * LAYER, swelling_rows(), lambda: Changes(what))
     note = "\n".join(raised.value.__notes__)
-    assert f"cannot be repeated by itself, because {what} had changed already" in note
+    assert re.search(rf"cannot be repeated by itself: {said}.* had changed already", note), note
     assert "With SuperpipelineStrategy(k=1, k_prime=1) there would be" in note
+
+
+class ByHand(Module):
+    def __init__(self) -> None:
+        super().__init__(Swelling())
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+
+class Unpicklable(Module):
+    def __init__(self) -> None:
+        super().__init__(Swelling())
+        self.generator = torch.Generator()
+        self.lock = threading.Lock()
+
+
+class Large(Module):
+    def __init__(self) -> None:
+        super().__init__(Swelling())
+        self.data = list(range(10**6))
+
+
+class Hooked(Module):
+    def __init__(self) -> None:
+        super().__init__(Swelling())
+        self.calls: list[int] = []
+        self.net.layers[3].register_forward_hook(lambda *_: self.calls.append(1))
+
+
+class Opaque(Module):
+    """A batch that is no list, tuple or dictionary of tensors."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch["x"], batch_idx)
+
+
+class Iterates(Module):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        return self.loss(next(dataloader_iter)[0])
+
+
+@pytest.mark.usefixtures("slow_fetches")
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter`")
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (ByHand, "manual optimization"),
+        (Unpicklable, "attributes of Unpicklable"),
+        (Large, "attributes of Large"),
+        (Hooked, "what a forward hook of Linear does"),
+        (lambda: Opaque(Swelling()), "a batch with a UserDict in it"),
+        (lambda: Iterates(Swelling()), "a batch with a .* in it"),
+    ],
+)
+def test_a_step_of_which_nobody_could_say_is_not_repeated(make: Any, said: str) -> None:
+    batches: Any = swelling_rows()
+    if "UserDict" in said:
+        batches = [UserDict(x=each) for each in batches]
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        train(20 * LAYER, batches, make)
+    note = "\n".join(raised.value.__notes__)
+    assert re.search(rf"cannot be repeated by itself: {said}.* cannot be watched", note), note
+
+
+class Penalized(Module):
+    """Reads float32 weights, which come as masters, in the batch that is timed."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 1e-3 * sum(p.norm() for p in self.parameters())
+
+
+@pytest.mark.usefixtures("slow_fetches")
+def test_masters_that_come_on_demand_are_no_layers_of_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # by prediction, as it is
+    batches = rows(*[4] * 4)
+    with simulated(capacity=30 * LAYER):
+        ours = fit(lambda: Penalized(Tower()), batches, superpipeline(), precision="bf16-mixed")
+    assert_same(ours, fit(lambda: Penalized(Tower()), batches, precision="bf16-mixed"))
+
+
+def test_validation_is_no_part_of_the_batch_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+
+    def noted(intervals: Any, layers: int, **more: Any) -> Any:
+        found = measured(intervals, layers, **more)
+        counted.append(sum(bool(visit.layers) and not visit.backward for visit in found[0]))
+        return found
+
+    monkeypatch.setattr("sp_lightning.tuning.measured", noted)
+    with simulated(capacity=30 * LAYER):
+        fit(lambda: Module(Tower()), rows(*[4] * 4), superpipeline(), val=rows(*[4] * 5), val_check_interval=2)
+    assert counted == [LAYERS]
+
+
+def test_of_very_many_visits_the_first_are_walked() -> None:
+    intervals = [Interval("forward", at % 9, float(at), at + 0.5) for at in range(10**5)]
+    assert len(measured(intervals, 9, synchronous=True)[0]) == 2000
+
+
+class SwellsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient + gradient.repeat(200, 1).mean()
+
+
+@pytest.mark.usefixtures("slow_fetches")
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+def test_out_of_memory_in_backward_says_what_would_help(overlap: Any) -> None:
+    class Backward(Module):
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss(SwellsBackward.apply(batch.requires_grad_()) if batch[0, 0] > 100 else batch)
+
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        train(20 * LAYER, swelling_rows(), lambda: Backward(Tower()), optimizer_overlap=overlap, fused_optimizer=True)
+    assert "it was not a forward. With SuperpipelineStrategy(k=1, k_prime=1)" in "\n".join(raised.value.__notes__)
+
+
+@pytest.mark.usefixtures("slow_fetches")
+@pytest.mark.parametrize("fn", ["predict", "validate", "test"])
+def test_batches_in_inference_mode(fn: str) -> None:
+    """They count no versions. The window grows and, out of memory, a step is repeated, the batch being what it was."""
+    batches = swelling_rows()
+
+    def run(strategy: Any) -> Any:
+        pl.seed_everything(7, verbose=False)
+        module = Module(Swelling())
+        module.eval()
+        trainer = trainer_for(strategy)
+        data: Any = DataLoader(batches, batch_size=1, collate_fn=lambda each: each[0] * 1)  # type: ignore[arg-type]
+        return getattr(trainer, fn)(module, data), trainer
+
+    plain, _ = run("auto")
+    with simulated(capacity=20 * LAYER):
+        ours, trainer = run(superpipeline())
+    assert_equal(ours, plain, fn)
+    assert trainer.strategy.plan.k > 1
+
+
+def test_a_batch_of_inference_mode_is_compared_by_its_values() -> None:
+    with torch.inference_mode():
+        small, large = torch.zeros(4), torch.zeros(2**19)
+    module = Module(Tower())
+    module._trainer = SimpleNamespace(_results=None)  # type: ignore[assignment]
+    assert Snapshot(module, small).obstacle() == ""
+    assert "a tensor of shape (524288,) whose writes nobody counts" in Snapshot(module, large).obstacle()
+    snapshot = Snapshot(module, small)
+    with torch.inference_mode():
+        small[1] = 1.0
+    assert snapshot.obstacle() == "the batch had changed already"
 
 
 def test_out_of_memory_with_the_smallest_window_or_one_that_was_given() -> None:

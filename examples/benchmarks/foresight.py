@@ -35,15 +35,16 @@ class Watch(meter.Meter):
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if self._batches == WARM_UP:
-            trainer.strategy.start_recording()
+            self._timeline = trainer.strategy.make_timeline()
+            trainer.strategy.record(self._timeline, on=True)
         elif self._batches == WARM_UP + 1:
-            trainer.strategy.stop_recording()
+            trainer.strategy.record(self._timeline, on=False)
         self._batches += 1
         super().on_train_batch_start(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         super().on_train_end(trainer)
-        self.intervals = trainer.strategy.recorded()  # type: ignore[attr-defined]
+        self.intervals = self._timeline.take()
 
 
 WRITE_NO_WEIGHTS.add(Watch)
@@ -68,7 +69,8 @@ def measure(workload: Workload, windows: Sequence[tuple[int, int]], seconds: flo
     """Time every window and predict all of them from the first. Seconds."""
     runs = [train(workload, *window, seconds) for window in windows]
     watch, _ = runs[0]
-    visits, rates = measured(watch.intervals, synchronous=not torch.cuda.is_available())
+    layers = len(runs[0][1].plan.layers)
+    visits, rates = measured(watch.intervals, layers, synchronous=not torch.cuda.is_available())
     update = statistics.median(watch.update_seconds[WARM_UP + 1 :])
     found = []
     for (k, k_prime), (each, run) in zip(windows, runs, strict=True):
