@@ -66,23 +66,23 @@ class Snapshot:
         module = self._module
         if not module.automatic_optimization:
             raise Unwatched("manual optimization")
-        for child in module.modules():
+        for name, child in module.named_modules():
             for hook in (*child._forward_hooks.values(), *child._forward_pre_hooks.values()):
                 if not isinstance(getattr(hook, "__self__", None), Gate):
-                    raise Unwatched(f"what a forward hook of {type(child).__qualname__} does")
+                    raise Unwatched(f"what a forward hook of {name!r} does")
         results = module.trainer._results
         return {
             "the batch": [_of_batch(each) for each in tree_leaves(self._batch)],
             "what was logged": {} if results is None else {key: each.update_count for key, each in results.items()},
             "parameters": [_version(each) for each in module.parameters()],
-            **{what: marks for child in module.modules() for what, marks in _state(child)},
+            **{what: marks for name, child in module.named_modules() for what, marks in _state(name, child)},
         }
 
 
-def _state(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _state(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
     kind = type(module)
     trusted = f"{kind.__module__}.".startswith(_TRUSTED)
-    name = f"{kind.__qualname__} at 0x{id(module):x}"
+    name = f"{name} ({kind.__qualname__})" if name else kind.__qualname__
     if module._buffers:
         buffers = [each for each in module._buffers.values() if each is not None]
         yield f"buffers of {name}", [_Value(each) if not trusted else _version(each) for each in buffers]
