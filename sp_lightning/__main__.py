@@ -114,6 +114,8 @@ def answer(options: argparse.Namespace) -> Answer:
             ledger = None
             if not options.predict:
                 trained = [p for p in module.parameters() if p.requires_grad]
+                if not trained:
+                    raise ValueError(f"No parameter of {options.model!r} requires a gradient. Say --predict.")
                 ledger = make_ledger(
                     make_plan(found, k=1, k_prime=1), [torch.optim.AdamW(trained)],
                     early=options.overlap == "backward", accumulate=1, clips=None, scales=False,
@@ -196,7 +198,7 @@ def table(answer: Answer, options: argparse.Namespace) -> str:
     count = sum(p.numel() for p in answer.found.places)
     what = "prediction" if options.predict else "training, AdamW"
     lines = [
-        f"{answer.subject.name}: {count / 1e9:.2f} B parameters, {options.precision}, {what}, {answer.subject.items}",
+        f"{answer.subject.name}: {_human_count(count)} parameters, {options.precision}, {what}, {answer.subject.items}",
         shown.table(training=not options.predict),
         "",
         _activations(answer, options),
@@ -218,6 +220,10 @@ def table(answer: Answer, options: argparse.Namespace) -> str:
             f"{row.prediction.seconds:>9.3g} {waiting:>8.0%}  {row.prediction.binds}{mark}"
         )
     return "\n".join([*lines, "", verdict(answer, options)])
+
+
+def _human_count(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.2f} M" if count >= 1e4 else str(count)
 
 
 def verdict(answer: Answer, options: argparse.Namespace) -> str:

@@ -270,6 +270,10 @@ def test_a_module_that_is_made_late_and_an_input_by_its_shape(capsys: pytest.Cap
     assert found["batch"] == "a batch of 4 × 16"
 
 
+def frozen() -> nn.Module:
+    return Stack().requires_grad_(False)
+
+
 def fails() -> None:
     raise KeyError("on purpose")
 
@@ -278,6 +282,7 @@ def fails() -> None:
     ("model", "message"),
     [
         ("torch.nn:Identity", "'torch.nn:Identity' has no parameters"),
+        ("tests.test_plan_command:frozen", "requires a gradient. Say --predict."),
         ("torch.nn:Linear", "could not be made without arguments: TypeError"),
         ("tests.test_plan_command:fails", "could not be made without arguments: KeyError"),
     ],
