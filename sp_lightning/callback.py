@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-from sp_lightning.picture import draw_timeline, require_matplotlib
+from sp_lightning.picture import draw_timeline, supported_formats
 from sp_lightning.plan import Plan, human_bytes
 from sp_lightning.quiet import WRITE_NO_WEIGHTS
 from sp_lightning.streamer import Stats
@@ -78,7 +78,7 @@ class SuperpipelineCallback(Callback):
         self._timeline = _writable("timeline", timeline)
         self._plot = _writable("plot", plot)
         if self._plot is not None:
-            formats = require_matplotlib().gcf().canvas.get_supported_filetypes()
+            formats = supported_formats()
             if self._plot.suffix[1:] not in formats:
                 raise ValueError(
                     f"plot={str(plot)!r} must end in one of {sorted(formats)}. For example plot='run.png'."
@@ -103,11 +103,9 @@ class SuperpipelineCallback(Callback):
             )
         self._strategy: Partner = trainer.strategy  # type: ignore[assignment]
         self._intervals = None
-        for path in (self._timeline, self._plot):
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("ab"):  # before any work: the error of a path that cannot be written
-                    pass
+        for path in self._files() if stage == "fit" else ():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("ab").close()  # before any work: the error of a path that cannot be written
         self._counted = False
         self._batches = 0
         self._recording = None
@@ -168,6 +166,12 @@ class SuperpipelineCallback(Callback):
             log.info("%s\n%s", counters_line(stats), said)
             self._counted = False
         self._intervals = None
+        for path in self._files():
+            if path.is_file() and not path.stat().st_size:
+                path.unlink()  # there was nothing to write
+
+    def _files(self) -> list[Path]:
+        return [path for path in (self._timeline, self._plot) if path is not None]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to a run."""

@@ -40,6 +40,18 @@ def require_matplotlib() -> Any:
     return pyplot
 
 
+def supported_formats() -> set[str]:
+    """Endings of files that can be drawn to, without the dot.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    return set(FigureCanvasBase.get_supported_filetypes())
+
+
 def draw_timeline(intervals: Sequence[Interval], names: Sequence[str], path: Path, title: str) -> None:
     """One batch: time to the right, layers downwards, a bar for each interval.
 

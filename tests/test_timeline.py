@@ -214,6 +214,14 @@ def test_a_path_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path
         SuperpipelineCallback(plot=tmp_path / "run.xyz")
 
 
+def test_a_run_without_a_batch_that_is_kept_leaves_no_file(tmp_path: Path) -> None:
+    callback = SuperpipelineCallback(timeline=tmp_path / "run.json", plot=tmp_path / "run.png")
+    trainer = trainer_for(SuperpipelineStrategy(), callbacks=[callback])
+    trainer.fit(Module(Stack()), loader(vectors(1)))
+    trainer.predict(Module(Stack()), loader(vectors(1)))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_disk_that_fills_up_costs_neither_checkpoint_nor_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
