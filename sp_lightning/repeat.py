@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from sp_lightning.gates import Gate
 
 # Modules of these packages keep no state in a forward but buffers, and count it.
-_TRUSTED = ("torch.nn.", "torchvision.", "transformers.models.", "timm.", "peft.")
+_TRUSTED = ("torch.nn.modules.", "torchvision.models.", "transformers.models.", "timm.", "peft.")
 # What is compared by value, of one module or one batch, is copied up to so many bytes.
 _SMALL = 2**20
 _LIGHTNINGS = frozenset(vars(pl.LightningModule()))
@@ -66,28 +66,32 @@ class Snapshot:
         module = self._module
         if not module.automatic_optimization:
             raise Unwatched("manual optimization")
+        results = module.trainer._results
+        found: dict[str, Any] = {
+            "the batch": [_of_batch(each) for each in tree_leaves(self._batch)],
+            "what was logged": {} if results is None else {key: each.update_count for key, each in results.items()},
+        }
+        weights = found["parameters"] = []
         for name, child in module.named_modules():
             for hook in (*child._forward_hooks.values(), *child._forward_pre_hooks.values()):
                 if not isinstance(getattr(hook, "__self__", None), Gate):
                     raise Unwatched(f"what a forward hook of {name!r} does")
-        results = module.trainer._results
-        return {
-            "the batch": [_of_batch(each) for each in tree_leaves(self._batch)],
-            "what was logged": {} if results is None else {key: each.update_count for key, each in results.items()},
-            "parameters": [_version(each) for each in module.parameters()],
-            **{what: marks for name, child in module.named_modules() for what, marks in _state(name, child)},
-        }
+            weights += [(id(each), each._version) for each in child._parameters.values() if each is not None]
+            found.update(_state(name, child))
+        return found
 
 
 def _state(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
     kind = type(module)
-    trusted = f"{kind.__module__}.".startswith(_TRUSTED)
+    trusted = kind.__module__.startswith(_TRUSTED)
+    if trusted and not module._buffers:
+        return
     name = f"{name} ({kind.__qualname__})" if name else kind.__qualname__
     if module._buffers:
         buffers = [each for each in module._buffers.values() if each is not None]
         yield f"buffers of {name}", [_Value(each) if not trusted else _version(each) for each in buffers]
-    if hasattr(module, "update_count"):  # a metric, whose states are attributes
-        yield f"the metric {name}", module.update_count
+    if hasattr(kind, "update_count"):  # a metric, whose states are attributes
+        yield f"the metric {name}", getattr(module, "update_count")  # noqa: B009
     elif not trusted:
         pickler = _Pickler(f"attributes of {name}")
         own = {key: value for key, value in vars(module).items() if key not in _LIGHTNINGS}
