@@ -66,11 +66,9 @@ def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[s
     ids=["vit-giant", "llava", "llama-predict", "resnet50", "vit_b_16"],
 )
 def test_models_of_all_kinds(arguments: list[str], layers: int, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", *arguments, "--gpu-memory", "24GiB", "--k", "1", "2"])
-    text = capsys.readouterr().out
-    assert "activations and intermediate results" in text, "it was run on paper"
-    assert "It fits: SuperpipelineStrategy(k=" in text
-    found = plan(capsys, *arguments, "--k", "1")
+    found = plan(capsys, *arguments, "--gpu-memory", "24GiB", "--k", "1")
+    assert found["activation_bytes"], "it was run on paper"
+    assert found["verdict"].startswith("It fits: SuperpipelineStrategy(k=1")
     assert len(found["layers"]) >= layers
 
 
@@ -309,5 +307,9 @@ def test_bad_configs(text: str, message: str, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_no_gradients_where_nothing_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", "tests.test_plan_command:Known", "--predict", "--k", "1"])
-    assert "gradients in flight" not in capsys.readouterr().out
+    for options, shown in ((["--predict"], False), ([], True)):
+        main(["plan", "tests.test_plan_command:Known", "--k", "1", *options])
+        text = capsys.readouterr().out
+        assert ("gradients in flight" in text) == shown
+        assert "activations and intermediate results" in text
+        assert "SuperpipelineStrategy(k=1" in text
