@@ -33,7 +33,9 @@ def check(name: str, k: int, k_prime: int, precision: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "k", "k_prime"),
-    [(name, k, k) for name in CASES for k in (1, 2)] + [(name, 99, 1) for name in ("stack", "llama-dropout", "gan")],
+    [(name, 1, 1) for name in CASES]
+    + [(name, 2, 2) for name in list(CASES)[::3]]
+    + [(name, 99, 1) for name in ("stack", "llama-dropout", "gan")],
 )
 def test_no_race(name: str, k: int, k_prime: int) -> None:
     check(name, k, k_prime, "32-true")
