@@ -23,6 +23,7 @@ from sp_lightning.picture import draw_windows, require_matplotlib
 from sp_lightning.plan import Plan, human_bytes, make_plan
 from sp_lightning.prediction import Prediction, Rates, Visit, predict, schedule_visits
 from sp_lightning.spec import WANTED, Subject, load
+from sp_lightning.window import SAME
 
 LIGHTNING = ("fit", "validate", "test", "predict")
 PRECISIONS = {
@@ -83,7 +84,7 @@ class Answer:
         fitting = [row for row in self.rows if row.fits and self.host_fits]
         if not fitting:
             return None
-        enough = min(row.prediction.seconds for row in fitting) * 1.01
+        enough = min(row.prediction.seconds for row in fitting) * SAME
         return min((r for r in fitting if r.prediction.seconds <= enough), key=lambda row: row.device_bytes)
 
 

@@ -251,11 +251,12 @@ class _Fused(TorchFunctionMode):
     """Attention with dropout is fused on a GPU and not on the CPU, whose operators are counted: leave the dropout out."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention:
-            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**kwargs, "dropout_p": 0.0}
             if len(args) > 4:
-                del kwargs["dropout_p"]
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs = {**kwargs, "dropout_p": 0.0}
         return func(*args, **kwargs)
 
 

@@ -123,8 +123,6 @@ class _Value:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Value) and other._tensor is self._tensor and torch.equal(self._values, other._values)
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 class _Bounded(io.BytesIO):
     """A file that is not to become large."""

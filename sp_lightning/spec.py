@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 WANTED = (
     "a factory (package.module:Factory), a transformers config (a folder with config.json, or such a file), or the name of "
@@ -197,8 +198,6 @@ def _loss(output: Any) -> Tensor:
     own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own
-    from torch.utils._pytree import tree_leaves
-
     leaves = tree_leaves(dict(output) if isinstance(output, dict) else output)
     outputs = [each for each in leaves if isinstance(each, Tensor) and each.requires_grad]
     if not outputs:

@@ -14,7 +14,7 @@ _MARGIN = 1 / 16
 # What k' is tried: more layers in one transfer than that are seldom worth their slots.
 _TOGETHER = (1, 2, 4)
 # Plans whose batches take so nearly the same time are equal; the smallest is chosen.
-_SAME = 1.01
+SAME = 1.01
 # On the CPU there is no limit to find: layers move through the smallest window that overlaps.
 _WITHOUT_LIMIT = (2, 1)
 
@@ -90,9 +90,9 @@ class Window:
         """
         largest = list(self._largest())
         if not largest:
-            return self._plan(1, 1)
+            return self.smallest()
         times = {plan: seconds(plan) for plan in largest}
-        enough = min(times.values()) * _SAME
+        enough = min(times.values()) * SAME
         plan = min((each for each in largest if times[each] <= enough), key=lambda each: each.peak_device_bytes)
         below = plan
         while self._k == "auto" and below.k > 1:
