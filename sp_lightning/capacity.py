@@ -59,6 +59,12 @@ def _reclaimable(file: Path) -> int:
     return int(text) if text.isdecimal() else 0
 
 
+def spare_bytes(needed: dict[str, int]) -> int | None:
+    """What can be taken beside what is needed; an eighth of it is left to others. None where the system does not say."""
+    available = available_bytes()
+    return None if available is None else max(0, available - sum(needed.values())) * 7 // 8
+
+
 def check_host(needed: dict[str, int], remedy: str) -> None:
     """Refuse what would get the process killed later.
 

@@ -53,6 +53,14 @@ class Wait(enum.Enum):
     FETCH_AFTER_UPDATE = "a layer is fetched after its update in the background"
     READ_AFTER_UPDATE = "the host reads and writes weights and gradients after their updates in the background"
     CLOSE_AFTER_FETCH = "slots and host blocks are freed after the last transfer"
+    STORE_AFTER_SAVE = "an activation leaves after the kernel that wrote it"
+    REUSE_AFTER_STORE = "an activation's device memory is used again after its copy to the host"
+    RETURN_AFTER_STORE = "an activation comes back after its copy to the host"
+    RETURN_AFTER_USE = "an activation comes back into memory after the last kernel that used that before"
+    USE_AFTER_RETURN = "a returned activation is read after its transfer"
+    REUSE_AFTER_RETURN = "memory of a returned activation that nobody read is used again after the transfer"
+    STORE_AFTER_RETURN = "the host's memory of an activation is overwritten after the transfer that read it"
+    CLOSE_AFTER_RETURN = "the host's memory of activations is freed after the last transfer"
 
 
 class Device:

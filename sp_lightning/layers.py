@@ -80,6 +80,7 @@ class Found:
         aside: modules that keep their parameters to themselves (ScriptModules, tensor subclasses): moved whole.
         notes: what the plan should say about this model.
         autocast: dtype of the casts.
+        units: name → module, layers and what stays on the device, in the order of the module tree.
     """
 
     layers: tuple[Layer, ...]
@@ -89,6 +90,7 @@ class Found:
     aside: tuple[tuple[str, nn.Module], ...]
     notes: tuple[str, ...] = ()
     autocast: torch.dtype | None = None
+    units: Mapping[str, nn.Module] = field(default_factory=dict)
 
     @property
     def masters(self) -> tuple[Layer, ...]:
@@ -184,6 +186,7 @@ def find_layers(
         aside=tuple((name, each) for each, name in aside.items()),
         notes=_notes(walk, [(unit.name, unit.module) for unit in units], found, aside),
         autocast=autocast,
+        units={unit.name: unit.module for unit in units if unit.module is not None},
     )
 
 
@@ -406,7 +409,7 @@ def _chosen(module: nn.Module, layers: LayerChoice, names: dict[nn.Module, str])
                     f"layers= names the class {pick.__name__}, which the module has none of. It has: {kinds}."
                 )
         else:
-            matches = _match(module, pick, "layers", dict(module.named_modules()))
+            matches = matching(module, pick, "layers", dict(module.named_modules()))
         chosen.update(dict.fromkeys(child for child in matches if any(True for _ in child.parameters())))
     for outer in chosen:
         for inner in outer.modules():
@@ -423,12 +426,17 @@ def _resident(module: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
     things: dict[str, nn.Module | nn.Parameter] = {**dict(module.named_modules(remove_duplicate=False)), **parameters}
     kept: set[nn.Parameter] = set()
     for pattern in patterns:
-        for thing in _match(module, pattern, "resident", things):
+        for thing in matching(module, pattern, "resident", things):
             kept.update(thing.parameters() if isinstance(thing, nn.Module) else [thing])
     return kept
 
 
-def _match(module: nn.Module, pattern: str, option: str, things: Mapping[str, _Thing]) -> list[_Thing]:
+def matching(module: nn.Module, pattern: str, option: str, things: Mapping[str, _Thing]) -> list[_Thing]:
+    """The things whose dotted names match a glob pattern.
+
+    Raises:
+        ValueError: there are none; the option is named, and what might have been meant.
+    """
     expression = re.compile(_glob(pattern))
     matches = [thing for name, thing in things.items() if name and expression.fullmatch(name)]
     if matches:

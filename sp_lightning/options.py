@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, cast, get_args
 
 from torch import nn
 
 from sp_lightning.layers import LayerChoice
+from sp_lightning.modes import Activations, Mode
 
 Count = int | Literal["auto"]
 Overlap = Literal["auto", "off", "forward", "backward"]
@@ -68,6 +69,23 @@ def checked_overlap(mode: Any) -> Overlap:
     if mode not in get_args(Overlap):
         raise ValueError(f"optimizer_overlap must be one of {get_args(Overlap)}, found {mode!r}.")
     return cast(Overlap, mode)
+
+
+def checked_activations(choice: Any) -> Activations:
+    modes = get_args(Mode)
+    if isinstance(choice, str):
+        if choice not in (*modes, "auto"):
+            raise ValueError(f"activations must be one of {(*modes, 'auto')}, or patterns; found {choice!r}.")
+        return cast(Activations, choice)
+    wanted = 'one of "keep", "recompute", "offload", "auto", or patterns: activations={"encoder.*": "offload"}'
+    if not isinstance(choice, Mapping):
+        raise TypeError(f"activations takes {wanted}; found {choice!r}.")
+    for pattern, mode in choice.items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"activations takes {wanted}; found the pattern {pattern!r}.")
+        if mode not in modes:
+            raise ValueError(f"activations={{{pattern!r}: {mode!r}}}: a pattern's mode is one of {modes}.")
+    return dict(choice)
 
 
 def checked_layers(layers: Any) -> LayerChoice:

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning.casts import Casts, Edition
 from sp_lightning.memory import Loan, normal_mode, strided
+from sp_lightning.offload import Offload, Stored
 from sp_lightning.parameters import DeviceParameters, StandIn
 from sp_lightning.slots import Slot
 
@@ -69,6 +70,7 @@ class Packing:
         parameters: device parameters by layer.
         slots: by the address of their memory.
         casts: by layer, where there are any.
+        offload: where other saved tensors may go.
         reach: brings a layer and returns what a function makes of its memory and its weights there.
     """
 
@@ -77,29 +79,34 @@ class Packing:
         parameters: list[DeviceParameters],
         slots: Mapping[int, Slot],
         casts: Mapping[int, Casts],
+        offload: Offload,
         reach: Callable[[int, Callable[[Loan, Sequence[Tensor]], Tensor]], Tensor],
     ) -> None:
         self._parameters = parameters
         self._slots = slots
         self._casts = casts
+        self._offload = offload
         self._reach = reach
 
     def hooks(self) -> AbstractContextManager[None]:
         """Pack while this is active; what is no weight goes to the hooks that were active before."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        slots = self._slots
+        slots, offload = self._slots, self._offload
 
-        def pack(tensor: Tensor) -> _Packed | _Kept | _Outer:
+        def pack(tensor: Tensor) -> _Packed | Stored | _Kept | _Outer:
             if isinstance(tensor, StandIn) and tensor._of.autocast is not None:
                 return _away(tensor)  # by a function of the user's, which was given the cast
             try:
-                slot = slots.get(tensor.untyped_storage().data_ptr())
+                address = tensor.untyped_storage().data_ptr()
             except (RuntimeError, NotImplementedError):  # no memory of its own: sparse, wrapped by a transform, fake
-                slot = None
+                address = 0
+            slot = slots.get(address)
             if slot is not None and slot.layer is not None and not (tensor.is_conj() or tensor.is_neg()):
                 return self._pack(slot.layer, tensor)
             if outer is not None:
                 return _Outer(outer[0](tensor), outer[1])
+            if address and offload.bundle is not None and (stored := offload.store(tensor)) is not None:
+                return stored
             return tensor.detach(), tensor._version
 
         _our_packs.add(pack)
@@ -115,10 +122,12 @@ class Packing:
         edition = self._casts[layer].edition(offset) if layer in self._casts else None
         return _Packed(layer, which, version, offset, tensor.dtype, tensor.shape, tensor.stride(), edition)
 
-    def _unpack(self, packed: _Packed | _Kept | _Outer) -> Tensor:
+    def _unpack(self, packed: _Packed | Stored | _Kept | _Outer) -> Tensor:
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
-        if isinstance(packed, _Packed):
+        if isinstance(packed, Stored):
+            tensor, expected, found = self._offload.load(packed), packed.version, packed.witness._version
+        elif isinstance(packed, _Packed):
             tensor, expected = self._reach(packed.layer, packed.view), packed.version
             if packed.edition is not None and packed.edition.kept is not None:  # what has come may be newer
                 return packed.edition.recall(packed.offset, packed.dtype, packed.shape, packed.stride)
@@ -126,14 +135,18 @@ class Packing:
         else:
             tensor, expected = packed
             found = tensor._version
-        if found != expected:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{tensor.type()} {list(tensor.shape)}] is at version {found}; expected version {expected} instead. "
-                "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
-                "torch.autograd.set_detect_anomaly(True)."
-            )
+        _check_version(tensor, expected, found)
         return tensor
+
+
+def _check_version(tensor: Tensor, expected: int, found: int) -> None:
+    if found != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {found}; expected version {expected} instead. "
+            "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
+            "torch.autograd.set_detect_anomaly(True)."
+        )
 
 
 def _away(tensor: StandIn) -> _Packed:

@@ -25,13 +25,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.callback import SuperpipelineCallback
-from sp_lightning.capacity import check_host
+from sp_lightning.capacity import check_host, spare_bytes
 from sp_lightning.device import device_for
 from sp_lightning.layered import LayeredStep
 from sp_lightning.layers import Found, LayerChoice, find_layers
 from sp_lightning.ledger import Ledger, make_ledger
+from sp_lightning.modes import Activations, resolve
 from sp_lightning.options import (
     Count,
+    checked_activations,
     checked_budget,
     checked_count,
     checked_layers,
@@ -66,6 +68,11 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         k_prime: layers that move as one transfer, at least 1, or ``"auto"``.
         memory_budget: device memory for everything: bytes, a size (``"8GiB"``), or a share of what is free at set-up
             (``0.8``); None for all that is free but a margin of a sixteenth.
+        activations: what becomes of what autograd saves in each layer's forward: ``"keep"`` it on the device;
+            ``"recompute"`` it in backward, from the layer's inputs; ``"offload"`` it to the host and back; ``"auto"``, for
+            each layer the one that is predicted to be fastest within the budget; or patterns of names of layers and of
+            modules above them, the first match deciding (``{"encoder.**": "offload"}``). Results are the same. With
+            ``"recompute"`` hooks on modules inside a layer, prints and global variables see its forward twice.
         layers: what is a layer: None (found), names or glob patterns of modules, module classes, or a callable that
             takes the LightningModule and returns names or modules.
         resident: names or glob patterns of modules or parameters that stay on the device.
@@ -93,6 +100,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         k: Count = "auto",
         k_prime: Count = "auto",
         memory_budget: int | float | str | None = None,
+        activations: Activations = "keep",
         layers: LayerChoice = None,
         resident: str | Sequence[str] = (),
         pin_memory: bool = True,
@@ -105,6 +113,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         self._window = Window(checked_count("k", k), checked_count("k_prime", k_prime), checked_budget(memory_budget))
+        self._activations = checked_activations(activations)
+        self._host_room: int | None = None
         self._layers = checked_layers(layers)
         self._resident = checked_patterns("resident", resident)
         self._pin_memory = checked_switch("pin_memory", pin_memory)
@@ -244,10 +254,10 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             self._said = ""
             self._arrange_overlap()
             assert self._ledger is not None
-            check_host(
-                {"for gradients": self._ledger.gradients, "for the optimizer's state": self._ledger.state or 0},
-                _LIGHTER,
-            )
+            needed = {"for gradients": self._ledger.gradients, "for the optimizer's state": self._ledger.state or 0}
+            check_host(needed, _LIGHTER)
+            assert self._streamer is not None
+            self._streamer.activations.ring.limit = self._host_room = spare_bytes(needed)
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
@@ -561,10 +571,12 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             _AUTOCAST.get(plugin.precision) if isinstance(plugin := self.precision_plugin, MixedPrecision) else None
         )
         found = find_layers(module, layers=self._layers, resident=self._resident, autocast=autocast)
+        modes = resolve(self._activations, module, found.units)
         plan = self._plan = self._window.begin(found, device)
         check_host(_absorbing(plan), _LIGHTER)
         _move_the_rest(module, found, self.root_device)
-        self._streamer = Streamer(module, found, plan, device, pin=self._pin_memory and self.root_device.type != "cpu")
+        pin = self._pin_memory and self.root_device.type != "cpu"
+        self._streamer = Streamer(module, found, plan, device, pin=pin, modes=modes, host_room=self._host_room)
         self._tuning = Tuning(self._window, self._streamer, device) if self._window.auto else None
         _update_properties(module, device=self.root_device)
 

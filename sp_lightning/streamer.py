@@ -27,7 +27,7 @@ import sys
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from sp_lightning.activations import Activations
 from sp_lightning.casts import Casts
 from sp_lightning.device import Device, Stream, Wait
 from sp_lightning.gates import attach_gates
@@ -44,6 +45,8 @@ from sp_lightning.gradients import Gradients
 from sp_lightning.host import HostBlock, Staging
 from sp_lightning.layers import Found
 from sp_lightning.memory import Loan, normal_mode, unseen, view
+from sp_lightning.modes import Mode
+from sp_lightning.offload import Ring
 from sp_lightning.packing import Packing, packs
 from sp_lightning.parameters import DeviceParameter, DeviceParameters, hides_stand_ins, take_gradient
 from sp_lightning.places import Places
@@ -112,9 +115,21 @@ class Streamer:
         plan: made for ``found``.
         device: the seam.
         pin: page-lock host memory.
+        modes: what becomes of the activations of each unit; None keeps all.
+        host_room: bytes of host memory that activations may take; None for no end.
     """
 
-    def __init__(self, module: nn.Module, found: Found, plan: Plan, device: Device, *, pin: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        found: Found,
+        plan: Plan,
+        device: Device,
+        *,
+        pin: bool,
+        modes: Mapping[str, Mode] | None = None,
+        host_room: int | None = None,
+    ) -> None:
         self.plan = plan
         self._module = module
         self.found = found
@@ -164,7 +179,18 @@ class Streamer:
         self._resident_current = False
         self._residents_sent: Any = None
         self._places = Places(module, found.places, self._blocks, self._parameters)
-        self._packing = Packing(self._parameters, self._slots.by_address, self._casts, self._reach)
+        self.activations = Activations(
+            module,
+            found.units,
+            modes or dict.fromkeys(found.units, "keep"),
+            device,
+            Ring(device, pin=pin, limit=host_room),
+            [self._resident_memory.data_ptr()],
+            self._again,
+        )
+        self._packing = Packing(
+            self._parameters, self._slots.by_address, self._casts, self.activations.offload, self._reach
+        )
         self._gates = attach_gates(self, found.visits)
         # the batch: which trace, which phase was expected, whether modules hold device parameters
         self._prefetch = Prefetch(plan, self._slots, self.updates.ready)
@@ -211,6 +237,8 @@ class Streamer:
             self._manual = manual
             self._ends_with_backward = False
             self._slots.idle_since = None
+            if training:
+                self.activations.begin()
             self._activate()
             self._fetch_ahead()
 
@@ -233,10 +261,13 @@ class Streamer:
             active = self._places.on_device
             self._take_back_writes()
             self._deactivate()
+            self.activations.remove()
         yield
         with self._lock:
             if active and self._in_step:
                 self._activate()
+            if self._in_step and self._training:
+                self.activations.install()
 
     def end(self, *, settle: bool = False) -> None:
         """The step is over: host parameters are back in the modules.
@@ -249,6 +280,8 @@ class Streamer:
             self._pins.clear()
             self._take_back_writes()
             self._deactivate()
+            self.activations.remove()
+            self.activations.settle()
             if self._training:
                 self.forget()  # from here on hooks and optimizers may write weights unseen, through .data
             self._slots.give_back_extra()
@@ -408,6 +441,7 @@ class Streamer:
             for handle in self._gates:
                 handle.remove()
             self._slots.close()
+            self.activations.offload.close()
             self._resident_memory = self._device.empty(0)
             for group in self._parameters:
                 group.close()
@@ -453,6 +487,16 @@ class Streamer:
                 self.end()
             if visits:
                 self._fetch_ahead()
+
+    @contextmanager
+    def _again(self, module: nn.Module, inputs: Any) -> Iterator[None]:
+        """A module's forward runs once more, in backward: no hook of the module's says so."""
+        self._join_backward()
+        visits = self.enter(self.found.visits[module], inputs)
+        try:
+            yield
+        finally:
+            self.leave(visits, None)
 
     def _watch(self, visits: Sequence[int], output: Any) -> None:
         touch = partial(self._touch, tuple(visits))
@@ -595,6 +639,7 @@ class Streamer:
     def _outermost_backward_ended(self) -> None:
         with self._lock:
             self._synchronize_uploads()
+            self.activations.settle()
             accumulated, self._accumulates = self._accumulates, False
             self._nested = self._announced = False
             if not self._in_step or (accumulated and self._ends_with_backward):

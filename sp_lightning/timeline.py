@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
-Kind = Literal["fetch", "forward", "backward", "between", "drain", "update"]
+Kind = Literal["fetch", "forward", "backward", "between", "drain", "update", "store", "return"]
 
 
 class Interval(NamedTuple):
@@ -13,7 +13,8 @@ class Interval(NamedTuple):
 
     Attributes:
         kind: ``fetch``, the copy to the device; ``forward`` and ``backward``, the computation, and ``between``, what is
-            computed between two layers; ``drain``, the copy of gradients to the host; ``update``, the optimizer's work.
+            computed between two layers; ``drain``, the copy of gradients to the host; ``update``, the optimizer's work;
+            ``store`` and ``return``, activations that leave for the host and come back.
         layer: index among the plan's layers; the residents come after the last. None for what belongs to no layer.
         begin, end: seconds since some moment that all intervals share.
         nbytes: copied.

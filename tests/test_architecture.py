@@ -14,11 +14,10 @@ from sp_lightning import SuperpipelineStrategy
 PACKAGE = Path(sp_lightning.__file__).parent
 # One layer's way, downwards: a file may import from those before it only.
 ORDER = (
-    "_version", "memory", "layers", "options", "plan", "ledger", "trace", "timeline", "device", "host", "casts",
-    "parameters", "places", "gates", "slots", "packing", "prefetch", "prediction", "estimate", "spec", "window", "capacity",
-    "gradients", "updates", "streamer", "tuning", "step", "layered", "repeat", "quiet", "overlap", "picture", "callback",
-    "strategy",
-    "__init__", "__main__",
+    "_version", "memory", "layers", "modes", "options", "plan", "ledger", "trace", "timeline", "device", "host",
+    "casts", "parameters", "places", "gates", "slots", "recompute", "offload", "activations", "packing", "prefetch",
+    "prediction", "estimate", "spec", "window", "capacity", "gradients", "updates", "streamer", "tuning", "step",
+    "layered", "repeat", "quiet", "overlap", "picture", "callback", "strategy", "__init__", "__main__",
 )  # fmt: skip
 MAY_IMPORT_LIGHTNING = {"__main__", "repeat", "quiet", "overlap", "callback", "strategy", "__init__"}
 
@@ -76,6 +75,7 @@ def test_the_options_are_frozen() -> None:
         "k": "auto",
         "k_prime": "auto",
         "memory_budget": None,
+        "activations": "keep",
         "layers": None,
         "resident": (),
         "pin_memory": True,

@@ -1,0 +1,186 @@
+"""Activations while a step runs: each unit's forward is called in its mode.
+
+While a step runs the units' ``forward`` is ours, as the modules' parameters are the device's: the module is called as
+ever, with its hooks around, and what autograd saves inside is kept, computed again, or sent to the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from sp_lightning.device import Device
+from sp_lightning.modes import EXEMPT, Call, Mode
+from sp_lightning.offload import Bundle, Offload, Ring
+from sp_lightning.recompute import recomputed
+
+Again = Callable[[nn.Module, Any], AbstractContextManager[None]]
+
+
+class Activations:
+    """The modes of a module's units, carried out.
+
+    Args:
+        module: the root.
+        units: by name.
+        modes: of each unit.
+        device: the seam.
+        ring: host memory for what is offloaded.
+        stays: addresses of further storages that never leave the device.
+        again: a context for a unit's second run, called with the module and its positional arguments.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Mapping[str, nn.Module],
+        modes: Mapping[str, Mode],
+        device: Device,
+        ring: Ring,
+        stays: Iterable[int],
+        again: Again,
+    ) -> None:
+        buffers = (buffer.untyped_storage().data_ptr() for buffer in module.buffers() if buffer.layout is torch.strided)
+        self.offload = Offload(device, ring, [*stays, *buffers])
+        self.ring = ring
+        self.modes = dict(modes)
+        self._units = {name: UnitForward(self, name, unit, again) for name, unit in units.items()}
+        self._running: list[Bundle] = []  # calls of the forward under way, or of the last one
+        self._backward = False  # whether that forward's backward has begun
+        self._forwards: list[int] = []  # calls of each forward of this step, and of the last one
+        self._expected: list[int] = [len(units)]
+        self.calls: tuple[Call, ...] = ()
+        """Of the last whole forward."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether all is as without us."""
+        return all(mode == "keep" for mode in self.modes.values())
+
+    def begin(self) -> None:
+        """A training step begins."""
+        if not self.idle:
+            self._expected, self._forwards = self._forwards or self._expected, []
+            self._running, self._backward = [], False
+            self.install()
+
+    def install(self) -> None:
+        """The units' forwards are ours."""
+        if not self.idle:
+            for unit in self._units.values():
+                unit.install()
+
+    def remove(self) -> None:
+        """They are as they were."""
+        for unit in self._units.values():
+            unit.remove()
+
+    def settle(self) -> None:
+        """A step or its backward is over: nothing is on its way."""
+        if not self.idle:
+            self._note_forward()
+            self.offload.settle()
+
+    # ------------------------------------------------------------------ one call
+
+    def enter(self, unit: str, given: Iterable[Any]) -> tuple[Bundle, Bundle | None]:
+        """A unit is called, with these tensors among others."""
+        if self._backward:  # a new forward
+            self._note_forward()
+            self._running, self._backward = [], False
+        bundle = Bundle(unit, self._running[-1] if self._running else None, self._mode_now(unit))
+        self._running.append(bundle)
+        return bundle, self.offload.enter(bundle, given)
+
+    def _mode_now(self, unit: str) -> Mode:
+        """A unit's mode, but for the last calls of a forward, which stay, and where the host has no room."""
+        mode, at, which = self.modes[unit], len(self._running), len(self._forwards)
+        if mode == "offload":
+            expected = self._expected[min(which, len(self._expected) - 1)]
+            if expected - EXEMPT <= at < expected:
+                return "keep"
+            if any(call.unit == unit and call.saved > self.ring.room for call in self.calls):
+                self.offload.warn(unit, "are computed again in backward")
+                return "recompute"
+        return mode
+
+    def leave(self, bundle: Bundle, outer: Bundle | None, output: Any) -> None:
+        """It has returned, or raised (``output`` is None)."""
+        self.offload.leave(outer)
+        comes = partial(self._comes_to, bundle)
+        for tensor in (output,) if isinstance(output, Tensor) else tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(comes)
+
+    def _comes_to(self, bundle: Bundle, gradient: Tensor) -> None:
+        self._backward = True
+        self.offload.comes_to(bundle)
+
+    def _note_forward(self) -> None:
+        if self._running:
+            self._forwards.append(len(self._running))
+            self.calls = tuple(Call(each.unit, each.saved, each.inputs) for each in self._running)
+            self._running = []
+
+
+class UnitForward:
+    """Stands for a unit's forward while a step runs. A copy of the module that is made then has a forward of its own."""
+
+    def __init__(self, keeper: Activations | None, name: str, module: nn.Module, again: Again) -> None:
+        self._keeper = keeper
+        self._name = name
+        self._module = module
+        self._again = again
+        # A compiled call cannot be entered; it is wrapped as a whole.
+        self._attribute = "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"
+        self._own: Any = None  # what the instance had under this name
+        self._forward: Callable[..., Any] = module.forward
+
+    def install(self) -> None:
+        """Become the module's forward."""
+        attributes = vars(self._module)
+        if attributes.get(self._attribute) is not self:
+            self._own = attributes.get(self._attribute)
+            self._forward = getattr(self._module, self._attribute)
+            functools.update_wrapper(self, self._forward)
+            attributes[self._attribute] = self
+
+    def remove(self) -> None:
+        """The module has its own again."""
+        attributes = vars(self._module)
+        if attributes.get(self._attribute) is self:
+            if self._own is None:
+                del attributes[self._attribute]
+            else:
+                attributes[self._attribute] = self._own
+
+    @torch.compiler.disable  # the engine is no part of a graph
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        keeper = self._keeper
+        if keeper is None or not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        bundle, outer = keeper.enter(self._name, tree_leaves((args, kwargs)))
+        output = None
+        try:
+            if bundle.mode == "recompute":
+                output = recomputed(self._module, self._forward, partial(self._again, self._module), args, kwargs)
+            else:
+                output = self._forward(*args, **kwargs)
+        finally:
+            keeper.leave(bundle, outer, output)
+        return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy = memo[id(self._module)]  # made before its attributes are
+        return types.MethodType(type(copy).forward, copy)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module, "forward")  # of the copy, which has no attributes of its own yet
