@@ -32,6 +32,7 @@ class Activations:
         module: the root.
         units: by name.
         modes: of each unit.
+        rows: of each unit in the timeline.
         device: the seam.
         ring: host memory for what is offloaded.
         stays: addresses of further storages that never leave the device.
@@ -43,6 +44,7 @@ class Activations:
         module: nn.Module,
         units: Mapping[str, nn.Module],
         modes: Mapping[str, Mode],
+        rows: Mapping[str, int],
         device: Device,
         ring: Ring,
         stays: Iterable[int],
@@ -52,6 +54,7 @@ class Activations:
         self.offload = Offload(device, ring, [*stays, *buffers])
         self.ring = ring
         self.modes = dict(modes)
+        self._rows = rows
         self._units = {name: UnitForward(self, name, unit, again) for name, unit in units.items()}
         self._running: list[Bundle] = []  # calls of the forward under way, or of the last one
         self._backward = False  # whether that forward's backward has begun
@@ -96,7 +99,8 @@ class Activations:
         if self._backward:  # a new forward
             self._note_forward()
             self._running, self._backward = [], False
-        bundle = Bundle(unit, self._running[-1] if self._running else None, self._mode_now(unit))
+        before = self._running[-1] if self._running else None
+        bundle = Bundle(unit, self._rows[unit], before, self._mode_now(unit))
         self._running.append(bundle)
         return bundle, self.offload.enter(bundle, given)
 

@@ -245,12 +245,14 @@ class SuperpipelineCallback(Callback):
 
 def counters_line(stats: Stats) -> str:
     """The counters as one sentence."""
+    activations = f"{human_bytes(stats.stored_bytes)} of activations stored; " if stats.stored_bytes else ""
+    waited = f", {stats.activation_stall_seconds:.2f} s for activations" if stats.stored_bytes else ""
     return (
         f"Superpipeline: {stats.fetched_layers} layers fetched ({human_bytes(stats.fetched_bytes)}) in {stats.transfers} "
         f"transfers, {stats.demand_fetches} on demand, {stats.extra_slots} extra slots; {human_bytes(stats.drained_bytes)} of "
-        f"gradients drained; peak of weights and gradients {human_bytes(stats.peak_device_bytes)}; waited "
+        f"gradients drained; {activations}peak of weights and gradients {human_bytes(stats.peak_device_bytes)}; waited "
         f"{stats.stall_seconds:.2f} s for fetches, {stats.drain_stall_seconds:.2f} s for gradients, "
-        f"{stats.update_stall_seconds:.2f} s for updates."
+        f"{stats.update_stall_seconds:.2f} s for updates{waited}."
     )
 
 
@@ -261,6 +263,7 @@ def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
         "fetches": (stats.stall_seconds, f"{more}more work per batch (tokens, images) hides them"),
         "gradients to leave": (stats.drain_stall_seconds, "a larger k_prime leaves them more time"),
         "updates": (stats.update_stall_seconds, "a larger batch, or accumulate_grad_batches, makes them rarer"),
+        "activations": (stats.activation_stall_seconds, 'activations="auto" recomputes what takes longer to travel'),
     }
     what, (most, remedy) = max(waits.items(), key=lambda each: each[1][0])
     share = most / max(seconds, 1e-9)

@@ -55,12 +55,10 @@ class Wait(enum.Enum):
     CLOSE_AFTER_FETCH = "slots and host blocks are freed after the last transfer"
     STORE_AFTER_SAVE = "an activation leaves after the kernel that wrote it"
     REUSE_AFTER_STORE = "an activation's device memory is used again after its copy to the host"
-    RETURN_AFTER_STORE = "an activation comes back after its copy to the host"
     RETURN_AFTER_USE = "an activation comes back into memory after the last kernel that used that before"
     USE_AFTER_RETURN = "a returned activation is read after its transfer"
     REUSE_AFTER_RETURN = "memory of a returned activation that nobody read is used again after the transfer"
-    STORE_AFTER_RETURN = "the host's memory of an activation is overwritten after the transfer that read it"
-    CLOSE_AFTER_RETURN = "the host's memory of activations is freed after the last transfer"
+    CLOSE_AFTER_STORE = "the host's memory of activations is freed after the last transfer from or to it"
 
 
 class Device:
@@ -100,15 +98,20 @@ class Device:
     def unpin(self, memory: Tensor) -> None:
         """Undo :meth:`pin`. The caller has synchronised."""
 
-    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: Stream) -> None:
-        """Copy between host and device in the order of ``stream``; shapes and dtypes are equal, none requires a gradient."""
+    def copy(
+        self, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: Stream, *, why: Wait | None = None
+    ) -> None:
+        """Copy between host and device in the order of ``stream``; shapes and dtypes are equal, none requires a gradient.
+
+        Args:
+            why: the wait that a synchronous copy counts as; None for that of weights or gradients.
+        """
         start = time.perf_counter()
         with normal_mode():
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
-        self._stalled[Wait.USE_AFTER_FETCH if stream is Stream.UPLOAD else Wait.REUSE_AFTER_DRAIN] += (
-            time.perf_counter() - start
-        )
+        usual = Wait.USE_AFTER_FETCH if stream is Stream.UPLOAD else Wait.REUSE_AFTER_DRAIN
+        self._stalled[why or usual] += time.perf_counter() - start
 
     def record(self, stream: Stream) -> Any:
         """An event that has happened once everything issued to ``stream`` so far is done."""
@@ -214,7 +217,9 @@ class Accelerator(Device):
         if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())) != 0:
             _clear_last_error(self.device)
 
-    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: Stream) -> None:
+    def copy(
+        self, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: Stream, *, why: Wait | None = None
+    ) -> None:
         with self._stream(stream), normal_mode():
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)

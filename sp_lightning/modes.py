@@ -6,7 +6,7 @@ is kept, computed again in backward, or sent to the host and brought back. Nothi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +17,9 @@ from sp_lightning.layers import matching
 Mode = Literal["keep", "recompute", "offload"]
 Activations = Mode | Literal["auto"] | Mapping[str, Mode]
 """What ``activations=`` takes."""
+
+FREEING: tuple[Mode, ...] = ("recompute", "offload")
+"""What frees memory on the device."""
 
 # The last units of a forward are needed again at once: those that backward begins with, and the one that would come back
 # one ahead.
@@ -99,6 +102,16 @@ def peak_bytes(calls: Sequence[Call], modes: Mapping[str, Mode]) -> int:
         held -= 0 if travels[at] else stays[at]
         peak = max(peak, held + here + coming)
     return peak
+
+
+def least_bytes(calls: Sequence[Call]) -> int:
+    """As :func:`peak_bytes`, with the one mode for all that takes least."""
+    return min(peak_bytes(calls, dict.fromkeys([call.unit for call in calls], mode)) for mode in FREEING)
+
+
+def scaled(calls: Iterable[Call], factor: float) -> tuple[Call, ...]:
+    """The calls of a batch so many times as large."""
+    return tuple(Call(call.unit, int(call.saved * factor), int(call.inputs * factor)) for call in calls)
 
 
 def _within(inner: str, outer: str) -> bool:

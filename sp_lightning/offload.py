@@ -94,7 +94,7 @@ class Ring:
             if not self._idle:
                 return None
             idle = self._idle.pop()
-            self._device.synchronize(idle.last, Wait.CLOSE_AFTER_RETURN)
+            self._device.synchronize(idle.last, Wait.CLOSE_AFTER_STORE)
             self._device.access(idle.memory.bytes, None, write=True)
             self.nbytes -= idle.nbytes
         berth = Berth(PinnedMemory(self._device, nbytes, pin=self._pin))
@@ -109,7 +109,7 @@ class Ring:
     def close(self) -> None:
         """Free what is idle. Graphs that outlive the run keep theirs."""
         for berth in (*self._idle, *self._returned):
-            self._device.synchronize(berth.last, Wait.CLOSE_AFTER_RETURN)
+            self._device.synchronize(berth.last, Wait.CLOSE_AFTER_STORE)
             self._device.access(berth.memory.bytes, None, write=True)
         self._idle.clear()
         self._returned.clear()
@@ -130,11 +130,12 @@ class Parcel:
         left: event of the copy to the host.
         back: what came back, while backward is about to need it.
         arrived: event of the copy from the host.
+        row: of the timeline.
     """
 
-    __slots__ = ("__weakref__", "_ring", "arrived", "back", "berth", "left", "nbytes", "source", "storage")
+    __slots__ = ("__weakref__", "_ring", "arrived", "back", "berth", "left", "nbytes", "row", "source", "storage")
 
-    def __init__(self, source: Tensor, berth: Berth, ring: Ring) -> None:
+    def __init__(self, source: Tensor, berth: Berth, ring: Ring, row: int) -> None:
         self.storage = StorageWeakRef(source.untyped_storage())
         self.nbytes = source.nbytes
         self.source: Tensor | None = source
@@ -142,6 +143,7 @@ class Parcel:
         self.left: Any = None
         self.back: Tensor | None = None
         self.arrived: Any = None
+        self.row = row
         self._ring = ring
 
     @property
@@ -170,6 +172,7 @@ class Bundle:
     """One call of a unit, and what was saved in it.
 
     Attributes:
+        row: of the timeline: the index of the unit's layer.
         before: the call before it in the same forward, whose backward comes after.
         mode: what becomes of it; what is recomputed is not saved but for its inputs, which stay.
         parcels: in the order in which they left.
@@ -178,6 +181,7 @@ class Bundle:
     """
 
     unit: str
+    row: int
     before: Bundle | None
     mode: Mode
     parcels: list[weakref.ref[Parcel]] = field(default_factory=list)
@@ -267,13 +271,13 @@ class Offload:
         if berth is None:
             self.warn(bundle.unit, "stay on the device")
             return None
-        parcel, device = Parcel(source, berth, self._ring), self._device
+        parcel, device = Parcel(source, berth, self._ring, bundle.row), self._device
         device.access(source, Stream.COMPUTE, write=True)
+        # Compute has waited for what was read from the berth before, so this is after that, too.
         device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.STORE_AFTER_SAVE)
-        device.wait(Stream.DOWNLOAD, berth.last, Wait.STORE_AFTER_RETURN)
         begun = device.mark(Stream.DOWNLOAD)
-        device.copy([parcel.on_host], [source], Stream.DOWNLOAD)
-        device.note("store", None, begun, Stream.DOWNLOAD, source.nbytes)
+        device.copy([parcel.on_host], [source], Stream.DOWNLOAD, why=Wait.REUSE_AFTER_STORE)
+        device.note("store", bundle.row, begun, Stream.DOWNLOAD, source.nbytes)
         parcel.left = berth.last = device.record(Stream.DOWNLOAD)
         self._flying[-1].append(parcel)
         self.stored_bytes += source.nbytes
@@ -346,13 +350,13 @@ class Offload:
         for parcel in missing:
             parcel.back = device.empty(parcel.nbytes)
             device.access(parcel.back, Stream.COMPUTE, write=True)  # compute may have used that memory last
+        # Compute has waited for the copies to the host, so this is after those, too.
         device.wait(Stream.UPLOAD, device.record(Stream.COMPUTE), Wait.RETURN_AFTER_USE)
         for parcel in missing:
             assert parcel.back is not None
-            device.wait(Stream.UPLOAD, parcel.left, Wait.RETURN_AFTER_STORE)
             begun = device.mark(Stream.UPLOAD)
-            device.copy([parcel.back], [parcel.on_host], Stream.UPLOAD)
-            device.note("return", None, begun, Stream.UPLOAD, parcel.nbytes)
+            device.copy([parcel.back], [parcel.on_host], Stream.UPLOAD, why=Wait.USE_AFTER_RETURN)
+            device.note("return", parcel.row, begun, Stream.UPLOAD, parcel.nbytes)
             parcel.arrived = parcel.berth.last = device.record(Stream.UPLOAD)
             self.returned_bytes += parcel.nbytes
         self._home += missing

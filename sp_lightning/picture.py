@@ -15,10 +15,13 @@ COLORS: dict[Kind, str] = {
     "between": "#9aa3ab",
     "drain": "#7a4fa3",
     "update": "#b8860b",
+    "store": "#d4a5c9",
+    "return": "#8fc1d4",
 }
 # A layer has three lanes, so that what happens at once does not hide each other.
 _LANE: dict[Kind, float] = {
-    "fetch": -0.3, "forward": 0.0, "backward": 0.0, "between": 0.0, "drain": 0.3, "update": 0.3
+    "fetch": -0.3, "return": -0.3, "forward": 0.0, "backward": 0.0, "between": 0.0, "drain": 0.3, "update": 0.3,
+    "store": 0.3,
 }  # fmt: skip
 # So many layers have their names beside the axis.
 _MOST_NAMES = 40

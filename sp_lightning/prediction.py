@@ -27,11 +27,18 @@ _MOST_VISITS = 2000
 
 RESOURCES: dict[str, tuple[Kind, ...]] = {
     "compute": ("forward", "backward", "between"),
-    "fetch": ("fetch",),
-    "drain": ("drain",),
+    "fetch": ("fetch", "return"),
+    "drain": ("drain", "store"),
     "optimizer": ("update",),
 }
 """What is busy while what happens."""
+
+
+_STALLS = {
+    "gradients": (Wait.REUSE_AFTER_DRAIN,),
+    "residents": (Wait.USE_AFTER_RESIDENTS,),
+    "activations": (Wait.REUSE_AFTER_STORE, Wait.USE_AFTER_RETURN),
+}
 
 
 @dataclass(frozen=True)
@@ -43,12 +50,14 @@ class Visit:
         seconds: how long the device computes.
         backward: whether it is their backward, after which gradients leave.
         needs: in backward, the layers whose weights are needed, in that order: an embedding's needs none.
+        moved: bytes of activations that leave after a forward, or come back for a backward.
     """
 
     layers: tuple[int, ...]
     seconds: float
     backward: bool = False
     needs: tuple[int, ...] = ()
+    moved: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,8 @@ class Prediction:
     Attributes:
         seconds: from one batch's beginning to the next one's.
         busy: seconds of work, by resource: ``compute``, ``fetch``, ``drain``, ``optimizer``, ``host memory``.
-        stalls: seconds that compute waited for each layer, and in all for gradients to leave and for updates.
+        stalls: seconds that compute waited for each layer, and in all for gradients to leave, for residents, and for
+            activations to leave and to come back.
         intervals: what happened when, from the batch's beginning.
     """
 
@@ -133,6 +143,7 @@ class _Paper:
 
     layer: int
     nbytes: int
+    kind: Kind | None = None
 
 
 @dataclass(frozen=True)
@@ -156,10 +167,12 @@ class _PaperDevice(Device):
     def empty(self, nbytes: int) -> Tensor:
         return super().empty(0)
 
-    def copy(self, targets: Sequence[Tensor], sources: Sequence[Any], stream: Stream) -> None:
+    def copy(
+        self, targets: Sequence[Tensor], sources: Sequence[Any], stream: Stream, *, why: Wait | None = None
+    ) -> None:
         rate = self._rates.upload if stream is Stream.UPLOAD else self._rates.download
         for source in sources:
-            kind: Kind = "fetch" if stream is Stream.UPLOAD else "drain"
+            kind: Kind = source.kind or ("fetch" if stream is Stream.UPLOAD else "drain")
             self.spend(stream, source.nbytes / rate, kind, source.layer, source.nbytes)
             self.copied += source.nbytes
 
@@ -212,6 +225,8 @@ class Walk:
         self._used = dict[int, Any]()
         self._flying = deque[tuple[int, float]]()
         self._landed = deque[tuple[int, float]]()
+        self._left: float | None = None  # when the last activations have
+        self._back = dict[int, float]()  # by visit: when its activations are
         self._training = any(visit.backward for visit in self.visits)
         self._last_backward = {
             layer: at for at, visit in enumerate(self.visits) if visit.backward for layer in visit.layers
@@ -224,6 +239,7 @@ class Walk:
         self.device.copied = 0
         self.device._stalled = dict.fromkeys(Wait, 0.0)
         self.stalls.clear()
+        self._back.clear()
         self._prefetch.start("batch", training=self._training)
         self._prefetch.trace.cyclic = not self._training and self.ended > 0
         self._send_residents()
@@ -235,8 +251,8 @@ class Walk:
             self._settle()
             self._slots.forget(range(len(self.plan.moving)))
         self.ended = max(self.device.now[Stream.COMPUTE], self.device.host)
-        for name, why in (("gradients", Wait.REUSE_AFTER_DRAIN), ("residents", Wait.USE_AFTER_RESIDENTS)):
-            self.stalls[name] = self.device._stalled[why]
+        for name, why in _STALLS.items():
+            self.stalls[name] = sum(self.device._stalled[each] for each in why)
         return begun
 
     # ------------------------------------------------------------------ one visit
@@ -252,6 +268,8 @@ class Walk:
             self._use(layer)
             if released:
                 self._fetch_ahead()
+        if visit.backward:
+            self._bring(at)
         device.host += self.rates.visit_seconds * bool(visit.layers)
         kind: Kind = "backward" if visit.backward else "forward" if visit.layers else "between"
         device.spend(Stream.COMPUTE, visit.seconds, kind, visit.layers[0] if visit.layers else None)
@@ -260,8 +278,33 @@ class Walk:
                 if self._last_backward[layer] == at and self.plan.layers[layer].gradient_bytes:
                     self._drain(layer)
         elif visit.layers:
+            self._store(visit)
             self._release(set(visit.layers))
             self._fetch_ahead()
+
+    def _store(self, visit: Visit) -> None:
+        """A forward's activations leave; those of the one before have left by the time compute goes on."""
+        device = self.device
+        device.wait(Stream.COMPUTE, self._left, Wait.REUSE_AFTER_STORE)
+        self._left = None
+        if visit.moved:
+            device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.STORE_AFTER_SAVE)
+            device.copy([], [_Paper(visit.layers[0], visit.moved, "store")], Stream.DOWNLOAD)
+            self._left = device.record(Stream.DOWNLOAD)
+
+    def _bring(self, at: int) -> None:
+        """A backward's activations are there, those of the next one are on their way."""
+        device = self.device
+        device.wait(Stream.COMPUTE, self._left, Wait.REUSE_AFTER_STORE)
+        self._left = None
+        ahead = next((each for each in range(at + 1, len(self.visits)) if self.visits[each].layers), at)
+        for each in dict.fromkeys((at, ahead)):
+            visit = self.visits[each]
+            if visit.moved and visit.backward and each not in self._back:
+                device.wait(Stream.UPLOAD, device.record(Stream.COMPUTE), Wait.RETURN_AFTER_USE)
+                device.copy([], [_Paper(visit.layers[0], visit.moved, "return")], Stream.UPLOAD)
+                self._back[each] = device.record(Stream.UPLOAD)
+        device.wait(Stream.COMPUTE, self._back.get(at), Wait.USE_AFTER_RETURN)
 
     def _use(self, layer: int) -> None:
         if layer in self._used:
@@ -370,12 +413,18 @@ def measured(intervals: Iterable[Interval], layers: int, *, synchronous: bool) -
             visits.append(Visit((drain.layer,), 0.0, backward=True))
             back.add(drain.layer)
 
-    def rate(kind: Kind) -> float:
-        seconds = sum(each.end - each.begin for each in by_kind[kind])
-        return sum(each.nbytes for each in by_kind[kind]) / seconds if seconds else math.inf
+    def rate(resource: str) -> float:
+        copies = [each for kind in RESOURCES[resource] for each in by_kind[kind]]
+        seconds = sum(each.end - each.begin for each in copies)
+        return sum(each.nbytes for each in copies) / seconds if seconds else math.inf
 
     rates = Rates(
-        rate("fetch"), rate("drain"), rate("update"), host_memory=math.inf, visit_seconds=0.0, synchronous=synchronous
+        rate("fetch"),
+        rate("drain"),
+        rate("optimizer"),
+        host_memory=math.inf,
+        visit_seconds=0.0,
+        synchronous=synchronous,
     )
     return visits, rates
 

@@ -112,8 +112,13 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        self._window = Window(checked_count("k", k), checked_count("k_prime", k_prime), checked_budget(memory_budget))
         self._activations = checked_activations(activations)
+        self._window = Window(
+            checked_count("k", k),
+            checked_count("k_prime", k_prime),
+            checked_budget(memory_budget),
+            filled=self._activations == "auto",
+        )
         self._host_room: int | None = None
         self._layers = checked_layers(layers)
         self._resident = checked_patterns("resident", resident)
@@ -571,13 +576,17 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             _AUTOCAST.get(plugin.precision) if isinstance(plugin := self.precision_plugin, MixedPrecision) else None
         )
         found = find_layers(module, layers=self._layers, resident=self._resident, autocast=autocast)
-        modes = resolve(self._activations, module, found.units)
         plan = self._plan = self._window.begin(found, device)
+        balanced = self._activations == "auto" and self._window.room is not None
+        choice: Activations = "keep" if self._activations == "auto" and not balanced else self._activations
+        modes = resolve(choice, module, found.units)
         check_host(_absorbing(plan), _LIGHTER)
         _move_the_rest(module, found, self.root_device)
         pin = self._pin_memory and self.root_device.type != "cpu"
         self._streamer = Streamer(module, found, plan, device, pin=pin, modes=modes, host_room=self._host_room)
-        self._tuning = Tuning(self._window, self._streamer, device) if self._window.auto else None
+        self._tuning = None
+        if self._window.auto or balanced:
+            self._tuning = Tuning(self._window, self._streamer, device, balanced=balanced)
         _update_properties(module, device=self.root_device)
 
     def _close_streamer(self) -> None:

@@ -67,9 +67,11 @@ class Stats:
         demand_fetches: layers that were needed before the trace had asked for them; each stalls compute.
         extra_slots: slots made beyond the plan because views of weights had escaped.
         peak_device_bytes: most device memory that weights and gradients took.
+        stored_bytes, returned_bytes: activations copied to the host, and back.
         stall_seconds: seconds that compute waited for fetches.
         drain_stall_seconds: seconds that compute waited for gradients to leave.
         update_stall_seconds: seconds that the host waited for updates in the background.
+        activation_stall_seconds: seconds that compute waited for activations to leave and to come back.
     """
 
     fetched_layers: int
@@ -79,14 +81,17 @@ class Stats:
     demand_fetches: int
     extra_slots: int
     peak_device_bytes: int
+    stored_bytes: int
+    returned_bytes: int
     stall_seconds: float
     drain_stall_seconds: float
     update_stall_seconds: float
+    activation_stall_seconds: float
 
     @property
     def waited_seconds(self) -> float:
         """Seconds that anything was waited for."""
-        return self.stall_seconds + self.drain_stall_seconds + self.update_stall_seconds
+        return self.stall_seconds + self.drain_stall_seconds + self.update_stall_seconds + self.activation_stall_seconds
 
 
 class _BackwardEnd:
@@ -179,10 +184,12 @@ class Streamer:
         self._resident_current = False
         self._residents_sent: Any = None
         self._places = Places(module, found.places, self._blocks, self._parameters)
+        self._index_of = {layer.name: index for index, layer in enumerate(plan.layers)}
         self.activations = Activations(
             module,
             found.units,
             modes or dict.fromkeys(found.units, "keep"),
+            {name: self._index_of.get(name, self._residents) for name in found.units},
             device,
             Ring(device, pin=pin, limit=host_room),
             [self._resident_memory.data_ptr()],
@@ -428,9 +435,12 @@ class Streamer:
             demand_fetches=self._demand_fetches,
             extra_slots=self._slots.extra_slots,
             peak_device_bytes=self._peak,
+            stored_bytes=self.activations.offload.stored_bytes,
+            returned_bytes=self.activations.offload.returned_bytes,
             stall_seconds=self._device.stall_seconds(Wait.USE_AFTER_FETCH, Wait.USE_AFTER_RESIDENTS),
             drain_stall_seconds=self._device.stall_seconds(Wait.REUSE_AFTER_DRAIN),
             update_stall_seconds=self._device.stall_seconds(Wait.FETCH_AFTER_UPDATE, Wait.READ_AFTER_UPDATE),
+            activation_stall_seconds=self._device.stall_seconds(Wait.REUSE_AFTER_STORE, Wait.USE_AFTER_RETURN),
         )
 
     def close(self) -> None:

@@ -1,20 +1,24 @@
-"""The first batches are watched; then k and k' are chosen, and every batch after them keeps to the budget."""
+"""The first batches are watched; then k, k' and modes of activations are chosen, and every batch keeps to the budget."""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from sp_lightning.balance import Balance, Modes, without_second_forwards
 from sp_lightning.device import Device
+from sp_lightning.modes import Call, Mode, least_bytes, peak_bytes, scaled
 from sp_lightning.options import Overlap
 from sp_lightning.plan import Plan, human_bytes
-from sp_lightning.prediction import Rates, Visit, measured, predict
+from sp_lightning.prediction import Prediction, Rates, Visit, measured, predict
 from sp_lightning.streamer import Streamer
 from sp_lightning.timeline import Timeline
 from sp_lightning.window import Window
@@ -26,25 +30,31 @@ _TIMED = 1
 
 
 class Tuning:
-    """Chooses a streamer's window.
+    """Chooses a streamer's window, and what becomes of activations.
 
     Args:
         window: what is asked for, and what there is room for.
         streamer: whose slots are changed, between batches.
         device: the same as the streamer's; its count of the most memory in use is begun anew.
+        balanced: whether modes of activations are chosen, too. They begin with what takes least, ``"offload"``.
     """
 
-    def __init__(self, window: Window, streamer: Streamer, device: Device) -> None:
+    def __init__(self, window: Window, streamer: Streamer, device: Device, *, balanced: bool = False) -> None:
         self._window = window
         self._streamer = streamer
         self._device = device
+        self._balanced = balanced
         self._batches = 0
         self._work: tuple[Sequence[Visit], Rates] | None = None
+        self._balance: Balance | None = None  # of the first batch
+        self._calls: tuple[Call, ...] = ()  # its
+        self._first = 0  # and its size
         self._timeline: Timeline | None = None
         self._overlap: Overlap = "off"
         self._size = 0  # of the largest batch whose memory was measured, in numbers
         self._next = 0  # of the one that runs now
-        self._said = False
+        self._factor = 1.0  # by which that is larger
+        self._said = ""
         self._again = False  # whether the window is to be chosen anew at the next batch
         device.reset_peak()
 
@@ -56,19 +66,15 @@ class Tuning:
             overlap: how updates run.
         """
         if self._timeline is not None:
-            self.stop_timing()
-            layers = len(self._streamer.plan.layers)
-            self._work = measured(self._timeline.take(), layers, synchronous=self._device.synchronous)
-            self._timeline = None
-            self._again = True
+            self._read_timeline()
         self._overlap = overlap
         self._observe()
         self._next = sum(each.numel() for each in tree_leaves(batch) if isinstance(each, Tensor))
+        self._factor = max(1.0, self._next / self._size) if self._size else 1.0
         if self._work is not None:
             self._fit()
         elif self._batches == _TIMED:
-            self._timeline = self._device.make_timeline()
-            self._device.timelines.append(self._timeline)
+            self._time()
         self._batches += 1
 
     def stop_timing(self) -> None:
@@ -79,48 +85,104 @@ class Tuning:
     def shrink(self) -> bool:
         """The device has run out of memory: the smallest window from here on. Returns whether it was larger."""
         self._observe(whole=False)
-        smallest = self._window.smallest()
+        activations, smallest = self._streamer.activations, self._window.smallest()
         smaller = smallest.slot_bytes < self._streamer.plan.slot_bytes
         if smaller:
             self._resize(smallest)
-            self._again = self._work is not None
+        if self._balanced and set(activations.modes.values()) != {"offload"}:
+            self._carry_out(dict.fromkeys(activations.modes, "offload"))
+            smaller = True
+        self._again = self._again or (smaller and self._work is not None)
         return smaller
+
+    # ------------------------------------------------------------------ what is measured
+
+    def _time(self) -> None:
+        """The next batch is timed; recomputing, if there is room, because copies would hold computation up."""
+        activations = self._streamer.activations
+        if self._balanced:
+            recompute: Modes = dict.fromkeys(activations.modes, "recompute")
+            if self._window.fits(self._streamer.plan, more=self._more(recompute)):
+                self._carry_out(recompute)
+        self._timeline = self._device.make_timeline()
+        self._device.timelines.append(self._timeline)
+
+    def _read_timeline(self) -> None:
+        assert self._timeline is not None
+        self.stop_timing()
+        plan, activations = self._streamer.plan, self._streamer.activations
+        visits, rates = measured(self._timeline.take(), len(plan.layers), synchronous=self._device.synchronous)
+        if self._balanced:
+            if set(activations.modes.values()) == {"recompute"}:
+                visits = without_second_forwards(visits)
+            index_of = {layer.name: index for index, layer in enumerate(plan.layers)}
+            self._balance = Balance(self._calls, index_of, visits, rates)
+        self._work = visits, rates
+        self._timeline = None
+        self._again = True
 
     def _observe(self, *, whole: bool = True) -> None:
         """Note what everything but weights has taken in the last batch, if it has come through as a ``whole``."""
         window, peak = self._window, self._device.peak_bytes()
-        if peak is None:
-            return
-        rest = peak - self._streamer.weight_bytes
+        if self._balanced and self._batches == 1:
+            self._calls, self._first = self._streamer.activations.calls, max(self._next, 1)
+        least, modes = least_bytes(self._sized()), self._streamer.activations.modes
+        rest = least if peak is None else peak - self._streamer.weight_bytes - self._more(modes)
         if rest > window.rest:
-            window.rest, window.rest_gradients = rest, self._streamer.plan.gradient_bytes
+            window.rest, window.rest_gradients = rest, 0 if peak is None else self._streamer.plan.gradient_bytes
         if whole and self._next > self._size:
             self._size = self._next
 
+    def _sized(self) -> tuple[Call, ...]:
+        """The units' calls of the largest batch so far; none if their modes are not chosen here."""
+        return scaled(self._calls, max(self._size, self._next) / max(self._first, 1))
+
+    def _more(self, modes: Modes) -> int:
+        """Bytes that activations take with these modes, over those that they take in any case."""
+        calls = self._sized()
+        return peak_bytes(calls, modes) - least_bytes(calls)
+
+    # ------------------------------------------------------------------ what is chosen
+
     def _fit(self) -> None:
-        window = self._window
+        window, activations = self._window, self._streamer.activations
         measured_rest = window.rest
-        if self._next > self._size > 0:
-            window.rest = math.ceil(window.rest * self._next / self._size)
+        window.rest = math.ceil(window.rest * self._factor)
         larger = window.rest > measured_rest
-        if self._again or not window.fits(self._streamer.plan):
+        if self._again or not window.fits(self._streamer.plan, more=self._more(activations.modes)):
             self._choose("for a larger batch" if larger else "measured")
         self._again = larger  # what it has really taken is known after it
         window.rest = measured_rest
 
     def _choose(self, why: str) -> None:
-        plan, before = self._window.choose(self._seconds), self._streamer.plan
+        window, before = self._window, self._streamer.plan
+        plan = window.choose(self._seconds)
         if (plan.k, plan.k_prime) != (before.k, before.k_prime):
             self._resize(plan)
-        elif self._said:
-            return
-        self._said = True
-        assert self._window.room is not None
-        log.info(
-            "Superpipeline: k = %d, k' = %d (%s), the fastest by prediction: %s on the device of %s%s.",
-            plan.k, plan.k_prime, why, human_bytes(self._window.needs(plan)), human_bytes(self._window.room),
-            "" if self._window.rest else ", weights and gradients only: activations are not counted here",
-        )  # fmt: skip
+        plan, modes = self._streamer.plan, self._modes_for(self._streamer.plan)
+        if self._balanced:
+            self._carry_out(modes)
+        needs = window.needs(plan) + self._more(modes)
+        assert window.room is not None
+        said = f"k = {plan.k}, k' = {plan.k_prime}{self._counted(modes)}"
+        if said != self._said:
+            log.info(
+                "Superpipeline: %s (%s), the fastest by prediction: %s on the device of %s%s.",
+                said, why, human_bytes(needs), human_bytes(window.room),
+                "" if window.rest else ", weights and gradients only: activations are not counted here",
+            )  # fmt: skip
+        self._said = said
+
+    def _carry_out(self, modes: Modes) -> None:
+        if modes != self._streamer.activations.modes:
+            self._streamer.activations.modes = dict(modes)
+            self._device.reset_peak()  # what was needed before says nothing of what is
+
+    def _counted(self, modes: Modes) -> str:
+        if not self._balanced:
+            return ""
+        counts = Counter(modes.values())
+        return ", activations of " + ", ".join(f"{counts[mode]} units {_DONE[mode]}" for mode in _DONE if counts[mode])
 
     def _resize(self, plan: Plan) -> None:
         before, old = self._streamer.weight_bytes, self._streamer.plan
@@ -135,6 +197,24 @@ class Tuning:
     def _seconds(self, plan: Plan) -> float:
         if self._work is None:
             return 1 / plan.k  # nothing is known of the time yet: more is faster
+        return self._predicted(plan, self._modes_for(plan)).seconds
+
+    def _modes_for(self, plan: Plan) -> Modes:
+        """The fastest choice of modes for a plan, within what it leaves."""
+        if self._balance is None or self._window.room is None:
+            return self._streamer.activations.modes
+        calls = self._sized()
+        room = self._window.room - self._window.needs(plan) + least_bytes(calls)
+        candidates = replace(self._balance, calls=calls).candidates(room)
+        return min(candidates, key=lambda modes: self._predicted(plan, modes).seconds)
+
+    def _predicted(self, plan: Plan, modes: Modes) -> Prediction:
+        assert self._work is not None
         visits, rates = self._work
+        if self._balance is not None:
+            visits = self._balance.visited(modes)
         mode = "off" if self._overlap == "auto" else self._overlap
-        return predict(plan, visits, rates, overlap=mode, batches=2).seconds
+        return predict(plan, visits, rates, overlap=mode, batches=2)
+
+
+_DONE: dict[Mode, str] = {"keep": "kept", "recompute": "recomputed", "offload": "offloaded"}

@@ -28,9 +28,11 @@ class Window:
     Args:
         k, k_prime: numbers, or "auto".
         budget: bytes of device memory, or the share of what is free at set-up; None for all of that but a margin.
+        filled: whether something else takes what k and k' leave, if they are numbers.
     """
 
-    def __init__(self, k: Count, k_prime: Count, budget: int | float | None) -> None:
+    def __init__(self, k: Count, k_prime: Count, budget: int | float | None, *, filled: bool = False) -> None:
+        self._margin = _MARGIN if filled or "auto" in (k, k_prime) else 0
         self._k = k
         self._k_prime = k_prime
         self._budget = budget
@@ -65,7 +67,7 @@ class Window:
             )
         self._found = found
         self.rest = self.rest_gradients = 0
-        self.room = _room(self._budget, free, margin=_MARGIN if "auto" in (self._k, self._k_prime) else 0)
+        self.room = _room(self._budget, free, margin=self._margin)
         limited = self.room is not None
         k, k_prime = (1, 1) if limited else _WITHOUT_LIMIT
         plan = self._plan(k, k_prime)
@@ -78,9 +80,9 @@ class Window:
         gradients = max(0, plan.gradient_bytes - self.rest_gradients)
         return plan.slot_bytes + plan.resident_bytes + gradients + self.rest
 
-    def fits(self, plan: Plan) -> bool:
-        """Whether a plan and everything else stay within the budget."""
-        return self.room is None or self.needs(plan) <= self.room
+    def fits(self, plan: Plan, more: int = 0) -> bool:
+        """Whether a plan, everything else and so many bytes ``more`` stay within the budget."""
+        return self.room is None or self.needs(plan) + more <= self.room
 
     def choose(self, seconds: Callable[[Plan], float]) -> Plan:
         """The plan with the fastest batch among those that fit, and the smallest of equally fast ones.

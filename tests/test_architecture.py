@@ -16,7 +16,7 @@ PACKAGE = Path(sp_lightning.__file__).parent
 ORDER = (
     "_version", "memory", "layers", "modes", "options", "plan", "ledger", "trace", "timeline", "device", "host",
     "casts", "parameters", "places", "gates", "slots", "recompute", "offload", "activations", "packing", "prefetch",
-    "prediction", "estimate", "spec", "window", "capacity", "gradients", "updates", "streamer", "tuning", "step",
+    "prediction", "balance", "estimate", "spec", "window", "capacity", "gradients", "updates", "streamer", "tuning", "step",
     "layered", "repeat", "quiet", "overlap", "picture", "callback", "strategy", "__init__", "__main__",
 )  # fmt: skip
 MAY_IMPORT_LIGHTNING = {"__main__", "repeat", "quiet", "overlap", "callback", "strategy", "__init__"}

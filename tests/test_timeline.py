@@ -6,6 +6,7 @@ import json
 import pickle
 import time
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -123,20 +124,7 @@ def test_metrics_and_progress_bar(tmp_path: Path) -> None:
 
 
 def stats(**seconds: float) -> Stats:
-    counters = dict.fromkeys(
-        (
-            "fetched_layers",
-            "fetched_bytes",
-            "drained_bytes",
-            "transfers",
-            "demand_fetches",
-            "extra_slots",
-            "peak_device_bytes",
-        ),
-        0,
-    )
-    waits = {"stall_seconds": 0.0, "drain_stall_seconds": 0.0, "update_stall_seconds": 0.0, **seconds}
-    return Stats(**counters, **waits)  # type: ignore[arg-type]
+    return Stats(**{**{each.name: 0 for each in fields(Stats)}, **seconds})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

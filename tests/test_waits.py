@@ -15,6 +15,9 @@ whose omission nothing notices is not needed, and goes: two went that way.
 | WRITE_BACK_AFTER_USE | weights written in place on the device |
 | FETCH_AFTER_UPDATE | updates in the background |
 | READ_AFTER_UPDATE | updates in the background, and a callback that looks at weights |
+| STORE_AFTER_SAVE, REUSE_AFTER_STORE, RETURN_AFTER_USE, USE_AFTER_RETURN | activations that are offloaded |
+| REUSE_AFTER_RETURN | a unit without a backward, whose activations were under way |
+| CLOSE_AFTER_STORE | a last forward without a backward |
 | DROP_AFTER_DRAIN | a hook that raises while gradients are applied |
 """
 
@@ -115,6 +118,31 @@ def looked_at(strategy: Any) -> Outcome:
     return in_the_background(strategy, callbacks=[Looks()])
 
 
+def offloaded(strategy: Any, make: Any = lambda: Module(Stack())) -> Outcome:
+    if isinstance(strategy, SuperpipelineStrategy):
+        strategy._activations = "offload"
+    return fit(make, vectors(), strategy)
+
+
+class Aside(Stack):
+    """A block whose result nobody uses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for index, block in enumerate(self.blocks):
+            if index == 2:
+                self.unused = block(x)
+            else:
+                x = block(x)
+        return self.head(x)
+
+
+class NoBackward(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        loss = self.loss(batch)
+        return loss if batch_idx < 2 else None
+
+
 class WritesBeforeBackward(Module):
     def on_before_zero_grad(self, optimizer: Any) -> None:
         for p in optimizer.param_groups[0]["params"]:
@@ -147,6 +175,12 @@ SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {
     Wait.REUSE_AFTER_DRAIN: training,
     Wait.APPLY_AFTER_DRAIN: training,
     Wait.DROP_AFTER_DRAIN: raises_while_applying,
+    Wait.STORE_AFTER_SAVE: offloaded,
+    Wait.REUSE_AFTER_STORE: offloaded,
+    Wait.RETURN_AFTER_USE: offloaded,
+    Wait.USE_AFTER_RETURN: offloaded,
+    Wait.REUSE_AFTER_RETURN: lambda strategy: offloaded(strategy, lambda: Module(Aside())),
+    Wait.CLOSE_AFTER_STORE: lambda strategy: offloaded(strategy, lambda: NoBackward(Stack())),
     Wait.UPDATE_AFTER_FETCH: training,
     Wait.UPDATE_AFTER_RESIDENTS: steps_first,
     Wait.FETCH_AFTER_UPDATE: in_the_background,
@@ -156,9 +190,11 @@ SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {
 
 
 @pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True`` raised")
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a failed backward that fails to end
 @pytest.mark.parametrize("wait", Wait, ids=lambda wait: wait.name)
-def test_every_wait_is_needed(wait: Wait) -> None:
+def test_every_wait_is_needed(wait: Wait, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sp_lightning.offload.WORTH_MOVING", 1)
     assert wait in SCENARIOS, f"{wait} needs a scenario that fails without it"
     scenario = SCENARIOS[wait]
     with simulated() as made:

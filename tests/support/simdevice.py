@@ -139,7 +139,9 @@ class SimDevice(Device):
         self.on_host.append((*_range(memory), StorageWeakRef(memory.untyped_storage())))
         return memory
 
-    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: Stream) -> None:
+    def copy(
+        self, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: Stream, *, why: Wait | None = None
+    ) -> None:
         for target, source in zip(targets, sources, strict=True):
             self._copy(target, source, stream)
 

@@ -1,0 +1,174 @@
+"""``activations="auto"``: the cheaper way for each unit, for as few units as the budget asks, and never beyond it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sp_lightning import offload
+from sp_lightning.activations import Activations
+from sp_lightning.balance import Balance, without_second_forwards
+from sp_lightning.modes import Call, least_bytes, peak_bytes
+from sp_lightning.plan import Plan, PlannedLayer, Ring
+from sp_lightning.prediction import Rates, Visit, predict
+from tests.support.models import Module, Stack, vectors
+from tests.support.runs import assert_same, fit, superpipeline
+from tests.support.simdevice import SimDevice, simulated
+from tests.test_activations import Saves, rows, saving, seen
+
+__all__ = ["seen"]
+
+UNITS = [f"blocks.{index}" for index in range(8)]
+GB = 10**9
+
+
+def balance(
+    *, link: float = 10 * GB, seconds: float = 0.01, saved: int = GB, inputs: int = GB // 10, resident: int = 0
+) -> Balance:
+    """Eight equal units, the first ``resident`` ones without a layer."""
+    index_of = {unit: index - resident for index, unit in enumerate(UNITS) if index >= resident}
+    layers = list(index_of.values())
+    forwards = [Visit((index,), seconds) for index in layers]
+    if resident:
+        forwards.insert(0, Visit((), seconds * resident))
+    backwards = [Visit((index,), 2 * seconds, True, (index,)) for index in reversed(layers)]
+    calls = tuple(Call(unit, saved, inputs) for unit in UNITS)
+    return Balance(calls, index_of, [*forwards, *backwards], Rates(link, link, link, math.inf, visit_seconds=0.0))
+
+
+def a_plan() -> Plan:
+    layers = tuple(PlannedLayer(unit, 10, 10, 0, ()) for unit in UNITS)
+    return Plan(2, 1, layers, (Ring(3, 10),), PlannedLayer("residents", 0, 0, -1, ()), tuple(range(8)))
+
+
+def fastest(of: Balance, room: int) -> dict[str, Any]:
+    return dict(min(of.candidates(room), key=lambda modes: predict(a_plan(), of.visited(modes), of.rates).seconds))
+
+
+@pytest.mark.parametrize("resident", [0, 3])
+@pytest.mark.parametrize(("link", "mode"), [(1000 * GB, "offload"), (0.1 * GB, "recompute")])
+def test_the_cheaper_way_is_taken(link: float, mode: str, resident: int) -> None:
+    """A transfer that computation hides costs nothing, one that takes seconds costs more than a second forward."""
+    modes = fastest(balance(link=link, resident=resident), room=5 * GB)
+    assert set(modes.values()) == {"keep", mode}
+
+
+def test_each_unit_has_its_own_way() -> None:
+    """Where much is computed units travel, where little is they are computed again: faster than either for all."""
+    of = balance(link=100 * GB)
+    visits = [replace(visit, seconds=visit.seconds / (10 if visit.layers[0] > 3 else 1)) for visit in of.visits]
+    of = replace(of, visits=visits)
+    modes = fastest(of, room=3 * GB)
+    assert [modes[unit] for unit in UNITS[:6]] == ["offload"] * 3 + ["recompute"] * 3
+
+    def seconds(modes: Any) -> float:
+        return predict(a_plan(), of.visited(modes), of.rates).seconds
+
+    assert seconds(modes) < min(seconds(dict.fromkeys(UNITS, mode)) for mode in ("recompute", "offload"))
+
+
+@pytest.mark.parametrize("room", [int(share * GB) for share in (0.1, 1, 2, 3.5, 6, 7.9, 8, 20)])
+def test_every_candidate_fits_and_frees_no_more_than_needed(room: int) -> None:
+    of = balance()
+    candidates = list(of.candidates(room))
+    assert candidates
+    for modes in candidates:
+        assert peak_bytes(of.calls, modes) <= max(room, least_bytes(of.calls))
+        freed = [unit for unit, mode in modes.items() if mode != "keep"]
+        if room >= least_bytes(of.calls):
+            for unit in freed[-1:]:
+                less = {**modes, unit: "keep"}
+                assert len(freed) == 0 or peak_bytes(of.calls, less) > room - GB
+    if room >= 8 * GB:
+        assert candidates == [dict.fromkeys(UNITS, "keep")]
+
+
+def test_what_a_batch_does_with_other_modes() -> None:
+    of = balance()
+    modes: dict[str, Any] = {
+        **dict.fromkeys(UNITS, "keep"),
+        UNITS[1]: "recompute",
+        UNITS[2]: "offload",
+        UNITS[7]: "offload",
+    }
+    visits = of.visited(modes)
+    assert [visit.moved for visit in visits] == [0, 0, GB, *[0] * 10, GB, 0, 0], "the last ones of a forward stay"
+    assert [visit.seconds for visit in visits[8:]] == pytest.approx([0.02] * 6 + [0.03] + [0.02])
+    again = without_second_forwards(of.visited(dict.fromkeys(UNITS, "recompute")))
+    assert [visit.seconds for visit in again] == pytest.approx([visit.seconds for visit in of.visits])
+
+
+def test_units_without_a_layer_go_with_the_one_before_them() -> None:
+    of = balance(resident=2)
+    visits = of.visited({**dict.fromkeys(UNITS, "keep"), UNITS[0]: "offload", UNITS[3]: "offload"})
+    assert sum(visit.moved for visit in visits if not visit.backward) == 2 * GB
+    assert sum(visit.moved for visit in visits if visit.backward) == 2 * GB
+
+
+# ---------------------------------------------------------------------- in a run
+
+
+def train(capacity: float, batches: list[Tensor], make: Any, **options: Any) -> tuple[Any, SimDevice, list[str]]:
+    """On a device of so many bytes, a sixteenth of which stays free."""
+    with simulated(capacity=int(capacity)) as devices:
+        ours = fit(make, batches, superpipeline(activations="auto", **options))
+    return ours, devices[0], []
+
+
+@pytest.mark.parametrize("units", [3, 4, 6, 9])
+def test_the_budget_is_filled_and_kept(units: int, seen: list[Activations], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In units of what each of eight saves: as many are kept as there is room for, to the byte of the formula."""
+    monkeypatch.setattr(offload, "WORTH_MOVING", Saves.SIZE)
+    room = units * Saves.SIZE + 24_000  # weights, gradients, and what is small
+    batches = rows() * 2
+    ours, device, _ = train(room * 16 / 15 + 1, batches, lambda: saving([1] * 8))
+    assert_same(ours, fit(lambda: saving([1] * 8), batches))
+    modes = seen[0].modes
+    assert device.peak <= room
+    calls = tuple(Call(unit, Saves.SIZE, 0) for unit in modes)
+    assert min(units, 8) - 1 <= peak_bytes(calls, modes) / Saves.SIZE <= units
+    if units > 8:
+        assert set(modes.values()) == {"keep"}
+
+
+def test_a_larger_batch_frees_more_in_advance(seen: list[Activations], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes scale with the batch's; afterwards what was chosen suits the largest."""
+    monkeypatch.setattr(offload, "WORTH_MOVING", 2**10)
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(size, 16, generator=generator) for size in (32, 32, 32, 96, 96, 32)]
+    chosen: list[set[str]] = []
+    begin = Activations.begin
+
+    def noted(self: Activations) -> None:
+        chosen.append(set(self.modes.values()))
+        begin(self)
+
+    monkeypatch.setattr(Activations, "begin", noted)
+    ours, device, _ = train(110_000, batches, lambda: Module(Stack()))
+    assert_same(ours, fit(lambda: Module(Stack()), batches))
+    assert device.peak <= 110_000
+    assert chosen[2] == {"keep"}
+    assert chosen[3] != {"keep"}
+
+
+def test_without_a_limit_all_is_kept(seen: list[Activations]) -> None:
+    """As on the CPU."""
+    ours = fit(lambda: Module(Stack()), vectors(), superpipeline(activations="auto"))
+    assert_same(ours, fit(lambda: Module(Stack()), vectors()))
+    assert set(seen[0].modes.values()) == {"keep"}
+
+
+def test_a_budget_counts_activations_on_the_cpu_too(seen: list[Activations], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "WORTH_MOVING", Saves.SIZE)
+    strategy = superpipeline(k=2, k_prime=1, activations="auto", memory_budget=4 * Saves.SIZE + 24_000)
+    ours = fit(lambda: saving([1] * 8), rows() * 2, strategy)
+    assert_same(ours, fit(lambda: saving([1] * 8), rows() * 2))
+    modes = list(seen[0].modes.values())
+    assert "keep" in modes
+    assert set(modes) != {"keep"}
+    assert (strategy.plan.k, strategy.plan.k_prime) == (2, 1)
