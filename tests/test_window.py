@@ -113,7 +113,7 @@ def test_batches_of_any_size_stay_within_the_budget(sizes: tuple[int, ...], soft
 @pytest.mark.usefixtures("slow_fetches")
 def test_a_window_that_finds_no_room_after_all_leaves_the_one_that_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others may have taken the memory since it was measured."""
-    monkeypatch.setattr(Window, "fits", lambda self, plan: True)
+    monkeypatch.setattr(Window, "fits", lambda self, plan, more=0: True)
     batches = rows(*[4] * 5)
     ours, meter = train(9 * LAYER, batches)
     assert_same(ours, fit(lambda: Module(Tower()), batches))
