@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from sp_lightning.device import Device
 from sp_lightning.modes import EXEMPT, Call, Mode
-from sp_lightning.offload import Bundle, Offload, Ring
+from sp_lightning.offload import Bundle, HostRing, Offload
 from sp_lightning.recompute import recomputed
 
 Again = Callable[[nn.Module, Any], AbstractContextManager[None]]
@@ -46,7 +46,7 @@ class Activations:
         modes: Mapping[str, Mode],
         rows: Mapping[str, int],
         device: Device,
-        ring: Ring,
+        ring: HostRing,
         stays: Iterable[int],
         again: Again,
     ) -> None:

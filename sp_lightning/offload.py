@@ -58,7 +58,7 @@ class Berth:
         return self.memory.bytes.nbytes
 
 
-class Ring:
+class HostRing:
     """Pinned host memory that saved tensors pass through, used again and again; bounded.
 
     Args:
@@ -135,7 +135,7 @@ class Parcel:
 
     __slots__ = ("__weakref__", "_ring", "arrived", "back", "berth", "left", "nbytes", "row", "source", "storage")
 
-    def __init__(self, source: Tensor, berth: Berth, ring: Ring, row: int) -> None:
+    def __init__(self, source: Tensor, berth: Berth, ring: HostRing, row: int) -> None:
         self.storage = StorageWeakRef(source.untyped_storage())
         self.nbytes = source.nbytes
         self.source: Tensor | None = source
@@ -202,7 +202,7 @@ class Offload:
         stays: addresses of storages that are on the device in any case.
     """
 
-    def __init__(self, device: Device, ring: Ring, stays: Iterable[int]) -> None:
+    def __init__(self, device: Device, ring: HostRing, stays: Iterable[int]) -> None:
         self._device = device
         self._ring = ring
         self._stays = set(stays)

@@ -418,7 +418,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             )  # fmt: skip
             snapshot.restore()
             return True
-        error.add_note(_advice(plan, self.plan, obstacle))
+        error.add_note(_advice(plan, self.plan, obstacle, balanced=self._activations == "auto"))
         return False
 
     def _is_quiet(self, phase: str) -> bool:
@@ -624,7 +624,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-def _advice(plan: Plan, smaller: Plan, obstacle: str) -> str:
+def _advice(plan: Plan, smaller: Plan, obstacle: str, *, balanced: bool) -> str:
     found = f"Superpipeline streamed with k={plan.k} and k_prime={plan.k_prime}"
     if smaller is not plan:
         return (
@@ -635,7 +635,7 @@ def _advice(plan: Plan, smaller: Plan, obstacle: str) -> str:
         return f'{found}. Use less: SuperpipelineStrategy(k={max(1, plan.k // 2)}, k_prime=1), or k="auto".'
     return (
         f"{found}, which is the least: weights and gradients take {human_bytes(plan.peak_device_bytes)}, the rest are "
-        "activations. Use a smaller batch, or gradient checkpointing."
+        "activations. Use a smaller batch" + ("." if balanced else ', or SuperpipelineStrategy(activations="auto").')
     )
 
 

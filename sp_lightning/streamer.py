@@ -46,7 +46,7 @@ from sp_lightning.host import HostBlock, Staging
 from sp_lightning.layers import Found
 from sp_lightning.memory import Loan, normal_mode, unseen, view
 from sp_lightning.modes import Mode
-from sp_lightning.offload import Ring
+from sp_lightning.offload import HostRing
 from sp_lightning.packing import Packing, packs
 from sp_lightning.parameters import DeviceParameter, DeviceParameters, hides_stand_ins, take_gradient
 from sp_lightning.places import Places
@@ -191,7 +191,7 @@ class Streamer:
             modes or dict.fromkeys(found.units, "keep"),
             {name: self._index_of.get(name, self._residents) for name in found.units},
             device,
-            Ring(device, pin=pin, limit=host_room),
+            HostRing(device, pin=pin, limit=host_room),
             [self._resident_memory.data_ptr()],
             self._again,
         )

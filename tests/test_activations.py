@@ -539,6 +539,28 @@ def test_a_copy_that_is_made_in_a_step_runs_by_itself() -> None:
         assert not torch.equal(each(x), before), "it ran the original's forward"
 
 
+class Chunked(Module):
+    """A loss that takes the head's weight, and makes no logits."""
+
+    def loss(self, batch: Any) -> Tensor:
+        net: Any = self.net
+        x = net.stem(batch)
+        for block in net.blocks:
+            x = block(x)
+        labels = torch.arange(len(batch)) % 16
+        options = nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined]
+        return torch.nn.functional.linear_cross_entropy(x, net.head.weight, labels, options=options)  # type: ignore[attr-defined]
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch 2.15 has it")
+@pytest.mark.parametrize("options", [{}, {"resident": ["net.head"]}, {"layers": ["net.blocks.*"]}], ids=str)
+@pytest.mark.parametrize("mode", ["keep", *MODES])
+def test_a_chunked_loss(mode: Any, options: dict[str, Any]) -> None:
+    with simulated():
+        ours = fit(lambda: Chunked(Stack()), vectors(), superpipeline(k=1, activations=mode, **options))
+    assert_same(ours, fit(lambda: Chunked(Stack()), vectors()))
+
+
 # ---------------------------------------------------------------------- options
 
 

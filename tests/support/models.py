@@ -60,11 +60,11 @@ class Transformer(Module):
 def llama(
     *, dropout: float = 0.1, checkpointing: dict[str, Any] | None = None, layers: int = 4, **more: Any
 ) -> Transformer:
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, attention_dropout=dropout, use_cache=False, **more,
-    )  # fmt: skip
-    net = transformers.LlamaForCausalLM(config)
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, **more,
+    }  # fmt: skip
+    net = transformers.LlamaForCausalLM(transformers.LlamaConfig(attention_dropout=dropout, use_cache=False, **sizes))
     net.train()
     if checkpointing is not None:
         enable_checkpointing(net, **checkpointing)
