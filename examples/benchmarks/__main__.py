@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
     add = parser.add_argument
     add("--size", choices=sizes, help="of the models (tiny)")
     add("--precision", choices=PRECISIONS, help="(bf16-mixed)")
-    add("--list", choices=["h200"], help="a list chosen for a machine, in place of --size and --precision")
+    add("--list", choices=list(agenda.LISTS), help="a list with sizes of its own, in place of --size and --precision")
     add("--seconds", type=cli.positive, default=12, help="for a contestant's measured steps (%(default)s)")
     add(
         "--minutes",
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
     if options.list and (options.size or options.precision):
         parser.error("--list has its own sizes and precisions: leave out --size and --precision")
     size, precision = options.size or "tiny", options.precision or "bf16-mixed"
-    plan = agenda.h200() if options.list else agenda.of_size(size, precision)
+    plan = agenda.LISTS[options.list]() if options.list else agenda.of_size(size, precision)
     file = options.out / "rows.jsonl"
     found: list[rows.Row] = []
     try:

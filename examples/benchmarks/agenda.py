@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from examples.benchmarks.workloads import SIZES, Workload
@@ -45,6 +46,10 @@ TRAINING = (
 )  # fmt: skip
 PREDICTION = ("plain", "superpipeline-2:1", "accelerate", "diffusers")
 PAIR = ("plain", "superpipeline-2:1")
+ACTIVATIONS = (
+    "plain", "superpipeline-2:1-keep", "superpipeline-2:1-recompute", "superpipeline-2:1-offload",
+    "superpipeline-2:1-auto", "plain-recompute", "plain-offload",
+)  # fmt: skip
 
 
 def of_size(size: str, precision: str) -> Agenda:
@@ -91,3 +96,29 @@ def h200() -> Agenda:
         ),
         Contest(train("vision", "huge", 256), PAIR, 60),
     ]
+
+
+def activations() -> Agenda:
+    """What becomes of activations where they dominate, for ten minutes on the machine of :func:`h200`.
+
+    Estimated from what autograd saves in two layers on a CPU: about 34 GiB of activations in the first, 48 in the second.
+    Plain Lightning has room for them, so has the host; 16 GiB, where ``"auto"`` chooses, have not.
+    """
+    return [
+        Contest(Workload("train", "vision", "huge", "bf16-mixed", 96), ACTIVATIONS, 120),
+        Contest(Workload("train", "llm", "1.5B", "bf16-mixed", 16384, 16384), ACTIVATIONS, 120),
+    ]
+
+
+def tiny_activations() -> Agenda:
+    """The same for any machine, with just enough in a batch that what is saved is worth moving."""
+    return [
+        Contest(Workload("train", "vision", "tiny", "bf16-mixed", 64), ACTIVATIONS),
+        Contest(Workload("train", "llm", "tiny", "bf16-mixed", 1024, 256), ACTIVATIONS),
+    ]
+
+
+LISTS: dict[str, Callable[[], Agenda]] = {
+    "h200": h200, "activations": activations, "activations-tiny": tiny_activations
+}  # fmt: skip
+"""Lists chosen for a machine or a question, by name on the command line."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from torch import nn
+from torch import Tensor, nn
 
 from examples.benchmarks.workloads import BLOCKS, Task, Workload
 from sp_lightning import SuperpipelineStrategy
@@ -36,6 +36,7 @@ class Contestant:
         precisions: those it can do; empty for all.
         environment: variables of its process.
         updates_on_host: its optimizer works on host memory, so that the update's seconds can be read off the clock.
+        checkpointing: it computes activations again in backward, where the workload does not say so for all.
     """
 
     name: str = "plain"
@@ -46,6 +47,7 @@ class Contestant:
     precisions: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     updates_on_host: bool = False
+    checkpointing: bool = False
 
     def module(self, net: nn.Module, workload: Workload) -> Task:
         """The LightningModule around the network."""
@@ -56,12 +58,33 @@ class Contestant:
         return {"strategy": "auto"}
 
 
-UPDATES: dict[str, dict[str, Any]] = {
-    "": {},
-    "default": {"fused_optimizer": False},
-    **{mode: {"optimizer_overlap": mode} for mode in ("off", "forward", "backward")},
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "default": (", default optimizer", {"fused_optimizer": False}),
+    "off": (", fused", {"optimizer_overlap": "off"}),
+    "forward": (", fused, under forward", {"optimizer_overlap": "forward"}),
+    "backward": (", fused, under backward", {"optimizer_overlap": "backward"}),
+    "keep": (", activations kept", {"activations": "keep"}),
+    "recompute": (", activations recomputed", {"activations": "recompute"}),
+    "offload": (", activations offloaded", {"activations": "offload"}),
+    # Of a device without such a bound, "auto" would keep whatever plain Lightning can keep.
+    "auto": (" in 16 GiB, activations auto", {"activations": "auto", "memory_budget": "16GiB"}),
 }
-"""How the optimizer runs, by the last part of a contestant's name: superpipeline-2:1-forward."""
+"""Label and options of the strategy, by the last part of a contestant's name: superpipeline-2:1-forward."""
+
+
+class Offloaded(Contestant):
+    """Plain Lightning with torch's own way of activations to the host."""
+
+    def module(self, net: nn.Module, workload: Workload) -> Task:
+        return SavedOnHost(net)
+
+
+class SavedOnHost(Task):
+    """A Task whose saved tensors, weights among them, go to pinned host memory."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            return super().training_step(batch, batch_idx)
 
 
 @dataclass(frozen=True)
@@ -70,15 +93,16 @@ class Superpipeline(Contestant):
 
     k: int = 2
     k_prime: int = 1
-    update: str = ""
+    variant: str = ""
 
     def module(self, net: nn.Module, workload: Workload) -> Task:
-        if self.update == "default":  # as users write it
+        if self.variant == "default":  # as users write it
             return Task(net, lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))
         return super().module(net, workload)
 
     def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
-        return {"strategy": SuperpipelineStrategy(k=self.k, k_prime=self.k_prime, **UPDATES[self.update])}
+        _, options = VARIANTS.get(self.variant, ("", {}))
+        return {"strategy": SuperpipelineStrategy(k=self.k, k_prime=self.k_prime, **options)}
 
 
 class Fsdp(Contestant):
@@ -197,21 +221,13 @@ def _holds_blocks(module: nn.Module) -> bool:
     return any(isinstance(member, BLOCKS) for each in lists for member in each)
 
 
-def superpipeline(k: int, k_prime: int, update: str = "") -> Superpipeline:
-    """This project at one (k, k'), and one way to run the optimizer."""
+def superpipeline(k: int, k_prime: int, variant: str = "") -> Superpipeline:
+    """This project at one (k, k'), with defaults but for the variant's options."""
     copies = {"train": TRAINING, "predict": 1.0}
     name, label = f"superpipeline-{k}:{k_prime}", f"superpipeline {k}:{k_prime}"
-    if update:
-        name, label = f"{name}-{update}", f"{label}, {_UPDATE_LABELS[update]}"
-    return Superpipeline(name, label, copies, updates_on_host=True, k=k, k_prime=k_prime, update=update)
-
-
-_UPDATE_LABELS = {
-    "default": "default optimizer",
-    "off": "fused",
-    "forward": "fused, under forward",
-    "backward": "fused, under backward",
-}
+    if variant:
+        name, label = f"{name}-{variant}", label + VARIANTS[variant][0]
+    return Superpipeline(name, label, copies, updates_on_host=True, k=k, k_prime=k_prime, variant=variant)
 
 
 def _rival(kind: Callable[..., Contestant], name: str, label: str, copies: float, **more: Any) -> Contestant:
@@ -220,6 +236,8 @@ def _rival(kind: Callable[..., Contestant], name: str, label: str, copies: float
 
 RIVALS: tuple[Contestant, ...] = (
     Contestant(),
+    Contestant("plain-recompute", "plain, checkpointing", {"train": 1.0}, checkpointing=True),
+    Offloaded("plain-offload", "plain, save_on_cpu", {"train": 1.0}),
     _rival(Fsdp, "fsdp", "FSDP cpu_offload", ROUNDED, device="cuda"),
     _rival(Fsdp2, "fsdp2", "FSDP2 CPUOffloadPolicy", ROUNDED),
     _rival(
@@ -248,16 +266,16 @@ def by_name(name: str) -> Contestant:
         ValueError: there is none of that name.
     """
     head, _, rest = name.partition("-")
-    pair, _, update = rest.partition("-")
-    if head == "superpipeline" and pair and update in UPDATES:
-        return superpipeline(*parse_pair(pair), update)
+    pair, _, variant = rest.partition("-")
+    if head == "superpipeline" and pair and (not variant or variant in VARIANTS):
+        return superpipeline(*parse_pair(pair), variant)
     try:
         return known([])[name]
     except KeyError:
         names = ", ".join(known([]))
         raise ValueError(
             f"There is no contestant {name!r}; there are {names} and superpipeline-2:1, or other k:k', "
-            f"or superpipeline-2:1-forward; its optimizer's ways are {[each for each in UPDATES if each]}."
+            f"or superpipeline-2:1-forward; its variants are {list(VARIANTS)}."
         ) from None
 
 

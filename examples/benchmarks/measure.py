@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import statistics
@@ -28,7 +29,8 @@ def measure(workload: Workload, contestant: Contestant, *, seconds: float) -> Ro
     """Run and read the meters. Seconds and bytes; ``seconds`` is the budget of the measured steps."""
     pl.seed_everything(0, verbose=False)
     clock = meter.Clock(WARM_UP, seconds)
-    net, batches = build_net(workload), build_batches(workload, clock.is_over)
+    built = dataclasses.replace(workload, checkpointing=workload.checkpointing or contestant.checkpointing)
+    net, batches = build_net(built), build_batches(workload, clock.is_over)
     if isinstance(contestant, Bare):
         read = _bare(workload, contestant, net, batches, clock)
     else:

@@ -28,6 +28,12 @@ FAMILIES = {
     "vision": "Vision Transformer",
     "vlm": "LLaVA-shaped vision-language model",
 }
+STALLS = {  # counters of superpipeline, and their columns
+    "stall_seconds": "fetch stall, s",
+    "drain_stall_seconds": "drain stall, s",
+    "update_stall_seconds": "wait for updates, s",
+    "activation_stall_seconds": "wait for activations, s",
+}
 MODULES = ("limits", "overhead")  # kinds of rows that no contestant has
 NO_PICTURES = "No pictures: they need device memory figures of training, that is, an accelerator."
 
@@ -121,7 +127,7 @@ def _what(row: Row) -> str:
     size, unit = next(each for each in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if count >= each[0])
     length = "" if workload["family"] == "vision" else f" sequences of {workload['length']} tokens,"
     kept = "computed again in backward (checkpointing)" if workload["checkpointing"] else "kept (no checkpointing)"
-    kept = f", activations {kept}" if workload["task"] == "train" else ""
+    kept = f", activations {kept} unless a contestant says otherwise" if workload["task"] == "train" else ""
     family = FAMILIES[workload["family"]]
     return f"{family}, {count / size:.3g} {unit} parameters,{length} {workload['precision']}{kept}."
 
@@ -168,7 +174,7 @@ def _table(group: Sequence[Row], limits: Row | None) -> str:
     unit = group[0]["workload"]["unit"]
     head = [
         "contestant", "step, s", "quartiles, s", f"{unit}/s", "÷ plain", "our best ÷ it", "of the limit",
-        "weights and gradients on the device", "device, GiB", "reserved, GiB", "host, GiB", "pinned, GiB",
+        "weights and gradients on the device", "device, GiB", "device ÷ plain", "reserved, GiB", "host, GiB", "pinned, GiB",
         f"loss, step {step}", "note",
     ]  # fmt: skip
     lines = []
@@ -176,13 +182,15 @@ def _table(group: Sequence[Row], limits: Row | None) -> str:
         if row["status"] != "ok":
             lines.append([row["label"], *[NONE] * (len(head) - 2), _note(row)])
             continue
-        best = None if row is plain else limit_seconds(row, limits).get("best possible")
+        resident = row["contestant"].startswith("plain")  # nothing of the limit model's traffic
+        best = None if resident else limit_seconds(row, limits).get("best possible")
         lines.append([
             row["label"], f"{row['median_step_seconds']:.4g}", _quartiles(row), f"{row['items_per_second']:,.0f}",
             _ratio(row, plain), NONE if is_ours(row) else _ratio(ours, row),
             NONE if best is None else f"{best / row['median_step_seconds']:.2f}",
             human_bytes(row["counted_peak_bytes"]) if "counted_peak_bytes" in row else NONE,
-            *(_gib(row[key]) for key in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")),
+            _gib(row["peak_allocated_bytes"]), _memory_ratio(row, plain),
+            *(_gib(row[key]) for key in ("peak_reserved_bytes", "peak_host_bytes")),
             _pinned(row),
             f"{row['losses'][step - 1]:.5f}", "",
         ])  # fmt: skip
@@ -207,18 +215,11 @@ def _split(group: Sequence[Row]) -> str:
         update = statistics.median(row["optimizer_seconds"])
         stalls = [
             statistics.median(step.get(name, 0.0) for step in row["stats"]) if row.get("stats") else None
-            for name in ("stall_seconds", "drain_stall_seconds", "update_stall_seconds")
+            for name in STALLS
         ]
         rest = row["median_step_seconds"] - update - sum(stall or 0.0 for stall in stalls)
         lines.append([row["label"], *(NONE if each is None else f"{each:.3g}" for each in (rest, *stalls, update))])
-    head = [
-        "contestant",
-        "forward and backward, s",
-        "fetch stall, s",
-        "drain stall, s",
-        "wait for updates, s",
-        "update, s",
-    ]
+    head = ["contestant", "forward and backward, s", *STALLS.values(), "update, s"]
     return _markdown(head, lines) if lines else ""
 
 
@@ -251,6 +252,12 @@ def _cell(text: str) -> str:
 
 def _ratio(row: Row | None, other: Row | None) -> str:
     return NONE if row is None or other is None else f"{row['items_per_second'] / other['items_per_second']:.2f}"
+
+
+def _memory_ratio(row: Row, plain: Row | None) -> str:
+    if plain is None or not plain["peak_allocated_bytes"]:
+        return NONE
+    return f"{row['peak_allocated_bytes'] / plain['peak_allocated_bytes']:.2f}"
 
 
 def _gib(size: float | None) -> str:
