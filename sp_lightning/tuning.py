@@ -174,8 +174,10 @@ class Tuning:
         self._said = said
 
     def _carry_out(self, modes: Modes) -> None:
-        if modes != self._streamer.activations.modes:
-            self._streamer.activations.modes = dict(modes)
+        activations = self._streamer.activations
+        modes = {**dict.fromkeys(activations.modes, "offload"), **modes}  # of units that nobody has called yet, too
+        if modes != activations.modes:
+            activations.modes = modes
             self._device.reset_peak()  # what was needed before says nothing of what is
 
     def _counted(self, modes: Modes) -> str:

@@ -16,7 +16,7 @@ from sp_lightning.balance import Balance, without_second_forwards
 from sp_lightning.modes import Call, least_bytes, peak_bytes
 from sp_lightning.plan import Plan, PlannedLayer, Ring
 from sp_lightning.prediction import Rates, Visit, predict
-from tests.support.models import Module, Stack, vectors
+from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import assert_same, fit, superpipeline
 from tests.support.simdevice import SimDevice, simulated
 from tests.test_activations import Saves, rows, saving, seen
@@ -118,6 +118,23 @@ def train(capacity: float, batches: list[Tensor], make: Any, **options: Any) -> 
     with simulated(capacity=int(capacity)) as devices:
         ours = fit(make, batches, superpipeline(activations="auto", **options))
     return ours, devices[0], []
+
+
+@pytest.mark.parametrize("name", ["llama-dropout", "conditional", "reused", "gan", "lstm"])
+def test_real_models_within_a_budget(name: str, seen: list[Activations], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half-way between what offloading everything takes and what keeping everything does."""
+    monkeypatch.setattr(offload, "WORTH_MOVING", 1)
+    case, peaks = CASES[name], {}
+    batches = [*case.batches(), *case.batches()]
+    for mode in ("keep", "offload"):
+        with simulated(capacity=2**40) as devices:
+            fit(case.make, batches, superpipeline(k=1, k_prime=1, activations=mode))
+        peaks[mode] = devices[0].peak
+    room = (peaks["keep"] + peaks["offload"]) // 2
+    ours, device, _ = train(room * 16 / 15 + 1, batches, case.make, k=1, k_prime=1)
+    assert_same(ours, fit(case.make, batches))
+    assert device.peak <= room * 16 / 15
+    assert {"keep"} < set(seen[-1].modes.values())
 
 
 @pytest.mark.parametrize("units", [3, 4, 6, 9])
