@@ -45,21 +45,28 @@ def recomputed(
         forward: its forward.
         again: a context for the second run, in backward; called with the positional arguments.
     """
-    leaves, spec = tree_flatten((tuple(args), kwargs))
+    given: Any = (tuple(args), kwargs)
+    leaves, spec = tree_flatten(given, is_leaf=_is_leaf)
     changes: Changes | None = None
 
     def run(*leaves: Any) -> Any:
-        nonlocal changes
-        args, kwargs = tree_unflatten(list(leaves), spec)
+        nonlocal changes, given
         if changes is None:
-            changes = Changes(module, leaves)
+            changes, (args, kwargs), given = Changes(module, leaves), given, None
             output = forward(*args, **kwargs)
             changes.keep()
             return output
+        # Lists and dicts are as they were given; what the forward adds to them is in those of the first run.
+        args, kwargs = tree_unflatten(list(leaves), spec)
         with changes.undone(), again(args):
             return forward(*args, **kwargs)
 
     return checkpoint(run, *leaves, use_reentrant=False)
+
+
+def _is_leaf(value: Any) -> bool:
+    """Whether checkpoint keeps a value as it is; objects are not taken apart, whoever has told torch how to."""
+    return type(value) not in (tuple, list, dict) and not (isinstance(value, tuple) and hasattr(value, "_fields"))
 
 
 class Changes:
