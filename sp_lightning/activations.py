@@ -22,7 +22,7 @@ from sp_lightning.modes import EXEMPT, Call, Mode
 from sp_lightning.offload import Bundle, HostRing, Offload
 from sp_lightning.recompute import recomputed
 
-Again = Callable[[nn.Module, Any], AbstractContextManager[None]]
+Again = Callable[[str, Any], AbstractContextManager[None]]
 
 
 class Activations:
@@ -36,7 +36,7 @@ class Activations:
         device: the seam.
         ring: host memory for what is offloaded.
         stays: addresses of further storages that never leave the device.
-        again: a context for a unit's second run, called with the module and its positional arguments.
+        again: a context for a unit's second run, called with its name and its positional arguments.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class UnitForward:
         output = None
         try:
             if bundle.mode == "recompute":
-                output = recomputed(self._module, self._forward, partial(self._again, self._module), args, kwargs)
+                output = recomputed(self._module, self._forward, partial(self._again, self._name), args, kwargs)
             else:
                 output = self._forward(*args, **kwargs)
         finally:

@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.callback import SuperpipelineCallback
@@ -475,6 +476,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             self._abort()
             if isinstance(error, RuntimeError) and "don't yet support saved tensor hooks" in str(error):
                 raise RuntimeError(_TRANSFORMS) from error
+            if isinstance(error, CheckpointError) and self._streamer is not None and self._streamer.run_again:
+                error.add_note(_OTHERWISE.format(unit=self._streamer.run_again))
             raise
 
     def _abort(self) -> None:
@@ -642,6 +645,12 @@ def _advice(plan: Plan, smaller: Plan, obstacle: str, *, balanced: bool) -> str:
 _LIGHTER = (
     'Use less: precision="bf16-true", an optimizer with less state, frozen layers or adapters, or '
     'SuperpipelineStrategy(optimizer_overlap="backward"), which holds no gradients.'
+)
+
+_OTHERWISE = (
+    'Superpipeline ran the forward of {unit!r} again (activations="recompute"), and it did something else than before: it '
+    "depends on a global variable, a file, or random numbers that are not torch's. Keep or offload what it saves: "
+    'SuperpipelineStrategy(activations={{"{unit}": "offload", "**": "recompute"}}).'
 )
 
 _TRANSFORMS = (

@@ -219,6 +219,8 @@ class Streamer:
         self._accumulates = False
         self._demand_fetches = 0
         self._peak = 0
+        self.run_again = ""
+        """The unit whose forward was run in backward last."""
 
     # ------------------------------------------------------------------ the life of a step
 
@@ -499,10 +501,11 @@ class Streamer:
                 self._fetch_ahead()
 
     @contextmanager
-    def _again(self, module: nn.Module, inputs: Any) -> Iterator[None]:
-        """A module's forward runs once more, in backward: no hook of the module's says so."""
+    def _again(self, unit: str, inputs: Any) -> Iterator[None]:
+        """A unit's forward runs once more, in backward: no hook of the module's says so."""
         self._join_backward()
-        visits = self.enter(self.found.visits[module], inputs)
+        self.run_again = unit
+        visits = self.enter(self.found.visits[self.found.units[unit]], inputs)
         try:
             yield
         finally:

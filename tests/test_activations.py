@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import CheckpointError
 
 from sp_lightning import SuperpipelineStrategy, offload
 from sp_lightning.activations import Activations
@@ -626,6 +627,29 @@ def test_a_chunked_loss(mode: Any, options: dict[str, Any]) -> None:
     with simulated():
         ours = fit(lambda: Chunked(Stack()), vectors(), superpipeline(k=1, activations=mode, **options))
     assert_same(ours, fit(lambda: Chunked(Stack()), vectors()))
+
+
+_calls: list[int] = []
+
+
+class Fickle(nn.Module):
+    """Does something else each time, by a global variable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _calls.append(1)
+        return x + (torch.tanh(self.inner(x)) if len(_calls) % 2 else self.inner(torch.cat([x, x])).exp()[:4].sin())
+
+
+def test_a_forward_that_does_something_else_the_second_time_is_named() -> None:
+    stack = Stack()
+    stack.blocks[1] = Fickle()
+    with pytest.raises(CheckpointError) as raised:
+        fit(lambda: Module(stack), vectors(), superpipeline(activations="recompute"))
+    assert 'activations={"net.blocks.1": "offload", "**": "recompute"}' in "".join(raised.value.__notes__)
 
 
 # ---------------------------------------------------------------------- options
