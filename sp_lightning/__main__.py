@@ -11,13 +11,15 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
+from sp_lightning.balance import Balance
 from sp_lightning.estimate import Work, cast, estimate, on_paper
 from sp_lightning.layers import Found, find_layers
 from sp_lightning.ledger import Ledger, make_ledger
+from sp_lightning.modes import Call, Mode
 from sp_lightning.options import parse_bytes
 from sp_lightning.picture import draw_windows, require_matplotlib
 from sp_lightning.plan import Plan, human_bytes, make_plan
@@ -36,6 +38,7 @@ PRECISIONS = {
 # One fused AdamW pass reads and writes seven times the bytes of the gradients: weights, gradients, two moments.
 _PASSES_OF_ADAMW = 7
 _CHECKPOINTING = "gradient_checkpointing_enable"  # of transformers' models
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ def answer(options: argparse.Namespace) -> Answer:
         torch.set_default_dtype(before)
     smallest = make_plan(found, k=1, k_prime=1)
     host = ledger.nbytes if ledger is not None else smallest.host_bytes - _gradients(smallest)
+    host += _offloaded(work, options)
     rows = tuple(_row(found, k, k_prime, work, ledger, options) for k, k_prime in _choices(found, options))
     host_fits = options.host_memory is None or host <= options.host_memory
     return Answer(subject, found, work, why, ledger, host, host_fits, rows)
@@ -146,7 +150,6 @@ def _row(
     found: Found, k: int, k_prime: int, work: Work | None, ledger: Ledger | None, options: argparse.Namespace
 ) -> Row:
     plan = make_plan(found, k=k, k_prime=k_prime)
-    visits = _visits(plan, work, options)
     rates = Rates(
         upload=options.pcie * 1e9,
         download=options.pcie * 1e9,
@@ -154,20 +157,31 @@ def _row(
         host_memory=options.dram * 1e9,
     )
     traffic = sum(each.read + each.written for each in ledger.passes if each.what == "update") if ledger else 0
+    visits = _visits(plan, work, rates, options)
     prediction = predict(plan, visits, rates, overlap=options.overlap, host_traffic=traffic)
     nbytes = plan.peak_device_bytes if not options.predict else plan.slot_bytes + plan.resident_bytes
-    nbytes += work.activation_bytes if work is not None else 0
+    nbytes += _alive(work, options)
     return Row(plan, nbytes, prediction, options.gpu_memory is None or nbytes <= options.gpu_memory)
 
 
-def _visits(plan: Plan, work: Work | None, options: argparse.Namespace) -> list[Visit]:
+def _visits(plan: Plan, work: Work | None, rates: Rates, options: argparse.Namespace) -> list[Visit]:
     if work is not None:
-        return work.visits(flops=options.tflops * 1e12, memory=options.device_bandwidth * 1e9)
-    counts = [sum(math.prod(span.shape) for span in (*layer.spans, *layer.casts)) for layer in plan.layers]
-    items = options.batch * options.tokens
-    return schedule_visits(
-        plan, [2 * n * items / (options.tflops * 1e12) for n in counts], training=not options.predict
-    )
+        calls, visits = work.calls, work.visits(flops=options.tflops * 1e12, memory=options.device_bandwidth * 1e9)
+    else:
+        calls = tuple(Call(layer.name, saved=0, inputs=0) for layer in plan.layers)
+        counts = [sum(math.prod(span.shape) for span in (*layer.spans, *layer.casts)) for layer in plan.layers]
+        seconds = [2 * n * options.batch * options.tokens / (options.tflops * 1e12) for n in counts]
+        visits = schedule_visits(plan, seconds, training=not options.predict)
+    index_of = {layer.name: index for index, layer in enumerate(plan.layers)}
+    return Balance(calls, index_of, visits, rates).visited(dict.fromkeys((c.unit for c in calls), options.activations))
+
+
+def _alive(work: Work | None, options: argparse.Namespace) -> int:
+    return work.alive(options.activations) if work is not None else 0
+
+
+def _offloaded(work: Work | None, options: argparse.Namespace) -> int:
+    return work.offloaded if work is not None and options.activations == "offload" else 0
 
 
 def _choices(found: Found, options: argparse.Namespace) -> list[tuple[int, int]]:
@@ -220,7 +234,28 @@ def table(answer: Answer, options: argparse.Namespace) -> str:
             f"{row.plan.k:>4} {row.plan.k_prime:>3} {human_bytes(weights):>14} {rest:>14} "
             f"{row.prediction.seconds:>9.3g} {waiting:>8.0%}  {row.prediction.binds}{mark}"
         )
+    if answer.work is not None and not options.predict:
+        lines += ["", *_modes(answer.work), *(f"note: {each}" for each in _notes(answer.work, options))]
     return "\n".join([*lines, "", verdict(answer, options)])
+
+
+def _modes(work: Work) -> list[str]:
+    """What each way to treat activations takes."""
+    lines = [f"  {mode:<10} {human_bytes(work.saved(mode)):>10}" for mode in MODES]
+    lines[MODES.index("offload")] += f", and {human_bytes(work.offloaded)} on the host"
+    return ["activations=    saved for backward, at most", *lines]
+
+
+def _notes(work: Work, options: argparse.Namespace) -> list[str]:
+    """What no mode changes, where it is much."""
+    largest = work.largest_outside
+    saved = max((call.saved for call in work.calls), default=0)
+    if largest is None or (work.outside <= work.saved(options.activations) / 4 and largest.nbytes <= saved):
+        return []
+    return [
+        f"{human_bytes(work.outside)} are saved outside of all layers (largest: {largest}), whatever activations= says. "
+        'If that is the loss, a chunked or fused one needs a fraction: see README, "Large vocabularies".'
+    ]
 
 
 def _human_count(count: int) -> str:
@@ -238,9 +273,9 @@ def verdict(answer: Answer, options: argparse.Namespace) -> str:
         )
     if not any(row.fits for row in answer.rows):
         least = min(row.device_bytes for row in answer.rows)
-        rest = answer.work.activation_bytes if answer.work is not None else 0
-        can = not options.checkpointing and not options.predict and hasattr(answer.subject.module, _CHECKPOINTING)
-        smaller = "Use a smaller batch, or --checkpointing" if can else "Use a smaller batch"
+        rest = _alive(answer.work, options)
+        can = options.activations == "keep" and not options.checkpointing and not options.predict
+        smaller = "Use a smaller batch, or --activations recompute or offload" if can else "Use a smaller batch"
         remedy = f"{smaller}." if rest > least / 2 else "Cut layers finer with --layers."
         said.append(
             f"It does not fit: the least is {human_bytes(least)} of device memory, of which {human_bytes(rest)} are "
@@ -255,7 +290,8 @@ def verdict(answer: Answer, options: argparse.Namespace) -> str:
             if options.gpu_memory is not None
             else "Perhaps the fastest"
         )
-    choice = f"SuperpipelineStrategy(k={best.plan.k}, k_prime={best.plan.k_prime})"
+    mode = "" if options.activations == "keep" else f', activations="{options.activations}"'
+    choice = f"SuperpipelineStrategy(k={best.plan.k}, k_prime={best.plan.k_prime}{mode})"
     return f"{fits}: {choice}, {best.prediction.seconds:.3g} s per batch."
 
 
@@ -274,7 +310,7 @@ def _activations(answer: Answer, options: argparse.Namespace) -> str:
             f"parameter counts, as for {options.batch} × {options.tokens} tokens"
         )
     flops = f"{answer.work.flops / 1e12:.3g} TFLOP per batch"
-    return f"activations and intermediate results {human_bytes(answer.work.activation_bytes)}, {flops}"
+    return f"activations and intermediate results {human_bytes(_alive(answer.work, options))}, {flops}"
 
 
 def _host(answer: Answer, options: argparse.Namespace, count: int) -> str:
@@ -282,6 +318,8 @@ def _host(answer: Answer, options: argparse.Namespace, count: int) -> str:
         return f"host memory {human_bytes(answer.host_bytes)}"
     ledger = answer.ledger
     parts = f"weights {human_bytes(ledger.weights)}, gradients {human_bytes(ledger.gradients)}"
+    if offloaded := _offloaded(answer.work, options):
+        parts = f"activations {human_bytes(offloaded)}, {parts}"
     return (
         f"host memory {human_bytes(answer.host_bytes)}, {answer.host_bytes / max(count, 1):.3g} bytes per parameter: {parts}, "
         f"optimizer state {human_bytes(ledger.state or 0)}"
@@ -297,14 +335,17 @@ def as_json(answer: Answer, options: argparse.Namespace) -> str:
             "precision": options.precision,
             "parameters": sum(p.numel() for p in answer.found.places),
             "layers": [{"name": name, "bytes": n} for name, n in ((x.name, x.nbytes) for x in answer.rows[0].plan.layers)],
-            "activation_bytes": answer.work.activation_bytes if answer.work else None,
+            "activations": options.activations,
+            "activation_bytes": _alive(answer.work, options) if answer.work else None,
+            "saved_bytes": {mode: answer.work.saved(mode) for mode in MODES} if answer.work else None,
+            "offloaded_bytes": answer.work.offloaded if answer.work else None,
             "flops": answer.work.flops if answer.work else None,
             "why_no_activations": answer.why_no_work or None,
             "batch": answer.subject.items,
             "training": not options.predict,
             "host_bytes": answer.host_bytes,
             "host_fits": answer.host_fits,
-            "notes": list(answer.rows[0].plan.notes),
+            "notes": [*answer.rows[0].plan.notes, *(_notes(answer.work, options) if answer.work else ())],
             "assumed": {
                 "tflops": options.tflops, "device_gbps": options.device_bandwidth, "pcie_gbps": options.pcie,
                 "dram_gbps": options.dram,
@@ -342,6 +383,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--image", type=_count, help="pixels on each side (what the model is made for)")
     plan.add_argument("--input", type=_count, nargs="+", metavar="SIZE", help="shape of what a factory's module takes")
     plan.add_argument("--checkpointing", action="store_true", help="gradient checkpointing, of transformers' models")
+    plan.add_argument("--activations", choices=MODES, default="keep", help="of all layers (%(default)s)")
     plan.add_argument(
         "--overlap", choices=("off", "forward", "backward"), default="forward", help="optimizer_overlap (%(default)s)"
     )

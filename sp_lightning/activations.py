@@ -169,7 +169,8 @@ class UnitForward:
     @torch.compiler.disable  # the engine is no part of a graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         keeper = self._keeper
-        if keeper is None or not torch.is_grad_enabled():
+        in_backward = torch._C._current_graph_task_id() != -1  # a checkpoint of the user's runs the forward again
+        if keeper is None or in_backward or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         bundle, outer = keeper.enter(self._name, tree_leaves((args, kwargs)))
         output = None

@@ -8,21 +8,26 @@ and so is every byte that is alive beside the parameters. 70 billion parameters 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from sp_lightning.layers import Found
+from sp_lightning.modes import EXEMPT, Call, Mode, peak_bytes
+from sp_lightning.offload import count_once
+from sp_lightning.plan import human_bytes
 from sp_lightning.prediction import Visit
 
 
@@ -46,22 +51,58 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Saved:
+    """A tensor that autograd saves.
+
+    Attributes:
+        nbytes: of its storage.
+        dtype, shape: its own.
+    """
+
+    nbytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {tuple(self.shape)}, {human_bytes(self.nbytes)}"
+
+
+@dataclass(frozen=True)
 class Work:
     """What a batch does.
 
     Attributes:
         costs: in the order in which they come.
-        activation_bytes: most bytes alive at once beside parameters and their casts: activations, intermediate
+        activation_bytes: most bytes alive at once beside parameters and casts that travel: activations, intermediate
             results, gradients of activations, the gradients of the layer that is in backward; and buffers.
+        calls: of the units, in the order of the forward; small storages are not in them.
+        outside: bytes that autograd saves outside of all units, in the loss as a rule, whatever the units' modes.
+        largest_outside: the largest of those.
     """
 
     costs: tuple[Cost, ...]
     activation_bytes: int
+    calls: tuple[Call, ...]
+    outside: int
+    largest_outside: Saved | None
 
     @property
     def flops(self) -> int:
         """Of the whole batch."""
         return sum(cost.flops for cost in self.costs)
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes of saved tensors on the host, where all units are offloaded."""
+        return sum(call.saved for call in self.calls[:-EXEMPT])
+
+    def saved(self, mode: Mode) -> int:
+        """Most bytes of saved tensors on the device at once, where all units are in one mode."""
+        return peak_bytes(self.calls, dict.fromkeys((call.unit for call in self.calls), mode)) + self.outside
+
+    def alive(self, mode: Mode) -> int:
+        """As ``activation_bytes``, where all units are in one mode."""
+        return self.activation_bytes - self.saved("keep") + self.saved(mode)
 
     def visits(self, *, flops: float, memory: float) -> list[Visit]:
         """With times, for a device of so many FLOP/s and so many bytes/s of its own memory."""
@@ -76,8 +117,10 @@ def on_paper() -> Iterator[None]:
     """Modules that are made inside have parameters without memory, and compute shapes only."""
     theirs: Any = nn.init._no_grad_trunc_normal_
     nn.init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: tensor  # it looks at the values that it draws
+    mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.__deepcopy__ = lambda memo: mode  # else a copy of a tensor is of another mode, and none of its views knows it
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with mode:
             yield
     finally:
         nn.init._no_grad_trunc_normal_ = theirs
@@ -108,6 +151,7 @@ def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
         Exception: whatever the module raises; a module that looks at values cannot be run without any.
     """
     trial = _Trial(found)
+    saves = _Saves(trial.stays)
     with ExitStack() as stack:
         for module, visits in found.visits.items():
             if visits:
@@ -116,13 +160,19 @@ def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
         for parameter in found.places:
             if parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)
+        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)  # as Lightning does
         stack.enter_context(_Fused())
         stack.enter_context(trial)
-        loss = run()
+        with saves.counted(found.units):
+            loss = run()
         if loss is not None:
             trial.now = trial.begin((), backward=True)
-            loss.backward()
-    return trial.work()
+            # A tensor's own backward would run without _Fused, and checkpoints compute forwards in it.
+            torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss))
+    outside = saves.outside()
+    largest = max(outside, key=lambda each: each.nbytes, default=None)
+    return Work(trial.costs(), trial.peak(), tuple(saves.calls), sum(each.nbytes for each in outside), largest)
 
 
 @dataclass
@@ -146,6 +196,59 @@ class _Live:
             self.now -= nbytes
 
 
+class _Saves:
+    """What autograd saves in a forward, by calls of units: counted as the engine does it (``offload``).
+
+    Args:
+        stays: whether a tensor is on the device in any case.
+    """
+
+    def __init__(self, stays: Callable[[Tensor], bool]) -> None:
+        self._stays = stays
+        self.calls: list[Call] = []
+        self._now: int | None = None  # the call under way
+        self._above: list[int | None] = []  # those that it is made in
+        # By storage; what is weakly held keeps its address from being given to another.
+        self._seen: dict[int, StorageWeakRef] = {}
+        self._given: dict[int, StorageWeakRef] = {}  # among arguments
+        self._between: dict[int, StorageWeakRef] = {}  # outside of units
+        self._outside: dict[int, Saved] = {}
+
+    @contextmanager
+    def counted(self, units: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Around a forward. Checkpoints inside have hooks of their own, and what those save is not seen."""
+        with ExitStack() as stack:
+            for name, unit in units.items():
+                enter = partial(self._enter, name)
+                stack.callback(unit.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                stack.callback(unit.register_forward_hook(self._leave, always_call=True).remove)
+            stack.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
+            yield
+
+    def outside(self) -> list[Saved]:
+        """What no unit saves."""
+        return [saved for key, saved in self._outside.items() if key not in self._seen]
+
+    def _enter(self, unit: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._above.append(self._now)
+        if torch.is_grad_enabled():
+            given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+            self._now = len(self.calls)
+            self.calls.append(Call(unit, 0, sum(count_once(each, self._given) for each in given)))
+
+    def _leave(self, *_: Any) -> None:
+        self._now = self._above.pop()
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg() or self._stays(tensor)):
+            if self._now is not None:
+                call = self.calls[self._now]
+                self.calls[self._now] = replace(call, saved=call.saved + count_once(tensor, self._seen))
+            elif nbytes := count_once(tensor, self._between):
+                self._outside[tensor.untyped_storage()._cdata] = Saved(nbytes, tensor.dtype, tensor.shape)
+        return tensor.detach()  # an output that its own node keeps would never be freed
+
+
 class _Trial(TorchDispatchMode):
     """Counts operators, for whatever layer is at work."""
 
@@ -164,8 +267,10 @@ class _Trial(TorchDispatchMode):
         root = [*found.visits, *(module for _, module in found.aside)]
         staying = {id(b): b for module in root for b in module.buffers()}
         staying.update((id(p), p) for _, module in found.aside for p in module.parameters())
-        self._staying = sum(each.numel() * each.element_size() for each in staying.values())
-        self._casts: list[Tensor] = []  # of weights; alive, so that their storages' addresses stay theirs
+        self._staying = list(staying.values())
+        self._addresses = {each.untyped_storage()._cdata for each in self._staying}
+        self._lowered = {p.untyped_storage()._cdata for layer in found.layers for _, p in layer.lowered}
+        self._casts: list[Tensor] = []  # of those; alive, so that their storages' addresses stay theirs
         self.now = self.begin((), backward=False)
 
     def begin(self, layers: tuple[int, ...], *, backward: bool) -> Cost:
@@ -190,26 +295,33 @@ class _Trial(TorchDispatchMode):
         if not (self.now.backward and self.now.layers == layers):
             self.now = self.begin(layers, backward=True)
 
-    def work(self) -> Work:
-        """What was counted."""
-        costs = [each for each in self._costs if each.layers or each.flops or each.moved]
-        return Work(tuple(costs), self._live.peak + self._staying)
+    def costs(self) -> tuple[Cost, ...]:
+        """What was computed."""
+        return tuple(each for each in self._costs if each.layers or each.flops or each.moved)
+
+    def peak(self) -> int:
+        """Most bytes beside parameters and casts that travel."""
+        return self._live.peak + sum(each.numel() * each.element_size() for each in self._staying)
+
+    def stays(self, tensor: Tensor) -> bool:
+        """Whether its memory is that of a weight, of a cast that travels, or of a buffer."""
+        key = tensor.untyped_storage()._cdata
+        return key in self._weights or key in self._addresses
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        of = self._layer_of(inputs[0]) if len(inputs) == 1 else None
+        casts = func._overloadpacket is torch.ops.aten._to_copy and self._is_lowered(inputs[0])
         for tensor in outputs:
-            key = tensor.untyped_storage()._cdata
-            if of is not None and func._overloadpacket is torch.ops.aten._to_copy:
+            if casts:
                 self._casts.append(tensor)  # the wire brings it
-                self._weights[key] = of
-            elif key not in self._weights:
+                self._weights[tensor.untyped_storage()._cdata] = self._weights[inputs[0].untyped_storage()._cdata]
+            elif not self.stays(tensor):
                 self._live.see(tensor)
-        if func.is_view or func._overloadpacket is torch.ops.aten.detach:
-            return result
+        if func.is_view or func.namespace == "prim" or func._overloadpacket is torch.ops.aten.detach:
+            return result  # prim: a tensor's device is asked for
         if self.now.backward:
             for tensor in inputs:
                 layer = self._layer_of(tensor)
@@ -221,6 +333,9 @@ class _Trial(TorchDispatchMode):
         else:
             self.now.moved += sum(each.numel() * each.element_size() for each in (*inputs, *outputs))
         return result
+
+    def _is_lowered(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._lowered
 
     def _layer_of(self, tensor: Tensor) -> int | None:
         return self._weights.get(tensor.untyped_storage()._cdata)

@@ -229,7 +229,7 @@ class Offload:
         outer = self.bundle
         self._calls.bundle = bundle
         with self._lock:
-            bundle.inputs = sum(_count(each, self._given) for each in given if isinstance(each, Tensor))
+            bundle.inputs = sum(count_once(each, self._given) for each in given if isinstance(each, Tensor))
             self._flying.append([])
         return outer
 
@@ -250,7 +250,7 @@ class Offload:
         if tensor.is_conj() or tensor.is_neg():
             return None
         with self._lock, unseen(), normal_mode(), torch.no_grad():
-            bundle.saved += _count(tensor, self._seen)
+            bundle.saved += count_once(tensor, self._seen)
             parcel = self._known.get((storage._cdata, tensor._version))
             if parcel is None:
                 if bundle.mode != "offload":
@@ -370,7 +370,7 @@ class Offload:
             self._home.remove(parcel)
 
 
-def _count(tensor: Tensor, seen: dict[int, StorageWeakRef]) -> int:
+def count_once(tensor: Tensor, seen: dict[int, StorageWeakRef]) -> int:
     """Bytes of a tensor's storage, if it is large and was not seen before."""
     if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in seen:
         return 0

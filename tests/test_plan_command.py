@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sp_lightning import offload
 from sp_lightning.__main__ import main
 from tests.support.models import Module, Stack
 from tests.support.runs import fit, superpipeline
@@ -49,7 +50,7 @@ def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[s
     found = plan(capsys, model, "--gpu-memory", "8GiB", "--tokens", "4096", "--k", "1")
     assert found["best"] is None
     assert "It does not fit: the least is" in found["verdict"]
-    assert "Use a smaller batch, or --checkpointing." in found["verdict"]
+    assert "Use a smaller batch, or --activations recompute or offload." in found["verdict"]
     found = plan(capsys, model, "--host-memory", "64GiB", "--k", "1")
     assert "of host memory are needed, 64.0 GiB are there. Use --precision bf16-true" in found["verdict"]
 
@@ -313,3 +314,44 @@ def test_no_gradients_where_nothing_is_trained(capsys: pytest.CaptureFixture[str
         assert ("gradients in flight" in text) == shown
         assert "activations and intermediate results" in text
         assert "SuperpipelineStrategy(k=1" in text
+
+
+def test_activations_in_each_mode(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device memory, host memory and time are those of the mode that was asked for."""
+    monkeypatch.setattr(offload, "WORTH_MOVING", 1)
+    arguments = ["tests.test_plan_command:Known", "--k", "1", "--k-prime", "1"]
+    kept = plan(capsys, *arguments)
+    saved, (window,) = kept["saved_bytes"], kept["windows"]
+    assert saved["keep"] > max(saved["recompute"], saved["offload"])
+    for mode in ("recompute", "offload"):
+        found = plan(capsys, *arguments, "--activations", mode)
+        (other,) = found["windows"]
+        freed = saved["keep"] - saved[mode]
+        assert kept["activation_bytes"] - found["activation_bytes"] == freed
+        assert window["device_bytes"] - other["device_bytes"] == freed
+        assert found["host_bytes"] - kept["host_bytes"] == (kept["offloaded_bytes"] if mode == "offload" else 0)
+        assert (other["busy_seconds"]["compute"] > window["busy_seconds"]["compute"]) == (mode == "recompute")
+        assert (other["busy_seconds"]["drain"] > window["busy_seconds"]["drain"]) == (mode == "offload")
+        assert f'activations="{mode}"' in found["verdict"]
+    assert "activations=" not in kept["verdict"]
+
+
+def test_second_forwards_count_where_activations_are_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["tests.test_plan_command:Unknown", "--k", "1", "--k-prime", "1"]
+    (kept,) = plan(capsys, *arguments)["windows"]
+    (again,) = plan(capsys, *arguments, "--activations", "recompute")["windows"]
+    assert again["busy_seconds"]["compute"] == pytest.approx(4 / 3 * kept["busy_seconds"]["compute"])
+
+
+def test_logits_are_told_where_they_are_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", config("gpt2", tmp_path, vocab_size=50_000), "--tokens", "64", "--k", "1"])
+    text = capsys.readouterr().out
+    assert "note: 12.2 MiB are saved outside of all layers (largest: float32 (64, 50000), 12.2 MiB), whatever" in text
+    assert 'see README, "Large vocabularies"' in text
+    main(["plan", config("gpt2", tmp_path), "--tokens", "512", "--batch", "8", "--k", "1"])
+    text = capsys.readouterr().out
+    assert "  recompute  " in text
+    assert "MiB on the host" in text
+    assert "outside of all layers" not in text
+    main(["plan", config("gpt2", tmp_path), "--predict", "--tokens", "64", "--k", "1"])
+    assert "  recompute  " not in capsys.readouterr().out

@@ -1,0 +1,184 @@
+"""What activations take, on paper: the bytes that the engine measures."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from sp_lightning import offload
+from sp_lightning.estimate import Saved, Work, estimate, on_paper
+from sp_lightning.layers import find_layers
+from sp_lightning.modes import Call
+from sp_lightning.streamer import Streamer
+from tests.support.models import CASES, Block, Case, Module, Stack, llama, tokens, vectors
+from tests.support.runs import fit, superpipeline
+
+
+class HalfCheckpointed(Block):
+    """Keeps nothing of its first half but the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(lambda x: torch.tanh(self.inner(x)).exp(), x, use_reentrant=False)
+        return x + self.outer(hidden)
+
+
+class HalfCheckpointedStack(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(HalfCheckpointed() for _ in range(3))
+
+
+class Between(nn.Sequential):
+    """Saves between its layers what the second of them saves, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[1](torch.exp(self[0](x)))
+
+
+def eager(**options: Any) -> Case:
+    """Its attention takes the same way on paper as on the CPU: with a mask, and not fused."""
+    return Case(lambda: llama(dropout=0.0, attn_implementation="eager", **options), tokens)
+
+
+MODELS = {
+    "llama": eager(),
+    "llama-checkpoint": eager(checkpointing={"use_reentrant": False}),
+    "half-checkpointed": Case(lambda: Module(HalfCheckpointedStack()), vectors),
+    "resnet50": CASES["resnet50"],
+    "vit": CASES["vit"],
+    "stack": CASES["stack"],
+    "reused": CASES["reused"],
+    "transformer-encoder": CASES["transformer-encoder"],
+}
+MIXED = [name for name in MODELS if name != "resnet50"]  # whose BatchNorm has statistics in bfloat16, on paper only
+SOME = 200  # bytes; most of these models save larger and smaller tensors
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Call, ...]]:
+    """The calls that the engine has counted, of every run."""
+    found: list[tuple[Call, ...]] = []
+    close = Streamer.close
+
+    def closed(self: Streamer) -> None:
+        found.append(self.activations.calls)
+        close(self)
+
+    monkeypatch.setattr(Streamer, "close", closed)
+    return found
+
+
+def worked(case: Case, autocast: torch.dtype | None = None) -> Work:
+    """A batch on paper."""
+    with on_paper(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, where modules are copied on paper
+        module = case.make()
+        module.train()
+        batch = tree_map_only(Tensor, lambda each: torch.zeros(each.shape, dtype=each.dtype), case.batches()[0])
+
+        def run() -> Tensor | None:
+            with torch.autocast("cpu", autocast) if autocast is not None else nullcontext():
+                loss: Any = module.training_step(batch, 0)
+                return loss if torch.is_grad_enabled() else None
+
+        return estimate(find_layers(module, autocast=autocast), run)
+
+
+@pytest.mark.parametrize("worth", [1, SOME])
+@pytest.mark.parametrize(
+    ("name", "precision"), [*((name, "32-true") for name in MODELS), *((name, "bf16-mixed") for name in MIXED)]
+)
+def test_what_units_save_is_what_the_engine_measures(
+    name: str, precision: Any, worth: int, measured: list[tuple[Call, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "WORTH_MOVING", worth)
+    case = MODELS[name]
+    fit(case.make, case.batches()[:1], superpipeline(activations="offload"), precision=precision, gradients=False)
+    work = worked(case, torch.bfloat16 if precision == "bf16-mixed" else None)
+    assert work.calls == measured[0]
+    assert any(call.saved for call in work.calls)
+
+
+def test_what_is_saved_outside_of_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss, and the inputs of checkpoints around units."""
+    monkeypatch.setattr(offload, "WORTH_MOVING", SOME)
+    work = worked(MODELS["llama"])
+    assert work.largest_outside == Saved(16 * 64 * 4, torch.float32, torch.Size([16, 64]))
+    assert work.outside == work.largest_outside.nbytes
+    assert str(work.largest_outside) == "float32 (16, 64), 4.0 KiB"
+
+    monkeypatch.setattr(offload, "WORTH_MOVING", 1)
+    work = worked(CASES["checkpoint-calls"])
+    assert [call.saved for call in work.calls] == [256, *[0] * 5, 256]
+    assert work.outside == 6 * 256  # the blocks' inputs, and the output's square
+
+    work = worked(Case(lambda: Module(Between(nn.Linear(16, 32), nn.Linear(32, 16))), vectors))
+    assert [call.saved for call in work.calls] == [256, 512]
+    assert work.outside == 256
+
+
+def test_what_is_small_is_not_counted() -> None:
+    work = worked(MODELS["llama"])
+    assert {(call.saved, call.inputs) for call in work.calls} == {(0, 0)}
+    assert (work.outside, work.largest_outside) == (0, None)
+    assert work.alive("offload") == work.activation_bytes
+
+
+def test_modes_take_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "WORTH_MOVING", 1)
+    work = worked(Case(lambda: Module(nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))), vectors))
+    assert [(call.saved, call.inputs) for call in work.calls] == [(256, 256)] * 5
+    assert work.outside == 256
+    assert work.saved("keep") == 6 * 256
+    assert work.saved("offload") == 3 * 256  # two layers' and the loss
+    assert work.offloaded == 3 * 256
+    assert work.alive("keep") == work.activation_bytes
+    assert work.alive("offload") == work.activation_bytes - 3 * 256
+
+
+def test_copied_modules_have_weights() -> None:
+    """Until 2026-11, tensors copied on paper were of a mode of their own, and no operator knew a copy's weights again."""
+    twins = worked(Case(lambda: Module(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 2)), vectors))
+    needed = {layer for cost in twins.costs if cost.backward for layer in cost.needs}
+    assert needed == {0, 1}
+
+
+class Attentions(nn.ModuleList):
+    def forward(self, x: Tensor) -> Tensor:
+        for attention in self:
+            x, _ = attention(x, x, x)
+        return x
+
+
+def attending(layers: int) -> Module:
+    return Module(Attentions(nn.MultiheadAttention(64, 2) for _ in range(layers)))
+
+
+@torch.no_grad()
+def test_casts_that_do_not_travel_are_made_for_each_use() -> None:
+    """Attention that reads weights past their modules' calls has them in float32, and Lightning's autocast has no cache."""
+    few, many = (
+        worked(Case(partial(attending, layers), lambda: [torch.zeros(1, 64)]), torch.bfloat16) for layers in (2, 8)
+    )
+    assert few.activation_bytes == many.activation_bytes > 64 * 64 * 2
+
+
+def test_only_operators_move_bytes() -> None:
+    """Until 2026-11, torch's asking a tensor for its device counted as reading it: most of the bytes of a language model."""
+    linears = Case(lambda: Module(nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(2)))), vectors)
+    costs = worked(linears).costs
+    assert [cost.moved for cost in costs if cost.layers] == [0] * 4
+    assert all(cost.flops for cost in costs if cost.layers)
+
+
+def test_attention_with_dropout_inside_checkpoints() -> None:
+    """Until 2026-11, backward left dropout in, which forward had left out, and checkpoints refused the difference."""
+    assert worked(CASES["llama-checkpoint"]).activation_bytes
