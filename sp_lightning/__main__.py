@@ -274,9 +274,12 @@ def verdict(answer: Answer, options: argparse.Namespace) -> str:
     if not any(row.fits for row in answer.rows):
         least = min(row.device_bytes for row in answer.rows)
         rest = _alive(answer.work, options)
-        can = options.activations == "keep" and not options.checkpointing and not options.predict
-        smaller = "Use a smaller batch, or --activations recompute or offload" if can else "Use a smaller batch"
-        remedy = f"{smaller}." if rest > least / 2 else "Cut layers finer with --layers."
+        others = (
+            [] if options.predict or answer.work is None else [mode for mode in MODES if mode != options.activations]
+        )
+        fitting = [mode for mode in others if least - rest + answer.work.alive(mode) <= options.gpu_memory]  # type: ignore[union-attr]
+        smaller = f"Use a smaller batch, or --activations {' or '.join(fitting)}" if fitting else "Use a smaller batch"
+        remedy = f"{smaller}." if rest > least / 2 or fitting else "Cut layers finer with --layers."
         said.append(
             f"It does not fit: the least is {human_bytes(least)} of device memory, of which {human_bytes(rest)} are "
             f"activations; {human_bytes(options.gpu_memory)} are there. {remedy}"

@@ -6,8 +6,8 @@ ever, with its hooks around, and what autograd saves inside is kept, computed ag
 
 from __future__ import annotations
 
+import copy
 import functools
-import types
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from sp_lightning.device import Device
 from sp_lightning.modes import EXEMPT, Call, Mode
 from sp_lightning.offload import Bundle, HostRing, Offload
-from sp_lightning.recompute import recomputed
+from sp_lightning.recompute import Changes, Unrepeatable, recomputed
 
 Again = Callable[[str, Any], AbstractContextManager[None]]
 
@@ -55,13 +55,19 @@ class Activations:
         self.ring = ring
         self.modes = dict(modes)
         self._rows = rows
-        self._units = {name: UnitForward(self, name, unit, again) for name, unit in units.items()}
+        self._units = units
+        self._again = again
+        self._installed: list[UnitForward] = []
         self._running: list[Bundle] = []  # calls of the forward under way, or of the last one
         self._backward = False  # whether that forward's backward has begun
+        self._volatile: dict[str, set[str]] = {}  # by unit, the buffers whose values change unseen
+        self._anchor = device.empty(0)
+        self.unfit: dict[str, str] | None = None
+        """While this is a dict, units that could not be recomputed are noted there, and why."""
         self._forwards: list[int] = []  # calls of each forward of this step, and of the last one
         self._expected: list[int] = [len(units)]
         self.calls: tuple[Call, ...] = ()
-        """Of the last whole forward."""
+        """Of the forward of the last step; of several, of the one that saves most."""
 
     @property
     def idle(self) -> bool:
@@ -77,14 +83,14 @@ class Activations:
 
     def install(self) -> None:
         """The units' forwards are ours."""
-        if not self.idle:
-            for unit in self._units.values():
-                unit.install()
+        if not self.idle and not self._installed:
+            self._installed = [UnitForward(self, name, unit) for name, unit in self._units.items()]
 
     def remove(self) -> None:
         """They are as they were."""
-        for unit in self._units.values():
+        for unit in self._installed:
             unit.remove()
+        self._installed = []
 
     def settle(self) -> None:
         """A step or its backward is over: nothing is on its way."""
@@ -93,6 +99,35 @@ class Activations:
             self.offload.settle()
 
     # ------------------------------------------------------------------ one call
+
+    def call(self, unit: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A unit's forward, in its mode."""
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint around it runs it again, as it was run before
+            return self._run(unit, self._first_mode(unit), forward, args, kwargs)
+        bundle, outer = self.enter(unit, tree_leaves((args, kwargs)))
+        output = None
+        try:
+            output = self._run(unit, bundle.mode, forward, args, kwargs)
+        finally:
+            self.leave(bundle, outer, output)
+        return output
+
+    def _run(self, unit: str, mode: Mode, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        module = self._units[unit]
+        if mode == "recompute":
+            return recomputed(unit, module, forward, self._again, self._volatile, self._anchor, args, kwargs)
+        if self.unfit is None:
+            return forward(*args, **kwargs)
+        changes = Changes(unit, module, tree_leaves((args, kwargs)), self._volatile)
+        output = forward(*args, **kwargs)
+        try:
+            changes.keep()
+        except Unrepeatable as error:
+            self.unfit[unit] = str(error)
+        return output
+
+    def _first_mode(self, unit: str) -> Mode:
+        return "recompute" if self.modes[unit] == "recompute" else "keep"
 
     def enter(self, unit: str, given: Iterable[Any]) -> tuple[Bundle, Bundle | None]:
         """A unit is called, with these tensors among others."""
@@ -130,36 +165,33 @@ class Activations:
 
     def _note_forward(self) -> None:
         if self._running:
+            calls = tuple(Call(each.unit, each.saved, each.inputs) for each in self._running)
+            if not self._forwards or sum(each.saved for each in calls) > sum(each.saved for each in self.calls):
+                self.calls = calls
             self._forwards.append(len(self._running))
-            self.calls = tuple(Call(each.unit, each.saved, each.inputs) for each in self._running)
             self._running = []
 
 
 class UnitForward:
     """Stands for a unit's forward while a step runs. A copy of the module that is made then has a forward of its own."""
 
-    def __init__(self, keeper: Activations | None, name: str, module: nn.Module, again: Again) -> None:
-        self._keeper = keeper
+    def __init__(self, keeper: Activations, name: str, module: nn.Module) -> None:
+        self._keeper: Activations | None = keeper
         self._name = name
-        self._module = module
-        self._again = again
+        self.__self__ = module
         # A compiled call cannot be entered; it is wrapped as a whole.
         self._attribute = "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"
-        self._own: Any = None  # what the instance had under this name
-        self._forward: Callable[..., Any] = module.forward
-
-    def install(self) -> None:
-        """Become the module's forward."""
-        attributes = vars(self._module)
-        if attributes.get(self._attribute) is not self:
-            self._own = attributes.get(self._attribute)
-            self._forward = getattr(self._module, self._attribute)
-            functools.update_wrapper(self, self._forward)
-            attributes[self._attribute] = self
+        attributes = vars(module)
+        self._own: Any = attributes.get(self._attribute)  # what the instance had under this name
+        self._forward: Callable[..., Any] = getattr(module, self._attribute)
+        self.__func__ = getattr(self._forward, "__func__", self._forward)
+        functools.update_wrapper(self, self._forward)
+        attributes[self._attribute] = self
 
     def remove(self) -> None:
-        """The module has its own again."""
-        attributes = vars(self._module)
+        """The module has its own again; whoever has kept this one calls that."""
+        self._keeper = None
+        attributes = vars(self.__self__)
         if attributes.get(self._attribute) is self:
             if self._own is None:
                 del attributes[self._attribute]
@@ -168,24 +200,18 @@ class UnitForward:
 
     @torch.compiler.disable  # the engine is no part of a graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        keeper = self._keeper
-        in_backward = torch._C._current_graph_task_id() != -1  # a checkpoint of the user's runs the forward again
-        if keeper is None or in_backward or not torch.is_grad_enabled():
+        if self._keeper is None or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        bundle, outer = keeper.enter(self._name, tree_leaves((args, kwargs)))
-        output = None
-        try:
-            if bundle.mode == "recompute":
-                output = recomputed(self._module, self._forward, partial(self._again, self._name), args, kwargs)
-            else:
-                output = self._forward(*args, **kwargs)
-        finally:
-            keeper.leave(bundle, outer, output)
-        return output
+        return self._keeper.call(self._name, self._forward, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy = memo[id(self._module)]  # made before its attributes are
-        return types.MethodType(type(copy).forward, copy)
+        return copy.deepcopy(
+            self._forward, memo
+        )  # a bound method: of the copy, which is made before its attributes are
 
     def __reduce__(self) -> Any:
-        return getattr, (self._module, "forward")  # of the copy, which has no attributes of its own yet
+        return (getattr, (self.__self__, "forward")) if self._own is None else (_as_it_is, (self._own,))
+
+
+def _as_it_is(value: Any) -> Any:
+    return value

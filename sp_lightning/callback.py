@@ -263,7 +263,7 @@ def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
         "fetches": (stats.stall_seconds, f"{more}more work per batch (tokens, images) hides them"),
         "gradients to leave": (stats.drain_stall_seconds, "a larger k_prime leaves them more time"),
         "updates": (stats.update_stall_seconds, "a larger batch, or accumulate_grad_batches, makes them rarer"),
-        "activations": (stats.activation_stall_seconds, 'activations="auto" recomputes what takes longer to travel'),
+        "activations": (stats.activation_stall_seconds, "recompute some of them, or give a larger memory_budget"),
     }
     what, (most, remedy) = max(waits.items(), key=lambda each: each[1][0])
     share = most / max(seconds, 1e-9)

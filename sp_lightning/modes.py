@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import nn
 
@@ -51,27 +51,42 @@ def resolve(choice: Activations, module: nn.Module, units: Mapping[str, nn.Modul
         units: by name.
 
     Raises:
-        ValueError: a pattern that matches no unit.
+        ValueError: a pattern that matches no unit, or none that an earlier one has not matched.
     """
     if isinstance(choice, str):
         return dict.fromkeys(units, "offload" if choice == "auto" else choice)
     modes: dict[str, Mode] = {}
-    names = {name: name for name, _ in module.named_modules(remove_duplicate=False)}
+    named = dict(module.named_modules(remove_duplicate=False))  # a module may have several names
     for pattern, mode in choice.items():
-        matches = matching(module, pattern, "activations", names)
-        inside = [unit for unit in units if any(_within(unit, match) for match in matches)]
+        matches = {inner for match in matching(module, pattern, "activations", named) for inner in match.modules()}
+        inside = [unit for unit, each in units.items() if each in matches]
         if not inside:
-            above = [unit for unit in units if any(_within(match, unit) for match in matches)]
+            above = [unit for unit, each in units.items() if matches & set(each.modules())]
             raise ValueError(
                 f"activations={{{pattern!r}: {mode!r}}} names a part of {above[0]!r}, whose activations are treated as one. "
-                f"Use {{{above[0]!r}: {mode!r}}}, or cut it: SuperpipelineStrategy(layers=[{pattern!r}])."
+                f"Use activations={{{above[0]!r}: {mode!r}}}."
                 if above
-                else f"activations={{{pattern!r}: {mode!r}}} names modules without parameters: {matches[:3]}. "
-                f"Units are: {list(units)[:5]}."
+                else f"activations={{{pattern!r}: {mode!r}}} names modules without parameters, outside of all layers: what they "
+                f"save stays on the device. Layers and parts with parameters are: {list(units)[:5]}."
+            )
+        if all(unit in modes for unit in inside):
+            raise ValueError(
+                f"activations={{{pattern!r}: {mode!r}}} decides nothing: patterns before it have matched {inside[:3]}, and the "
+                f"first match decides. Put {pattern!r} before them."
             )
         for unit in inside:
             modes.setdefault(unit, mode)
     return {unit: modes.get(unit, "keep") for unit in units}
+
+
+def summary(modes: Mapping[str, Mode]) -> str:
+    """Which units have which mode, in a few words."""
+    groups = {mode: [unit for unit, each in modes.items() if each == mode] for mode in get_args(Mode)}
+    return "; ".join(f"{mode} {len(units)} ({_some(units)})" for mode, units in groups.items() if units)
+
+
+def _some(units: Sequence[str]) -> str:
+    return ", ".join(units) if len(units) <= 4 else f"{units[0]}, {units[1]}, … {units[-1]}"
 
 
 def peak_bytes(calls: Sequence[Call], modes: Mapping[str, Mode]) -> int:
@@ -112,7 +127,3 @@ def least_bytes(calls: Sequence[Call]) -> int:
 def scaled(calls: Iterable[Call], factor: float) -> tuple[Call, ...]:
     """The calls of a batch so many times as large."""
     return tuple(Call(call.unit, int(call.saved * factor), int(call.inputs * factor)) for call in calls)
-
-
-def _within(inner: str, outer: str) -> bool:
-    return inner == outer or not outer or inner.startswith(f"{outer}.")

@@ -20,6 +20,7 @@ import weakref
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ log = logging.getLogger("lightning.pytorch.superpipeline")
 # Smaller storages stay: they are not worth the host's time.
 WORTH_MOVING = 2**18
 # An idle piece of the ring is used for something smaller, down to this share.
-_FILLED = 4 / 5
+_FILLED = 1 / 2
 
 
 @dataclass(eq=False)
@@ -210,6 +211,7 @@ class Offload:
         self._calls = threading.local()  # of each thread: the bundle of the call under way
         self._known: weakref.WeakValueDictionary[tuple[int, int], Parcel] = weakref.WeakValueDictionary()
         self._flying: deque[list[Parcel]] = deque()  # by calls
+        self._leaving: dict[int, Parcel] = {}  # the latest of each storage
         self._home: list[Parcel] = []  # on the device again
         self._seen: dict[int, StorageWeakRef] = {}  # storages that are counted
         self._given: dict[int, StorageWeakRef] = {}  # and those among arguments
@@ -241,7 +243,7 @@ class Offload:
     def store(self, tensor: Tensor) -> Stored | None:
         """Have a saved tensor leave (1). None if it is to stay."""
         bundle = self.bundle
-        if bundle is None or type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        if bundle is None or type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
             return None
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
@@ -272,6 +274,10 @@ class Offload:
             self.warn(bundle.unit, "stay on the device")
             return None
         parcel, device = Parcel(source, berth, self._ring, bundle.row), self._device
+        before = self._leaving.get(parcel.storage.cdata)
+        if before is not None:  # what it held before it was written; nobody may read that any more
+            device.wait(Stream.COMPUTE, before.left, Wait.REUSE_AFTER_STORE)
+        self._leaving[parcel.storage.cdata] = parcel
         device.access(source, Stream.COMPUTE, write=True)
         # Compute has waited for what was read from the berth before, so this is after that, too.
         device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.STORE_AFTER_SAVE)
@@ -279,6 +285,8 @@ class Offload:
         device.copy([parcel.on_host], [source], Stream.DOWNLOAD, why=Wait.REUSE_AFTER_STORE)
         device.note("store", bundle.row, begun, Stream.DOWNLOAD, source.nbytes)
         parcel.left = berth.last = device.record(Stream.DOWNLOAD)
+        if not self._flying:  # a backward inside the call has come to its end meanwhile
+            self._flying.append([])
         self._flying[-1].append(parcel)
         self.stored_bytes += source.nbytes
         return parcel
@@ -299,9 +307,10 @@ class Offload:
             while len(self._flying) > keep:
                 for parcel in self._flying.popleft():
                     self._device.wait(Stream.COMPUTE, parcel.left, Wait.REUSE_AFTER_STORE)
-                    if parcel.source is not None:
+                    if parcel.source is not None and self._leaving.get(parcel.storage.cdata) is parcel:
                         self._device.access(parcel.source, Stream.COMPUTE, write=True)  # whatever comes there next
-                        parcel.source = None
+                        del self._leaving[parcel.storage.cdata]
+                    parcel.source = None
 
     # ------------------------------------------------------------------ backward
 
@@ -314,7 +323,8 @@ class Offload:
             wanted = {*mine, *ahead}
             self._drop([parcel for parcel in self._home if parcel not in wanted])
             self._bring(mine)
-            self._bring(ahead)
+            with suppress(torch.OutOfMemoryError):  # they come on demand, when there is room again
+                self._bring(ahead)
 
     def load(self, stored: Stored) -> Tensor:
         """A saved tensor for backward; its layer's turn may not have been announced."""
@@ -347,9 +357,10 @@ class Offload:
         missing = [parcel for parcel in dict.fromkeys(parcels) if parcel.source is None and parcel.back is None]
         if not missing:
             return
-        for parcel in missing:
-            parcel.back = device.empty(parcel.nbytes)
-            device.access(parcel.back, Stream.COMPUTE, write=True)  # compute may have used that memory last
+        memories = [device.empty(parcel.nbytes) for parcel in missing]  # all of it, or an error and none
+        for parcel, memory in zip(missing, memories, strict=True):
+            parcel.back = memory
+            device.access(memory, Stream.COMPUTE, write=True)  # compute may have used that memory last
         # Compute has waited for the copies to the host, so this is after those, too.
         device.wait(Stream.UPLOAD, device.record(Stream.COMPUTE), Wait.RETURN_AFTER_USE)
         for parcel in missing:
@@ -372,10 +383,11 @@ class Offload:
 
 def count_once(tensor: Tensor, seen: dict[int, StorageWeakRef]) -> int:
     """Bytes of a tensor's storage, if it is large and was not seen before."""
-    if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in seen:
+    try:
+        storage = tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):  # none of its own: sparse, or wrapped by a transform
         return 0
-    storage = tensor.untyped_storage()
-    if storage.nbytes() < WORTH_MOVING:
+    if storage._cdata in seen or storage.nbytes() < WORTH_MOVING:
         return 0
     seen[storage._cdata] = StorageWeakRef(storage)
     return storage.nbytes()

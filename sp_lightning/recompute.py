@@ -1,19 +1,29 @@
 """A forward whose inner results are not kept: they are computed once more in backward, by torch's own checkpoint.
 
-torch restores the random state and autocast. What it leaves to the user is done here: a forward that is run twice shows
-once. Whatever it changes in its module (BatchNorm's statistics, spectral norms, counters, lists) and in the objects that
-it is given (a cache of keys and values) is, for the second run, what it was before the first, and afterwards as it was.
+torch restores its random state and autocast. What it leaves to the user is done here: a forward that is run twice shows
+once, and sees the second time what it saw the first time. Its module's buffers and attributes (BatchNorm's statistics,
+spectral norms, counters, lists, tensors that ``functional_call`` puts in place of weights), the objects that it is given (a
+cache of keys and values), Python's and NumPy's random state, context variables and the choice of attention kernels are,
+for the second run, what they were before the first; afterwards they are as they were. What cannot be put back (a weight
+or an argument that the forward writes) is refused by name.
 """
 
 from __future__ import annotations
 
+import contextvars
+import random
+import sys
+import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import _unsafe_preserve_version_counter
+from torch.backends import cuda as attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
@@ -21,17 +31,30 @@ from torch.utils.checkpoint import checkpoint
 from sp_lightning.memory import normal_mode, unseen
 
 # A module of these packages keeps no state in a forward but its buffers.
-TRUSTED = ("torch.nn.modules.", "torchvision.models.", "transformers.models.", "timm.", "peft.")
+TRUSTED = ("torch.nn.modules.", "torchvision.models.", "transformers.models.", "timm.")
 _MODULES = frozenset(vars(nn.Module()))  # what every module has; forwards do not touch it
-_MISSING = object()
 # A cache of keys and values has a list of objects, one for each layer, that have tensors.
 _DEEP = 3
+_CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
+_KERNELS = {
+    SDPBackend.FLASH_ATTENTION: attention.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: attention.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: attention.math_sdp_enabled,
+    SDPBackend.CUDNN_ATTENTION: attention.cudnn_sdp_enabled,
+}
+
+
+class Unrepeatable(RuntimeError):
+    """A forward that cannot be run a second time as if it were the first."""
 
 
 def recomputed(
+    unit: str,
     module: nn.Module,
     forward: Callable[..., Any],
-    again: Callable[[Any], AbstractContextManager[None]],
+    again: Callable[[str, Any], AbstractContextManager[None]],
+    volatile: dict[str, set[str]],
+    anchor: Tensor,
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:
@@ -41,27 +64,33 @@ def recomputed(
     module and its arguments.
 
     Args:
+        unit: the module's name.
         module: whose state it is.
         forward: its forward.
-        again: a context for the second run, in backward; called with the positional arguments.
+        again: a context for the second run, in backward; called with the name and the positional arguments.
+        volatile: by unit, the buffers whose values change; what the first run learns is added.
+        anchor: a tensor on the device, whose random state is restored, too.
+
+    Raises:
+        Unrepeatable: what the forward has written cannot be put back.
     """
     given: Any = (tuple(args), kwargs)
     leaves, spec = tree_flatten(given, is_leaf=_is_leaf)
     changes: Changes | None = None
 
-    def run(*leaves: Any) -> Any:
+    def run(anchor: Tensor, *leaves: Any) -> Any:
         nonlocal changes, given
         if changes is None:
-            changes, (args, kwargs), given = Changes(module, leaves), given, None
+            changes, (args, kwargs), given = Changes(unit, module, leaves, volatile), given, None
             output = forward(*args, **kwargs)
             changes.keep()
             return output
         # Lists and dicts are as they were given; what the forward adds to them is in those of the first run.
         args, kwargs = tree_unflatten(list(leaves), spec)
-        with changes.undone(), again(args):
-            return forward(*args, **kwargs)
+        with again(unit, args), changes.undone():
+            return changes.context.copy().run(forward, *args, **kwargs)
 
-    return checkpoint(run, *leaves, use_reentrant=False)
+    return checkpoint(run, anchor, *leaves, use_reentrant=False)
 
 
 def _is_leaf(value: Any) -> bool:
@@ -70,112 +99,235 @@ def _is_leaf(value: Any) -> bool:
 
 
 class Changes:
-    """What a forward changes in Python objects and in buffers, between here and :meth:`keep`.
+    """What a forward finds, and what it changes between here and :meth:`keep`.
 
     Args:
+        unit: the module's name.
         module: it and those inside are looked at.
         given: arguments; objects that are no tensors are looked at, and what they hold.
+        volatile: by unit, the buffers whose values change.
     """
 
-    def __init__(self, module: nn.Module, given: Sequence[Any]) -> None:
-        self._containers: dict[int, tuple[Any, Any]] = {}  # dicts and lists, each with a copy
-        self._tensors: dict[int, tuple[Tensor, Tensor, int, bool]] = {}  # with a copy, the version, whether that counts
-        for child in module.modules():
-            uncounted = isinstance(child, _NormBase)  # its kernels write statistics and tell nobody
-            self._containers[id(child._buffers)] = child._buffers, child._buffers.copy()
-            for buffer in child._buffers.values():
-                if buffer is not None:
-                    self._copy(buffer, counted=not uncounted)
-            if not type(child).__module__.startswith(TRUSTED):
-                attributes = vars(child)
-                own = {key: value for key, value in attributes.items() if key not in _MODULES}
-                self._containers[id(attributes)] = attributes, own
-                for value in own.values():
-                    self._look(value, objects=1)
+    def __init__(self, unit: str, module: nn.Module, given: Sequence[Any], volatile: dict[str, set[str]]) -> None:
+        self._unit = unit
+        self._module = module
+        self._volatile = volatile
+        self._containers: dict[int, tuple[Any, Any]] = {}  # dicts, lists and the like, each with a copy
+        self._tensors: dict[str, tuple[Tensor, Tensor, int, bool]] = {}  # with a copy, the version, whether that counts
+        self._unchanged: list[tuple[str, Tensor, int]] = []  # by this forward
+        self._random: list[
+            tuple[Callable[[], Any], Callable[[Any], Any], Any]
+        ] = []  # how to read it, to set it, and it
+        self._training = [(child, child.training) for child in module.modules()]
+        self._foreign: list[tuple[dict[str, Any], str, Any]] = []  # what stands in the place of weights
+        self._weights: list[tuple[str, Any, int, int]] = []  # group and index (who holds one keeps its layer), version
+        self._inputs = [(each, each._version) for each in given if isinstance(each, Tensor) and not each.is_inference()]
+        self._look_at_random()
+        for name, child in module.named_modules():
+            self._look_at(name, child)
         for value in given:
             if not isinstance(value, Tensor):
-                self._look(value, objects=_DEEP)
+                self._look("", value, objects=_DEEP)
+        self.context = contextvars.copy_context()
+        self._kernels = [kernel for kernel, enabled in _KERNELS.items() if enabled()]
+        self._dtype = torch.get_default_dtype()
 
     def keep(self) -> None:
-        """The forward is over: forget what it did not change."""
-        self._containers = {key: each for key, each in self._containers.items() if _changed(*each)}
-        self._tensors = {key: each for key, each in self._tensors.items() if not each[3] or each[0]._version != each[2]}
+        """The forward is over: forget the values of what it did not change.
+
+        Raises:
+            Unrepeatable: it has written what cannot be put back.
+        """
+        for name, group, index, version in self._weights:
+            if group.version_once_fetched(index) != version or _written_past_versions(group, index):
+                raise Unrepeatable(self._refusal(f"writes its parameter {name!r}"))
+        for tensor, version in self._inputs:
+            if tensor._version != version:
+                raise Unrepeatable(self._refusal(f"writes a tensor of shape {tuple(tensor.shape)} that it is given"))
+        first = self._unit not in self._volatile
+        volatile = self._volatile.setdefault(self._unit, set())
+        for name, (tensor, before, version, counted) in list(self._tensors.items()):
+            if first and counted and tensor._version == version and not _same(tensor, before):
+                volatile.add(name)  # by .data, or in NumPy: no version shows it
+            if counted and tensor._version == version and name not in volatile:
+                self._unchanged.append((name, tensor, version))
+                del self._tensors[name]
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """While this is active everything is as it was before; then as it is now again."""
+        """While this is active everything is as it was before; then as it is now again.
+
+        Raises:
+            Unrepeatable: weights were written since.
+        """
+        for name, group, index, version in self._weights:
+            if group.version_once_fetched(index) != version:
+                raise Unrepeatable(self._written_since(f"Parameter {name!r}"))
+        for name, tensor, version in self._unchanged:
+            if tensor._version != version:
+                raise Unrepeatable(self._written_since(f"Buffer or attribute {name!r}"))
         tensors = tuple(tensor for tensor, *_ in self._tensors.values())
-        with _unsafe_preserve_version_counter(tensors):
-            now = [(container, _copy_of(container, before)) for container, before in self._containers.values()]
-            values = [(tensor, _clone(tensor)) for tensor in tensors]
-            for container, before in self._containers.values():
-                _restore(container, before)
-            for tensor, before, *_ in self._tensors.values():
-                _write(tensor, before)
+        values = [(tensor, _clone(tensor)) for tensor in tensors]
+        states = [(write, read()) for read, write, _ in self._random]
+        containers = [(container, _copy(container)) for container, _ in self._containers.values()]
+        places = [(place, key, place.get(key)) for place, key, _ in self._foreign]
+        training = [(child, child.training) for child, _ in self._training]
+        dtype = torch.get_default_dtype()
+        kernels = sdpa_kernel(self._kernels) if self._kernels else nullcontext()
+        with _unsafe_preserve_version_counter(tensors), kernels:
+            self._put(
+                [(each[0], each[1]) for each in self._tensors.values()],
+                [(write, state) for _, write, state in self._random],
+                list(self._containers.values()),
+                self._foreign,
+                self._training,
+                self._dtype,
+            )
             try:
                 yield
             finally:
-                for tensor, value in values:
-                    _write(tensor, value)
-                for container, state in now:
-                    _restore(container, state)
+                self._put(values, states, containers, places, training, dtype)
 
-    def _copy(self, tensor: Tensor, *, counted: bool) -> None:
-        if id(tensor) not in self._tensors:
-            self._tensors[id(tensor)] = tensor, _clone(tensor), tensor._version, counted
+    @staticmethod
+    def _put(values: Any, states: Any, containers: Any, places: Any, training: Any, dtype: torch.dtype) -> None:
+        for tensor, value in values:
+            _write(tensor, value)
+        for write, state in states:
+            write(state)
+        for container, state in containers:
+            _restore(container, state)
+        for place, key, value in places:
+            place[key] = value
+        for child, mode in training:
+            child.training = mode
+        torch.set_default_dtype(dtype)
 
-    def _look(self, value: Any, *, objects: int) -> None:
+    # ------------------------------------------------------------------ what there is
+
+    def _look_at(self, name: str, child: nn.Module) -> None:
+        self._containers[id(child._buffers)] = child._buffers, child._buffers.copy()
+        uncounted = isinstance(child, _NormBase)  # its kernels write statistics and tell nobody
+        for key, buffer in child._buffers.items():
+            if buffer is not None:
+                self._copy_tensor(f"{name}.{key}".lstrip("."), buffer, counted=not uncounted)
+        for key, parameter in child._parameters.items():
+            if hasattr(parameter, "_of"):
+                of: Any = parameter
+                self._weights.append(
+                    (f"{name}.{key}".lstrip("."), of._of, of._index, of._of.version_once_fetched(of._index))
+                )
+                del of
+            elif parameter is not None:  # of functional_call, say
+                self._foreign.append((child._parameters, key, parameter))
+        attributes = vars(child)
+        if type(child).__module__.startswith(TRUSTED):  # what hooks have set: the weight, of an old spectral norm
+            self._foreign += [
+                (attributes, key, value) for key, value in attributes.items() if isinstance(value, Tensor)
+            ]
+        else:
+            self._containers[id(attributes)] = attributes, _own(attributes)
+            for key, value in _own(attributes).items():
+                self._look(f"{name}.{key}".lstrip("."), value, objects=_DEEP - 1)
+
+    def _look(self, name: str, value: Any, *, objects: int) -> None:
         """At what can be changed in place, and into it, through so many ``objects``."""
         if isinstance(value, Tensor):
-            if not isinstance(value, nn.Parameter) and not value.requires_grad and value.layout is torch.strided:
-                self._copy(value, counted=True)
-        elif isinstance(value, (list, dict, set)):
-            self._look_into(value, objects)
+            if not isinstance(value, nn.Parameter) and not value.requires_grad:
+                self._copy_tensor(name or str(id(value)), value, counted=True)
+        elif isinstance(value, (list, dict, set, deque, bytearray)) or _is_array(value):
+            self._look_into(name, value, objects)
         elif isinstance(value, tuple):
             for each in value:
-                self._look(each, objects=objects)
-        elif (
-            objects and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value)
-        ):
-            self._look_into(vars(value), objects - 1)
+                self._look(name and f"{name}.", each, objects=objects)
+        elif isinstance(value, torch.Generator):
+            self._random.append((value.get_state, value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            self._random.append((value.getstate, value.setstate, value.getstate()))
+        elif hasattr(value, "bit_generator"):  # NumPy's
+            bits = value.bit_generator
+            self._random.append((lambda: bits.state, lambda state: setattr(bits, "state", state), bits.state))
+        elif isinstance(value, nn.Module):
+            if objects == _DEEP:  # an argument; one that an attribute leads to may be the whole model
+                for inner in value.modules():
+                    self._look_at(str(id(inner)), inner)
+        elif objects and hasattr(value, "__dict__") and not isinstance(value, _CODE):
+            self._look_into(name, vars(value), objects - 1)
 
-    def _look_into(self, container: Any, objects: int) -> None:
+    def _look_into(self, name: str, container: Any, objects: int) -> None:
         if id(container) not in self._containers:
-            self._containers[id(container)] = container, container.copy()
-            for each in list(container.values() if isinstance(container, dict) else container):
-                self._look(each, objects=objects)
+            self._containers[id(container)] = container, _copy(container)
+            if isinstance(container, (list, dict, set, deque)):
+                inside = container.values() if isinstance(container, dict) else container
+                for number, each in enumerate(list(inside)):
+                    self._look(name and f"{name}.{number}", each, objects=objects)
 
+    def _copy_tensor(self, name: str, tensor: Tensor, *, counted: bool) -> None:
+        if name not in self._tensors and tensor.layout is torch.strided and not tensor.is_inference():
+            self._tensors[name] = tensor, _clone(tensor), tensor._version, counted
 
-def _changed(container: Any, before: Any) -> bool:
-    if isinstance(container, dict):
-        return any(container.get(key, _MISSING) is not value for key, value in before.items()) or _added(
-            container, before
+    def _look_at_random(self) -> None:
+        self._random.append((random.getstate, random.setstate, random.getstate()))
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            self._random.append((numpy.random.get_state, numpy.random.set_state, numpy.random.get_state()))
+
+    def _refusal(self, what: str) -> str:
+        return (
+            f'The forward of {self._unit!r} {what}, and cannot be run again (activations="recompute"). {self._remedy()}'
         )
-    if isinstance(container, list):
-        return len(container) != len(before) or any(a is not b for a, b in zip(container, before, strict=True))
-    return bool(container != before)
+
+    def _written_since(self, what: str) -> str:
+        return (
+            f"{what} of {self._unit!r} has been modified by an inplace operation between forward and backward, which was to "
+            f'compute the forward again (activations="recompute"). {self._remedy()}'
+        )
+
+    def _remedy(self) -> str:
+        return (
+            "Keep or offload what it saves: "
+            f'SuperpipelineStrategy(activations={{"{self._unit}": "offload", "**": "recompute"}}).'
+        )
 
 
-def _added(container: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    return any(key not in before and key not in _MODULES for key in container)
+def _written_past_versions(group: Any, index: int) -> bool:
+    """Whether a weight's ``.data`` was handed out and has other values now than the host's."""
+    if index not in group.exposed or not group.attached:
+        return False
+    with torch.no_grad():
+        return not _same(group.value(index).cpu(), group.hosts[index].detach())
 
 
-def _copy_of(container: Any, before: Any) -> Any:
-    if isinstance(container, dict) and "_parameters" in container:  # a module's: its own attributes only
-        return {key: value for key, value in container.items() if key not in _MODULES}
-    return container.copy()
+def _own(attributes: dict[str, Any]) -> dict[str, Any]:
+    """A module's own attributes."""
+    return {key: value for key, value in attributes.items() if key not in _MODULES}
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _copy(container: Any) -> Any:
+    return _own(container) if isinstance(container, dict) and "_parameters" in container else container.copy()
 
 
 def _restore(container: Any, state: Any) -> None:
-    if isinstance(container, list):
-        container[:] = state
-    elif isinstance(container, set):
+    if isinstance(container, (list, bytearray)) or _is_array(container):
+        container[... if _is_array(container) else slice(None)] = state
+    elif isinstance(container, (set, deque)):
         container.clear()
-        container.update(state)
+        (container.update if isinstance(container, set) else container.extend)(state)
     else:
-        for key in [key for key in container if key not in state and key not in _MODULES]:
-            del container[key]
-        container.update(state)
+        kept = {key: value for key, value in container.items() if key in _MODULES} if "_parameters" in container else {}
+        container.clear()  # the order of keys, too
+        container.update({**kept, **state})
+
+
+def _same(tensor: Tensor, before: Tensor) -> bool:
+    with normal_mode(), unseen(), torch.no_grad():
+        return tensor.shape == before.shape and bool(
+            ((tensor == before) | ((tensor != tensor) & (before != before))).all()
+        )
 
 
 def _clone(tensor: Tensor) -> Tensor:

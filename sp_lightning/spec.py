@@ -64,15 +64,26 @@ def load(spec: str, *, batch: int, tokens: int, image: int | None, shape: Sequen
         shape: of what a factory's module takes; None for its example.
 
     Raises:
-        ValueError: unknown, or a config that needs code from a model hub.
+        ValueError: unknown, a config that needs code from a model hub, or a size that says nothing about this kind of model.
         ImportError: the library that it names is not installed.
     """
     path = Path(spec)
+    if ":" in spec and not path.exists():
+        _refuse(spec, {"--image": image, "--batch": batch if batch > 1 else None}, "--input SIZE SIZE …, batch first")
+    else:
+        _refuse(spec, {"--input": shape}, "--batch, and --tokens or --image")
     if path.is_dir() or path.suffix == ".json":
         return _transformers(spec, path / "config.json" if path.is_dir() else path, batch, tokens, image)
     if ":" in spec:
         return _factory(spec, shape)
     return _torchvision(spec, batch, image)
+
+
+def _refuse(what: str, given: dict[str, Any], instead: str) -> None:
+    """Sizes that would be ignored."""
+    wrong = [option for option, value in given.items() if value is not None]
+    if wrong:
+        raise ValueError(f"{' and '.join(wrong)} cannot be used with {what!r}. Use {instead}.")
 
 
 def _factory(spec: str, shape: Sequence[int] | None) -> Subject:

@@ -31,7 +31,7 @@ from sp_lightning.device import device_for
 from sp_lightning.layered import LayeredStep
 from sp_lightning.layers import Found, LayerChoice, find_layers
 from sp_lightning.ledger import Ledger, make_ledger
-from sp_lightning.modes import Activations, resolve
+from sp_lightning.modes import Activations, Mode, resolve, summary
 from sp_lightning.options import (
     Count,
     checked_activations,
@@ -121,6 +121,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             filled=self._activations == "auto",
         )
         self._host_room: int | None = None
+        self._modes: dict[str, Mode] | None = None
         self._layers = checked_layers(layers)
         self._resident = checked_patterns("resident", resident)
         self._pin_memory = checked_switch("pin_memory", pin_memory)
@@ -163,6 +164,21 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         if self._plan is None:
             raise RuntimeError("There is no plan yet: it is made in trainer.fit (validate, test, predict).")
         return self._plan
+
+    @property
+    def activations(self) -> dict[str, Mode]:
+        """What becomes of activations, by layers and parts beside them; what ``"auto"`` has come to, too.
+
+        It can be given as ``activations=`` to another strategy.
+
+        Raises:
+            RuntimeError: before set-up.
+        """
+        if self._streamer is not None:
+            self._modes = dict(self._streamer.activations.modes)
+        if self._modes is None:
+            raise RuntimeError("There are no activations yet: they begin in trainer.fit.")
+        return self._modes
 
     @property
     def ledger(self) -> Ledger:
@@ -583,6 +599,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         balanced = self._activations == "auto" and self._window.room is not None
         choice: Activations = "keep" if self._activations == "auto" and not balanced else self._activations
         modes = resolve(choice, module, found.units)
+        if choice != "keep":
+            log.info("Superpipeline: activations: %s.", "measured first" if balanced else summary(modes))
         check_host(_absorbing(plan), _LIGHTER)
         _move_the_rest(module, found, self.root_device)
         pin = self._pin_memory and self.root_device.type != "cpu"
@@ -599,6 +617,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._quiet.clear()
         if self._streamer is not None:
             self._last_stats = self._streamer.stats()
+            self._modes = self.activations
             self._plan = self._streamer.plan
             self._torn = self._streamer.updates.torn
             self._streamer.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from sp_lightning.balance import Balance, Modes, without_second_forwards
 from sp_lightning.device import Device
-from sp_lightning.modes import Call, Mode, least_bytes, peak_bytes, scaled
+from sp_lightning.modes import FREEING, Call, Mode, least_bytes, peak_bytes, scaled, summary
 from sp_lightning.options import Overlap
 from sp_lightning.plan import Plan, human_bytes
 from sp_lightning.prediction import Prediction, Rates, Visit, measured, predict
@@ -49,6 +48,7 @@ class Tuning:
         self._balance: Balance | None = None  # of the first batch
         self._calls: tuple[Call, ...] = ()  # its
         self._first = 0  # and its size
+        self._unfit: dict[str, str] = {}  # units that cannot be recomputed
         self._timeline: Timeline | None = None
         self._overlap: Overlap = "off"
         self._size = 0  # of the largest batch whose memory was measured, in numbers
@@ -56,6 +56,8 @@ class Tuning:
         self._factor = 1.0  # by which that is larger
         self._said = ""
         self._again = False  # whether the window is to be chosen anew at the next batch
+        if balanced:
+            streamer.activations.unfit = {}
         device.reset_peak()
 
     def batch_starts(self, batch: Any, overlap: Overlap) -> None:
@@ -73,7 +75,7 @@ class Tuning:
         self._factor = max(1.0, self._next / self._size) if self._size else 1.0
         if self._work is not None:
             self._fit()
-        elif self._batches == _TIMED:
+        elif self._timeline is None and self._batches >= _TIMED and (self._calls or not self._balanced):
             self._time()
         self._batches += 1
 
@@ -89,9 +91,12 @@ class Tuning:
         smaller = smallest.slot_bytes < self._streamer.plan.slot_bytes
         if smaller:
             self._resize(smallest)
-        if self._balanced and set(activations.modes.values()) != {"offload"}:
-            self._carry_out(dict.fromkeys(activations.modes, "offload"))
-            smaller = True
+        if self._balanced:
+            before = activations.modes
+            self._carry_out(min(map(self._all, FREEING), key=lambda modes: peak_bytes(self._sized(), modes)))
+            smaller = smaller or activations.modes != before
+            if self._window.room is not None:  # what was chosen did not fit, whatever was measured
+                self._window.room -= self._window.room // 16
         self._again = self._again or (smaller and self._work is not None)
         return smaller
 
@@ -99,9 +104,8 @@ class Tuning:
 
     def _time(self) -> None:
         """The next batch is timed; recomputing, if there is room, because copies would hold computation up."""
-        activations = self._streamer.activations
         if self._balanced:
-            recompute: Modes = dict.fromkeys(activations.modes, "recompute")
+            recompute = self._all("recompute")
             if self._window.fits(self._streamer.plan, more=self._more(recompute)):
                 self._carry_out(recompute)
         self._timeline = self._device.make_timeline()
@@ -113,7 +117,7 @@ class Tuning:
         plan, activations = self._streamer.plan, self._streamer.activations
         visits, rates = measured(self._timeline.take(), len(plan.layers), synchronous=self._device.synchronous)
         if self._balanced:
-            if set(activations.modes.values()) == {"recompute"}:
+            if "recompute" in activations.modes.values():
                 visits = without_second_forwards(visits)
             index_of = {layer.name: index for index, layer in enumerate(plan.layers)}
             self._balance = Balance(self._calls, index_of, visits, rates)
@@ -124,8 +128,10 @@ class Tuning:
     def _observe(self, *, whole: bool = True) -> None:
         """Note what everything but weights has taken in the last batch, if it has come through as a ``whole``."""
         window, peak = self._window, self._device.peak_bytes()
-        if self._balanced and self._batches == 1:
-            self._calls, self._first = self._streamer.activations.calls, max(self._next, 1)
+        if self._balanced and not self._calls and self._streamer.activations.calls:
+            self._calls, self._first = self._streamer.activations.calls, self._next
+            self._unfit = self._streamer.activations.unfit or {}
+            self._streamer.activations.unfit = None
         least, modes = least_bytes(self._sized()), self._streamer.activations.modes
         rest = least if peak is None else peak - self._streamer.weight_bytes - self._more(modes)
         if rest > window.rest:
@@ -135,7 +141,7 @@ class Tuning:
 
     def _sized(self) -> tuple[Call, ...]:
         """The units' calls of the largest batch so far; none if their modes are not chosen here."""
-        return scaled(self._calls, max(self._size, self._next) / max(self._first, 1))
+        return scaled(self._calls, max(self._size, self._next) / self._first if self._first else 1)
 
     def _more(self, modes: Modes) -> int:
         """Bytes that activations take with these modes, over those that they take in any case."""
@@ -164,27 +170,36 @@ class Tuning:
             self._carry_out(modes)
         needs = window.needs(plan) + self._more(modes)
         assert window.room is not None
-        said = f"k = {plan.k}, k' = {plan.k_prime}{self._counted(modes)}"
+        said = f"k = {plan.k}, k' = {plan.k_prime}{self._saying()}"
         if said != self._said:
             log.info(
                 "Superpipeline: %s (%s), the fastest by prediction: %s on the device of %s%s.",
                 said, why, human_bytes(needs), human_bytes(window.room),
                 "" if window.rest else ", weights and gradients only: activations are not counted here",
             )  # fmt: skip
+            if self._balanced and needs > window.room:
+                log.warning(
+                    "Superpipeline: even what takes least does not fit: %s of %s. %s is what activations take of it. Use a "
+                    "smaller batch, or a larger memory_budget.",
+                    human_bytes(needs), human_bytes(window.room), human_bytes(peak_bytes(self._sized(), modes)),
+                )  # fmt: skip
         self._said = said
+
+    def _all(self, mode: Mode) -> Modes:
+        return dict.fromkeys(self._streamer.activations.modes, mode)
 
     def _carry_out(self, modes: Modes) -> None:
         activations = self._streamer.activations
-        modes = {**dict.fromkeys(activations.modes, "offload"), **modes}  # of units that nobody has called yet, too
+        modes = {**self._all("offload"), **modes}  # of units that nobody has called yet, too
+        modes = {
+            unit: "offload" if unit in self._unfit and mode == "recompute" else mode for unit, mode in modes.items()
+        }
         if modes != activations.modes:
             activations.modes = modes
             self._device.reset_peak()  # what was needed before says nothing of what is
 
-    def _counted(self, modes: Modes) -> str:
-        if not self._balanced:
-            return ""
-        counts = Counter(modes.values())
-        return ", activations of " + ", ".join(f"{counts[mode]} units {_DONE[mode]}" for mode in _DONE if counts[mode])
+    def _saying(self) -> str:
+        return f"; activations: {summary(self._streamer.activations.modes)}" if self._balanced else ""
 
     def _resize(self, plan: Plan) -> None:
         before, old = self._streamer.weight_bytes, self._streamer.plan
@@ -217,6 +232,3 @@ class Tuning:
             visits = self._balance.visited(modes)
         mode = "off" if self._overlap == "auto" else self._overlap
         return predict(plan, visits, rates, overlap=mode, batches=2)
-
-
-_DONE: dict[Mode, str] = {"keep": "kept", "recompute": "recomputed", "offload": "offloaded"}

@@ -50,7 +50,9 @@ def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[s
     found = plan(capsys, model, "--gpu-memory", "8GiB", "--tokens", "4096", "--k", "1")
     assert found["best"] is None
     assert "It does not fit: the least is" in found["verdict"]
-    assert "Use a smaller batch, or --activations recompute or offload." in found["verdict"]
+    assert found["verdict"].endswith("are there. Use a smaller batch.")
+    found = plan(capsys, model, "--gpu-memory", "16GiB", "--tokens", "4096", "--k", "1")
+    assert found["verdict"].endswith("Use a smaller batch, or --activations offload.")
     found = plan(capsys, model, "--host-memory", "64GiB", "--k", "1")
     assert "of host memory are needed, 64.0 GiB are there. Use --precision bf16-true" in found["verdict"]
 
