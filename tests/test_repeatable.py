@@ -1,0 +1,379 @@
+"""A forward that is run twice sees the second time what it saw the first; what cannot be put back is refused by name."""
+
+from __future__ import annotations
+
+import contextvars
+import random
+import types
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from sp_lightning import offload
+from sp_lightning.offload import Offload
+from sp_lightning.recompute import Unrepeatable
+from tests.support.models import Module, Stack, vectors
+from tests.support.runs import assert_same, fit, superpipeline
+from tests.support.simdevice import simulated
+from tests.test_activations import twice
+
+
+@pytest.fixture(autouse=True)
+def everything_is_worth_moving(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "WORTH_MOVING", 1)
+
+
+class Block(nn.Module):
+    """``x + tanh(inner(x)) * factor``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def factor(self, x: Tensor) -> Any:
+        return 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x)) * self.factor(x)
+
+
+class Codebook(Block):
+    """As vector quantizers do it: through ``.data``, which no version shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("code", torch.ones(16))
+
+    code: Tensor
+
+    def factor(self, x: Tensor) -> Tensor:
+        self.code.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.code.clone()
+
+
+class Functional(Block):
+    """Batch statistics in buffers of its own, by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("variance", torch.ones(16))
+
+    mean: Tensor
+    variance: Tensor
+
+    def factor(self, x: Tensor) -> Tensor:
+        normal = nn.functional.batch_norm(x, self.mean, self.variance, training=True)
+        return normal * self.mean.clone()
+
+
+class Arrays(Block):
+    """A buffer through NumPy, an array, a queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(1))
+        self.array = np.ones(2)
+        self.queue: deque[float] = deque([1.0], maxlen=3)
+
+    seen: Tensor
+
+    def factor(self, x: Tensor) -> Any:
+        self.seen.numpy()[0] += 1
+        self.array *= 1.5
+        self.queue.append(float(self.array[0]))
+        return float(self.seen) * self.array.sum() * sum(self.queue)
+
+
+class Draws(Block):
+    """Random numbers that are not torch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.theirs = torch.Generator().manual_seed(1)
+        self.python, self.numpy = random.Random(1), np.random.default_rng(1)
+
+    def factor(self, x: Tensor) -> Any:
+        ours = random.random() + float(np.random.rand()) + self.python.random() + float(self.numpy.random())
+        return torch.rand(16, generator=self.theirs) * ours
+
+
+class Deep(Block):
+    """Objects in objects, one that can be called, a dict of which only the order changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = types.SimpleNamespace(inner=types.SimpleNamespace(count=0))
+        self.counter = Counts()
+        self.order = {"a": 1.0, "b": 2.0}
+
+    def factor(self, x: Tensor) -> Any:
+        self.state.inner.count += 1
+        first = next(iter(self.order))
+        self.order[first] = self.order.pop(first)
+        return self.state.inner.count * self.counter() * self.order[next(iter(self.order))]
+
+
+class Counts:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> int:
+        self.count += 1
+        return self.count
+
+
+@pytest.mark.parametrize("block", [Codebook, Functional, Arrays, Draws, Deep])
+def test_state_that_no_version_shows(block: type[nn.Module]) -> None:
+    random.seed(3)
+    np.random.seed(3)
+    reference = fit(twice(block), vectors())
+    after = random.random(), float(np.random.rand())
+    random.seed(3)
+    np.random.seed(3)
+    assert_same(fit(twice(block), vectors(), superpipeline(k=1, activations="recompute")), reference)
+    assert (random.random(), float(np.random.rand())) == after
+
+
+# ---------------------------------------------------------------------- what others do between forward and backward
+
+
+class Adapts(Module):
+    """The second forward runs with other weights, another mode, another attribute, another context."""
+
+    where = contextvars.ContextVar("where", default=1.0)
+
+    def loss(self, batch: Any) -> Tensor:
+        net: Any = self.net
+        adapted = {name: p * 0.5 for name, p in net.blocks[0].named_parameters()}
+        first = functional_call(net.blocks[0], adapted, (net.stem(batch),))
+        token = self.where.set(3.0)
+        net.blocks[1].scale = 2.0
+        loss = net.blocks[1](first).square().mean()
+        net.eval()
+        net.blocks[1].scale = 5.0
+        self.where.reset(token)
+        loss = loss + super().loss(batch)
+        net.train()
+        net.blocks[1].scale = 1.0
+        return loss
+
+
+class Scaled(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+        self.drop = nn.Dropout(0.3)
+
+    def factor(self, x: Tensor) -> Tensor:
+        return self.drop(x) * self.scale * Adapts.where.get()
+
+
+def adapts() -> Module:
+    stack = Stack()
+    for index in range(len(stack.blocks)):
+        stack.blocks[index] = Scaled()
+    return Adapts(stack)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "offload"])
+def test_weights_modes_attributes_and_context_are_those_of_the_first_run(mode: Any) -> None:
+    assert_same(fit(adapts, vectors(), superpipeline(k=1, activations=mode)), fit(adapts, vectors()))
+
+
+class CallsAnother(Block):
+    """A unit in another one's forward."""
+
+    def __init__(self, other: list[nn.Module]) -> None:
+        super().__init__()
+        self.other = other
+
+    def factor(self, x: Tensor) -> Tensor:
+        return self.other[0](x)
+
+
+class AsksForGradients(Block):
+    """A backward in a forward, and a storage that is written after it."""
+
+    def factor(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.inner(x)) * 1.5 + torch.sin(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return torch.sin(y + torch.tanh(gradient))
+
+
+class Mapped(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(self.row)(x)
+
+    def row(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+def nested() -> Module:
+    stack = Stack()
+    stack.blocks[1] = CallsAnother([stack.blocks[3]])
+    return Module(stack)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "offload"])
+@pytest.mark.parametrize("make", [nested, twice(AsksForGradients), twice(Mapped)], ids=["nested", "gradients", "vmap"])
+def test_forwards_of_all_kinds(make: Any, mode: Any) -> None:
+    with simulated():
+        ours = fit(make, vectors(), superpipeline(k=1, activations=mode))
+    assert_same(ours, fit(make, vectors()))
+
+
+# ---------------------------------------------------------------------- what cannot be put back
+
+
+class WritesWeight(Block):
+    def factor(self, x: Tensor) -> float:
+        with torch.no_grad():
+            self.inner.bias.mul_(0.9)
+        return 1.0
+
+
+class WritesWeightData(Block):
+    def factor(self, x: Tensor) -> float:
+        self.inner.bias.data.mul_(0.9)
+        return 1.0
+
+
+class WritesInput(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.relu_(x))
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        (WritesWeight, r"The forward of 'net.blocks.0' writes its parameter 'inner.bias', and cannot be run again"),
+        (WritesWeightData, r"The forward of 'net.blocks.0' writes its parameter 'inner.bias'"),
+        (WritesInput, r"The forward of 'net.blocks.0' writes a tensor of shape \(4, 16\) that it is given"),
+    ],
+)
+def test_writes_that_cannot_be_undone_are_refused(block: type[nn.Module], said: str) -> None:
+    with pytest.raises(
+        Unrepeatable, match=f"{said}.*" + r"activations=\{\"net.blocks.0\": \"offload\", \"\*\*\": \"recompute\"\}"
+    ):
+        fit(twice(block), vectors(), superpipeline(activations="recompute"))
+    for mode in ("keep", "offload"):
+        fit(twice(block), vectors(1), superpipeline(activations=mode))  # as on plain Lightning
+
+
+def test_auto_offloads_what_cannot_be_recomputed() -> None:
+    batches = [*vectors(), *vectors()]
+    with simulated(capacity=26_000):
+        strategy = superpipeline(k=1, k_prime=1, activations="auto")
+        ours = fit(twice(WritesWeight), batches, strategy)
+    assert_same(ours, fit(twice(WritesWeight), batches))
+    blocks = {mode for name, mode in strategy.activations.items() if "blocks" in name}
+    assert "recompute" not in blocks
+
+
+class WritesBetween(Module):
+    """Where plain autograd does not mind: it has not saved the bias."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        with torch.no_grad():
+            self.net.blocks[2].inner.bias.mul_(0.5)  # type: ignore[index, union-attr]
+        return loss
+
+
+def test_weights_that_are_written_between_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"'inner.bias' of 'net.blocks.2' has been modified by an inplace operation"):
+        fit(lambda: WritesBetween(Stack()), vectors(), superpipeline(activations="recompute"))
+
+
+# ---------------------------------------------------------------------- forwards of the user's own
+
+
+class Wraps(Module):
+    """Wraps a forward within a step, and leaves it there; another module has one of its own already."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        block: Any = self.net.blocks[1]  # type: ignore[index]
+        forward = block.forward
+        block.forward = lambda x: forward(x) * 0.5
+        return super().training_step(batch, batch_idx)
+
+
+def with_own_forward() -> Module:
+    stack = Stack()
+    block: Any = stack.blocks[2]
+    forward = block.forward
+    block.forward = lambda x: forward(x) * 2
+    return Wraps(stack)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "offload"])
+def test_forwards_that_users_replace(mode: Any) -> None:
+    ours = fit(with_own_forward, vectors(), superpipeline(activations=mode))
+    assert_same(ours, fit(with_own_forward, vectors()))
+
+
+# ---------------------------------------------------------------------- faults
+
+
+class Retries(Module):
+    """Catches an error in backward, and goes backward again."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        try:
+            self.manual_backward(loss, retain_graph=True)
+        except torch.OutOfMemoryError:
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
+def test_an_error_while_activations_come_back_leaves_none_half_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    bring = Offload._bring
+    failed: list[bool] = []
+
+    def fails_once(self: Offload, parcels: Any) -> None:
+        device = self._device
+        if len(parcels) > 1 and not failed and all(each.source is None and each.back is None for each in parcels):
+            failed.append(True)
+            given = iter([device.empty])
+
+            def empty(nbytes: int) -> Tensor:
+                make = next(given, None)
+                if make is None:
+                    raise torch.OutOfMemoryError("no room")
+                return make(nbytes)
+
+            with monkeypatch.context() as context:
+                context.setattr(device, "empty", empty)
+                bring(self, parcels)
+        bring(self, parcels)
+
+    reference = fit(lambda: Retries(Stack()), vectors())
+    monkeypatch.setattr(Offload, "_bring", fails_once)
+    assert_same(fit(lambda: Retries(Stack()), vectors(), superpipeline(activations="offload")), reference)
+    assert failed
+
+
+def test_patterns_with_another_name_or_without_effect() -> None:
+    stack = Stack()
+    stack.alias = stack.blocks[1]
+    strategy = superpipeline(activations={"net.alias": "offload"})
+    fit(lambda: Module(stack), vectors(1), strategy)
+    assert [name for name, mode in strategy.activations.items() if mode == "offload"] == ["net.blocks.1"]
+    shadowed: Any = {"net.blocks": "offload", "net.blocks.1": "keep"}
+    with pytest.raises(ValueError, match=r"'net.blocks.1': 'keep'\} decides nothing: .* Put 'net.blocks.1' before"):
+        fit(lambda: Module(Stack()), vectors(1), superpipeline(activations=shadowed))
