@@ -17,7 +17,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +120,7 @@ class Changes:
         ] = []  # how to read it, to set it, and it
         self._training = [(child, child.training) for child in module.modules()]
         self._foreign: list[tuple[dict[str, Any], str, Any]] = []  # what stands in the place of weights
-        self._weights: list[tuple[str, Any, int, int]] = []  # group and index (who holds one keeps its layer), version
+        self._weights: list[_Weight] = []
         self._inputs = [(each, each._version) for each in given if isinstance(each, Tensor) and not each.is_inference()]
         self._look_at_random()
         for name, child in module.named_modules():
@@ -138,9 +138,9 @@ class Changes:
         Raises:
             Unrepeatable: it has written what cannot be put back.
         """
-        for name, group, index, version in self._weights:
-            if group.version_once_fetched(index) != version or _written_past_versions(group, index):
-                raise Unrepeatable(self._refusal(f"writes its parameter {name!r}"))
+        for weight in self._weights:
+            if weight.written:
+                raise Unrepeatable(self._refusal(f"writes its parameter {weight.name!r}"))
         for tensor, version in self._inputs:
             if tensor._version != version:
                 raise Unrepeatable(self._refusal(f"writes a tensor of shape {tuple(tensor.shape)} that it is given"))
@@ -160,9 +160,9 @@ class Changes:
         Raises:
             Unrepeatable: weights were written since.
         """
-        for name, group, index, version in self._weights:
-            if group.version_once_fetched(index) != version:
-                raise Unrepeatable(self._written_since(f"Parameter {name!r}"))
+        for weight in self._weights:
+            if weight.version_now != weight.version:
+                raise Unrepeatable(self._written_since(f"Parameter {weight.name!r}"))
         for name, tensor, version in self._unchanged:
             if tensor._version != version:
                 raise Unrepeatable(self._written_since(f"Buffer or attribute {name!r}"))
@@ -212,11 +212,17 @@ class Changes:
                 self._copy_tensor(f"{name}.{key}".lstrip("."), buffer, counted=not uncounted)
         for key, parameter in child._parameters.items():
             if hasattr(parameter, "_of"):
-                of: Any = parameter
+                group: Any = parameter._of  # type: ignore[union-attr]
+                index: int = parameter._index  # type: ignore[union-attr]
                 self._weights.append(
-                    (f"{name}.{key}".lstrip("."), of._of, of._index, of._of.version_once_fetched(of._index))
+                    _Weight(
+                        f"{name}.{key}".lstrip("."),
+                        group,
+                        index,
+                        group.version_once_fetched(index),
+                        index in group.exposed,
+                    )
                 )
-                del of
             elif parameter is not None:  # of functional_call, say
                 self._foreign.append((child._parameters, key, parameter))
         attributes = vars(child)
@@ -289,12 +295,34 @@ class Changes:
         )
 
 
-def _written_past_versions(group: Any, index: int) -> bool:
-    """Whether a weight's ``.data`` was handed out and has other values now than the host's."""
-    if index not in group.exposed or not group.attached:
-        return False
-    with torch.no_grad():
-        return not _same(group.value(index).cpu(), group.hosts[index].detach())
+class _Weight(NamedTuple):
+    """A weight before the forward, by its place among device parameters: who holds one itself keeps its layer there.
+
+    Attributes:
+        version: of all writes so far.
+        exposed: whether its ``.data`` had been handed out, so that nobody knows when it is written.
+    """
+
+    name: str
+    group: Any
+    index: int
+    version: int
+    exposed: bool
+
+    @property
+    def version_now(self) -> int:
+        """Of all writes since."""
+        return int(self.group.version_once_fetched(self.index))
+
+    @property
+    def written(self) -> bool:
+        """Whether the forward, which has just run, has written it; through ``.data`` too."""
+        if self.version_now != self.version:
+            return True
+        if self.exposed or self.index not in self.group.exposed or not self.group.attached:
+            return False
+        with torch.no_grad():
+            return not _same(self.group.value(self.index).cpu(), self.group.hosts[self.index].detach())
 
 
 def _own(attributes: dict[str, Any]) -> dict[str, Any]:
