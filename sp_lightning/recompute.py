@@ -305,24 +305,24 @@ class _Weight(NamedTuple):
 
     name: str
     group: Any
-    index: int
+    at: int
     version: int
     exposed: bool
 
     @property
     def version_now(self) -> int:
         """Of all writes since."""
-        return int(self.group.version_once_fetched(self.index))
+        return int(self.group.version_once_fetched(self.at))
 
     @property
     def written(self) -> bool:
         """Whether the forward, which has just run, has written it; through ``.data`` too."""
         if self.version_now != self.version:
             return True
-        if self.exposed or self.index not in self.group.exposed or not self.group.attached:
+        if self.exposed or self.at not in self.group.exposed or not self.group.attached:
             return False
         with torch.no_grad():
-            return not _same(self.group.value(self.index).cpu(), self.group.hosts[self.index].detach())
+            return not _same(self.group.value(self.at).cpu(), self.group.hosts[self.at].detach())
 
 
 def _own(attributes: dict[str, Any]) -> dict[str, Any]:
