@@ -205,9 +205,7 @@ class UnitForward:
         return self._keeper.call(self._name, self._forward, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(
-            self._forward, memo
-        )  # a bound method: of the copy, which is made before its attributes are
+        return copy.deepcopy(self._forward, memo)  # bound to the copy, which is made before its attributes are
 
     def __reduce__(self) -> Any:
         return (getattr, (self.__self__, "forward")) if self._own is None else (_as_it_is, (self._own,))

@@ -32,7 +32,9 @@ from sp_lightning.memory import normal_mode, unseen
 
 # A module of these packages keeps no state in a forward but its buffers.
 TRUSTED = ("torch.nn.modules.", "torchvision.models.", "transformers.models.", "timm.")
-_MODULES = frozenset(vars(nn.Module()))  # what every module has; forwards do not touch it
+_MODULES = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}  # what forwards do not touch
+# Objects of these have no state that a forward changes, but lead to the whole run.
+_OF_THE_RUN = ("lightning", "pytorch_lightning", "sp_lightning", "torch")
 # A cache of keys and values has a list of objects, one for each layer, that have tensors.
 _DEEP = 3
 _CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
@@ -115,9 +117,7 @@ class Changes:
         self._containers: dict[int, tuple[Any, Any]] = {}  # dicts, lists and the like, each with a copy
         self._tensors: dict[str, tuple[Tensor, Tensor, int, bool]] = {}  # with a copy, the version, whether that counts
         self._unchanged: list[tuple[str, Tensor, int]] = []  # by this forward
-        self._random: list[
-            tuple[Callable[[], Any], Callable[[Any], Any], Any]
-        ] = []  # how to read it, to set it, and it
+        self._random: list[_Random] = []
         self._training = [(child, child.training) for child in module.modules()]
         self._foreign: list[tuple[dict[str, Any], str, Any]] = []  # what stands in the place of weights
         self._weights: list[_Weight] = []
@@ -168,7 +168,7 @@ class Changes:
                 raise Unrepeatable(self._written_since(f"Buffer or attribute {name!r}"))
         tensors = tuple(tensor for tensor, *_ in self._tensors.values())
         values = [(tensor, _clone(tensor)) for tensor in tensors]
-        states = [(write, read()) for read, write, _ in self._random]
+        states = [(each.write, each.read()) for each in self._random]
         containers = [(container, _copy(container)) for container, _ in self._containers.values()]
         places = [(place, key, place.get(key)) for place, key, _ in self._foreign]
         training = [(child, child.training) for child, _ in self._training]
@@ -177,7 +177,7 @@ class Changes:
         with _unsafe_preserve_version_counter(tensors), kernels:
             self._put(
                 [(each[0], each[1]) for each in self._tensors.values()],
-                [(write, state) for _, write, state in self._random],
+                [(each.write, each.state) for each in self._random],
                 list(self._containers.values()),
                 self._foreign,
                 self._training,
@@ -246,17 +246,17 @@ class Changes:
             for each in value:
                 self._look(name and f"{name}.", each, objects=objects)
         elif isinstance(value, torch.Generator):
-            self._random.append((value.get_state, value.set_state, value.get_state()))
+            self._random.append(_Random(value.get_state, value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
-            self._random.append((value.getstate, value.setstate, value.getstate()))
+            self._random.append(_Random(value.getstate, value.setstate, value.getstate()))
         elif hasattr(value, "bit_generator"):  # NumPy's
             bits = value.bit_generator
-            self._random.append((lambda: bits.state, lambda state: setattr(bits, "state", state), bits.state))
+            self._random.append(_Random(lambda: bits.state, lambda state: setattr(bits, "state", state), bits.state))
         elif isinstance(value, nn.Module):
             if objects == _DEEP:  # an argument; one that an attribute leads to may be the whole model
                 for inner in value.modules():
                     self._look_at(str(id(inner)), inner)
-        elif objects and hasattr(value, "__dict__") and not isinstance(value, _CODE):
+        elif objects and hasattr(value, "__dict__") and not isinstance(value, _CODE) and not _is_of_the_run(value):
             self._look_into(name, vars(value), objects - 1)
 
     def _look_into(self, name: str, container: Any, objects: int) -> None:
@@ -272,10 +272,10 @@ class Changes:
             self._tensors[name] = tensor, _clone(tensor), tensor._version, counted
 
     def _look_at_random(self) -> None:
-        self._random.append((random.getstate, random.setstate, random.getstate()))
+        self._random.append(_Random(random.getstate, random.setstate, random.getstate()))
         numpy = sys.modules.get("numpy")
         if numpy is not None:
-            self._random.append((numpy.random.get_state, numpy.random.set_state, numpy.random.get_state()))
+            self._random.append(_Random(numpy.random.get_state, numpy.random.set_state, numpy.random.get_state()))
 
     def _refusal(self, what: str) -> str:
         return (
@@ -293,6 +293,14 @@ class Changes:
             "Keep or offload what it saves: "
             f'SuperpipelineStrategy(activations={{"{self._unit}": "offload", "**": "recompute"}}).'
         )
+
+
+class _Random(NamedTuple):
+    """A source of random numbers: how its state is read and written, and what it was before the forward."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+    state: Any
 
 
 class _Weight(NamedTuple):
@@ -323,6 +331,10 @@ class _Weight(NamedTuple):
             return False
         with torch.no_grad():
             return not _same(self.group.value(self.at).cpu(), self.group.hosts[self.at].detach())
+
+
+def _is_of_the_run(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] in _OF_THE_RUN
 
 
 def _own(attributes: dict[str, Any]) -> dict[str, Any]:

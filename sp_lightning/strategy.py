@@ -410,10 +410,13 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             streamer.begin(phase, training=training, manual=manual, quiet=quiet)
             with streamer.saving():
                 output = step(*args, **kwargs)
-                if training and not manual and output is not None:
+                skipped = (
+                    training and self.lightning_module.trainer.fit_loop._skip_backward
+                )  # weight averaging does that
+                if training and not manual and output is not None and not skipped:
                     streamer.await_backward()
                 else:
-                    streamer.end(settle=not training and self._may_write_after(phase))
+                    streamer.end(settle=training or self._may_write_after(phase))
                 return output
 
     def _tune(self, phase: str, batch: Any) -> None:

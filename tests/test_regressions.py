@@ -16,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -923,6 +924,23 @@ class WritesAfterBatches(Module):
 def test_weights_that_hooks_write_after_a_batch_are_read_by_no_fetch(hook: str) -> None:
     def run(strategy: Any) -> Outcome:
         return fit(lambda: WritesAfterBatches(hook), vectors(), strategy, val=vectors(), max_epochs=2)
+
+    with simulated():
+        ours = run(superpipeline(k=1))
+    assert_same(ours, run("auto"))
+
+
+def test_a_step_that_weight_averaging_leaves_without_a_backward_is_over() -> None:
+    """For batch statistics it runs an epoch forward only, and then writes the weights: a fetch was still under way."""
+
+    def make() -> Module:
+        stack = Stack()
+        stack.blocks[1] = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
+        return Module(stack)
+
+    def run(strategy: Any) -> Outcome:
+        averaging = StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)
+        return fit(make, vectors(), strategy, max_epochs=3, callbacks=[averaging])
 
     with simulated():
         ours = run(superpipeline(k=1))
