@@ -118,10 +118,15 @@ class Activations:
             return recomputed(unit, module, forward, self._again, self._volatile, self._anchor, args, kwargs)
         if self.unfit is None:
             return forward(*args, **kwargs)
-        changes = Changes(unit, module, tree_leaves((args, kwargs)), self._volatile)
+        changes = None
+        try:
+            changes = Changes(unit, module, tree_leaves((args, kwargs)), self._volatile)
+        except Exception as error:  # whatever an object raises that is looked at
+            self.unfit[unit] = str(error)
         output = forward(*args, **kwargs)
         try:
-            changes.keep()
+            if changes is not None:
+                changes.keep()
         except Unrepeatable as error:
             self.unfit[unit] = str(error)
         return output

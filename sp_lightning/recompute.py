@@ -14,7 +14,7 @@ import contextvars
 import random
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -32,6 +32,8 @@ from sp_lightning.memory import normal_mode, unseen
 
 # A module of these packages keeps no state in a forward but its buffers.
 TRUSTED = ("torch.nn.modules.", "torchvision.models.", "transformers.models.", "timm.")
+_SMALL = 2**20  # bytes of a tensor that is kept as it was, in case that it is written where no version shows it
+_PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None)})
 _MODULES = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}  # what forwards do not touch
 # Objects of these have no state that a forward changes, but lead to the whole run.
 _OF_THE_RUN = ("lightning", "pytorch_lightning", "sp_lightning", "torch")
@@ -147,9 +149,11 @@ class Changes:
         first = self._unit not in self._volatile
         volatile = self._volatile.setdefault(self._unit, set())
         for name, (tensor, before, version, counted) in list(self._tensors.items()):
-            if first and counted and tensor._version == version and not _same(tensor, before):
+            if not counted or tensor._version != version:
+                continue
+            if first and not _same(tensor, before):
                 volatile.add(name)  # by .data, or in NumPy: no version shows it
-            if counted and tensor._version == version and name not in volatile:
+            if name not in volatile:
                 self._unchanged.append((name, tensor, version))
                 del self._tensors[name]
 
@@ -205,11 +209,16 @@ class Changes:
     # ------------------------------------------------------------------ what there is
 
     def _look_at(self, name: str, child: nn.Module) -> None:
+        if isinstance(child, torch.jit.ScriptModule):  # its dictionaries are none, its kernels anybody's
+            for key, statistic in child.named_buffers(recurse=False):
+                self._copy_tensor(f"{name}.{key}".lstrip("."), statistic, uncounted=True)
+            return
         self._containers[id(child._buffers)] = child._buffers, child._buffers.copy()
+        trusted = type(child).__module__.startswith(TRUSTED)
         uncounted = isinstance(child, _NormBase)  # its kernels write statistics and tell nobody
         for key, buffer in child._buffers.items():
             if buffer is not None:
-                self._copy_tensor(f"{name}.{key}".lstrip("."), buffer, counted=not uncounted)
+                self._copy_tensor(f"{name}.{key}".lstrip("."), buffer, trusted=trusted, uncounted=uncounted)
         for key, parameter in child._parameters.items():
             if hasattr(parameter, "_of"):
                 group: Any = parameter._of  # type: ignore[union-attr]
@@ -226,12 +235,12 @@ class Changes:
             elif parameter is not None:  # of functional_call, say
                 self._foreign.append((child._parameters, key, parameter))
         attributes = vars(child)
-        if type(child).__module__.startswith(TRUSTED):  # what hooks have set: the weight, of an old spectral norm
+        if trusted:  # what hooks have set: the weight, of an old spectral norm
             self._foreign += [
                 (attributes, key, value) for key, value in attributes.items() if isinstance(value, Tensor)
             ]
         else:
-            self._containers[id(attributes)] = attributes, _own(attributes)
+            self._containers[id(attributes)] = attributes, _without_graphs(_own(attributes))
             for key, value in _own(attributes).items():
                 self._look(f"{name}.{key}".lstrip("."), value, objects=_DEEP - 1)
 
@@ -239,36 +248,45 @@ class Changes:
         """At what can be changed in place, and into it, through so many ``objects``."""
         if isinstance(value, Tensor):
             if not isinstance(value, nn.Parameter) and not value.requires_grad:
-                self._copy_tensor(name or str(id(value)), value, counted=True)
+                self._copy_tensor(name or str(id(value)), value)
         elif isinstance(value, (list, dict, set, deque, bytearray)) or _is_array(value):
             self._look_into(name, value, objects)
         elif isinstance(value, tuple):
-            for each in value:
-                self._look(name and f"{name}.", each, objects=objects)
+            for number, each in enumerate(value):
+                self._look(name and f"{name}.{number}", each, objects=objects)
         elif isinstance(value, torch.Generator):
             self._random.append(_Random(value.get_state, value.set_state, value.get_state()))
+        elif isinstance(value, random.SystemRandom):
+            pass  # it has no state
         elif isinstance(value, random.Random):
             self._random.append(_Random(value.getstate, value.setstate, value.getstate()))
-        elif hasattr(value, "bit_generator"):  # NumPy's
-            bits = value.bit_generator
+        elif _is_random_state(value):
+            self._random.append(_Random(value.get_state, value.set_state, value.get_state()))
+        elif (bits := _numpy_source(value)) is not None:
             self._random.append(_Random(lambda: bits.state, lambda state: setattr(bits, "state", state), bits.state))
         elif isinstance(value, nn.Module):
             if objects == _DEEP:  # an argument; one that an attribute leads to may be the whole model
                 for inner in value.modules():
                     self._look_at(str(id(inner)), inner)
-        elif objects and hasattr(value, "__dict__") and not isinstance(value, _CODE) and not _is_of_the_run(value):
-            self._look_into(name, vars(value), objects - 1)
+        elif objects and not isinstance(value, _CODE) and not _is_of_the_run(value):
+            attributes = _attributes(value)
+            if attributes is not None:
+                self._look_into(name, attributes, objects - 1)
 
     def _look_into(self, name: str, container: Any, objects: int) -> None:
         if id(container) not in self._containers:
-            self._containers[id(container)] = container, _copy(container)
+            self._containers[id(container)] = container, _without_graphs(_copy(container))
             if isinstance(container, (list, dict, set, deque)):
                 inside = container.values() if isinstance(container, dict) else container
                 for number, each in enumerate(list(inside)):
+                    if type(each) in _PLAIN:
+                        continue
                     self._look(name and f"{name}.{number}", each, objects=objects)
 
-    def _copy_tensor(self, name: str, tensor: Tensor, *, counted: bool) -> None:
-        if name not in self._tensors and tensor.layout is torch.strided and not tensor.is_inference():
+    def _copy_tensor(self, name: str, tensor: Tensor, *, trusted: bool = False, uncounted: bool = False) -> None:
+        """``trusted``: every write of it counts, if not ``uncounted``; that is believed of large tensors, too."""
+        if name not in self._tensors and _can_be_copied(tensor):
+            counted = not uncounted and (trusted or tensor.nbytes > _SMALL)
             self._tensors[name] = tensor, _clone(tensor), tensor._version, counted
 
     def _look_at_random(self) -> None:
@@ -342,32 +360,109 @@ def _own(attributes: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in attributes.items() if key not in _MODULES}
 
 
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """An object's own, past whatever its class makes of the question."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except Exception:  # no attributes, or a property of that name that raises
+        return None
+    return found if type(found) is dict else None
+
+
 def _is_array(value: Any) -> bool:
+    """An array of NumPy's that can be written; not one on disk."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+    return (
+        numpy is not None
+        and isinstance(value, numpy.ndarray)
+        and not isinstance(value, numpy.memmap)
+        and value.flags.writeable
+    )
+
+
+def _is_random_state(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.random.RandomState)
+
+
+def _numpy_source(value: Any) -> Any:
+    """What has the state of a source of random numbers of NumPy's; None if it is none."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.random.Generator):
+        return value.bit_generator
+    return value if isinstance(value, numpy.random.BitGenerator) else None
 
 
 def _copy(container: Any) -> Any:
-    return _own(container) if isinstance(container, dict) and "_parameters" in container else container.copy()
+    if isinstance(container, dict):
+        return _own(container) if "_parameters" in container else dict(container.items())
+    if isinstance(container, (list, set, deque, bytearray)):
+        return {list: list, set: set, deque: list, bytearray: bytes}[_base(container)](container)
+    return container.copy()
+
+
+def _base(container: Any) -> Any:
+    return next(kind for kind in (list, set, deque, bytearray) if isinstance(container, kind))
+
+
+def _without_graphs(state: Any) -> Any:
+    """A copy that keeps no graph alive: that of the last batch would keep the one before it, and so on."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            return value.detach().requires_grad_()
+        return value
+
+    if isinstance(state, dict):
+        return {key: cut(value) for key, value in state.items()}
+    return [cut(value) for value in state] if isinstance(state, list) else state
 
 
 def _restore(container: Any, state: Any) -> None:
-    if isinstance(container, (list, bytearray)) or _is_array(container):
-        container[... if _is_array(container) else slice(None)] = state
-    elif isinstance(container, (set, deque)):
-        container.clear()
-        (container.update if isinstance(container, set) else container.extend)(state)
-    else:
+    """Make a container what it was, by its base class's own methods; one that is so already is left alone."""
+    if _is_array(container):
+        if container.shape != state.shape:
+            container.resize(state.shape, refcheck=False)
+        container[...] = state
+    elif isinstance(container, dict):
         kept = {key: value for key, value in container.items() if key in _MODULES} if "_parameters" in container else {}
-        container.clear()  # the order of keys, too
-        container.update({**kept, **state})
+        if not _same_items((*container.items(),), (*kept.items(), *state.items())):
+            kind = OrderedDict if isinstance(container, OrderedDict) else dict
+            kind.clear(container)  # the order of keys, too
+            kind.update(container, {**kept, **state})
+    elif isinstance(container, bytearray):
+        container[:] = state
+    elif isinstance(container, list):
+        if not (len(container) == len(state) and all(a is b for a, b in zip(container, state, strict=True))):
+            list.__setitem__(container, slice(None), state)
+    elif isinstance(container, set):
+        if container != state:
+            set.clear(container)
+            set.update(container, state)
+    elif not (len(container) == len(state) and all(a is b for a, b in zip(container, state, strict=True))):
+        deque.clear(container)
+        deque.extend(container, state)
+
+
+def _same_items(items: Sequence[tuple[Any, Any]], others: Sequence[tuple[Any, Any]]) -> bool:
+    return len(items) == len(others) and all(a[0] is b[0] and a[1] is b[1] for a, b in zip(items, others, strict=True))
+
+
+def _can_be_copied(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of its own that can be put back."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_inference():
+        return False
+    if tensor.numel() and not tensor.untyped_storage().nbytes():  # given up for the time being
+        return False
+    return bool(torch._debug_has_internal_overlap(tensor) != 1)  # expanded: its base has the values
 
 
 def _same(tensor: Tensor, before: Tensor) -> bool:
+    """Bit for bit."""
     with normal_mode(), unseen(), torch.no_grad():
-        return tensor.shape == before.shape and bool(
-            ((tensor == before) | ((tensor != tensor) & (before != before))).all()
-        )
+        return torch.equal(*(each.detach().reshape(-1).contiguous().view(torch.uint8) for each in (tensor, before)))
 
 
 def _clone(tensor: Tensor) -> Tensor:

@@ -608,10 +608,25 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         _move_the_rest(module, found, self.root_device)
         pin = self._pin_memory and self.root_device.type != "cpu"
         self._streamer = Streamer(module, found, plan, device, pin=pin, modes=modes, host_room=self._host_room)
+        self._streamer.unseen_again = self._unlogged
         self._tuning = None
         if self._window.auto or balanced:
             self._tuning = Tuning(self._window, self._streamer, device, balanced=balanced)
         _update_properties(module, device=self.root_device)
+
+    @contextmanager
+    def _unlogged(self) -> Generator[None, None, None]:
+        """A forward that is run again has logged already."""
+        own = vars(self.lightning_module)
+        before = own.get("log")
+        own["log"] = _log_nothing
+        try:
+            yield
+        finally:
+            if before is None:
+                del own["log"]
+            else:
+                own["log"] = before
 
     def _close_streamer(self) -> None:
         for handle in self._hooks:
@@ -680,6 +695,10 @@ _TRANSFORMS = (
     "streamed layers need. Use torch.autograd.grad(..., create_graph=True), or keep every layer on the device: "
     'SuperpipelineStrategy(resident=["**"]).'
 )
+
+
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of ``LightningModule.log``, on which ``log_dict`` stands."""
 
 
 def _absorbing(plan: Plan) -> dict[str, int]:

@@ -219,6 +219,8 @@ class Streamer:
         self._accumulates = False
         self._demand_fetches = 0
         self._peak = 0
+        self.unseen_again: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Around a forward that is run again: nobody but autograd is to see it."""
         self.run_again = ""
         """The unit whose forward was run in backward last."""
 
@@ -507,7 +509,8 @@ class Streamer:
         self.run_again = unit
         visits = self.enter(self.found.visits[self.found.units[unit]], inputs)
         try:
-            yield
+            with self.unseen_again():
+                yield
         finally:
             self.leave(visits, None)
 

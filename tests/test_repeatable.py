@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextvars
+import gc
 import random
 import types
+import weakref
 from collections import deque
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -18,7 +21,7 @@ from sp_lightning import offload
 from sp_lightning.offload import Offload
 from sp_lightning.recompute import Unrepeatable
 from tests.support.models import Module, Stack, vectors
-from tests.support.runs import assert_same, fit, superpipeline
+from tests.support.runs import assert_equal, assert_same, fit, superpipeline
 from tests.support.simdevice import simulated
 from tests.test_activations import twice
 
@@ -128,7 +131,60 @@ class Counts:
         return self.count
 
 
-@pytest.mark.parametrize("block", [Codebook, Functional, Arrays, Draws, Deep])
+class Late(Codebook):
+    """Writes through ``.data`` from the second batch on; a tuple of tensors; NumPy's older source."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.pair = (torch.ones(16), torch.ones(16))
+        self.older = np.random.RandomState(1)
+
+    def factor(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 1:
+            return torch.ones(16)
+        for number, each in enumerate(self.pair):
+            each.add_(number + 1)
+        return super().factor(x) * self.pair[0] * self.pair[1] * float(self.older.normal())
+
+
+class Odd(Block):
+    """What is no state, and does not like to be looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fixed = np.broadcast_to(np.ones(1), (4,))
+        self.scripted = torch.jit.script(nn.BatchNorm1d(16))
+        self.answers, self.raises, self.frozen = Answers(), Raises(), Frozen({"a": 1})
+        self.meta, self.emptied, self.wide = torch.ones(2, device="meta"), torch.ones(8), torch.ones(1).expand(4)
+        self.emptied.untyped_storage().resize_(0)
+        self.system = random.SystemRandom()
+        self.queue: deque[int] = deque([1, 2])
+
+    def factor(self, x: Tensor) -> Any:
+        return self.fixed.sum() * self.frozen["a"]
+
+
+class Answers:
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class Raises:
+    def __getattr__(self, name: str) -> None:
+        raise KeyError(name)
+
+
+class Frozen(dict[str, int]):
+    def clear(self) -> None:
+        raise TypeError("frozen")
+
+    update = __setitem__ = copy = clear  # type: ignore[assignment]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("block", [Codebook, Functional, Arrays, Draws, Deep, Late, Odd])
 def test_state_that_no_version_shows(block: type[nn.Module]) -> None:
     random.seed(3)
     np.random.seed(3)
@@ -226,6 +282,49 @@ def test_forwards_of_all_kinds(make: Any, mode: Any) -> None:
     with simulated():
         ours = fit(make, vectors(), superpipeline(k=1, activations=mode))
     assert_same(ours, fit(make, vectors()))
+
+
+class Remembers(Block):
+    """Keeps a tensor with its graph, which nobody goes backward through."""
+
+    def factor(self, x: Tensor) -> float:
+        self.last = self.inner(x) * 2
+        return 1.0
+
+
+@pytest.mark.parametrize("mode", ["recompute", "offload"])
+def test_no_graph_keeps_that_of_the_batch_before(mode: Any) -> None:
+    alive: list[int] = []
+    seen: weakref.WeakSet[Tensor] = weakref.WeakSet()
+
+    class Counts(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            seen.update(block.last for block in pl_module.net.blocks)
+            gc.collect()
+            alive.append(len(seen))
+
+    fit(twice(Remembers), vectors(6), superpipeline(activations=mode), callbacks=[Counts()], gradients=False)
+    assert alive[-1] <= alive[1]
+
+
+class Logs(Block):
+    """As layers do that know their LightningModule."""
+
+    def factor(self, x: Tensor) -> float:
+        self.say[0]("inside", x.detach().mean(), on_step=True, on_epoch=True)
+        return 1.0
+
+
+def test_what_a_layer_logs_is_logged_once() -> None:
+    def make() -> Module:
+        module = twice(Logs)()
+        for block in module.net.blocks:  # type: ignore[union-attr]
+            block.say = [lambda *args, **more: module.log(*args, **more)]  # type: ignore[union-attr]
+        return module
+
+    ours = fit(make, vectors(), superpipeline(activations="recompute"))
+    plain = fit(make, vectors())
+    assert_equal(ours.trainer.callback_metrics, plain.trainer.callback_metrics, "metrics")
 
 
 # ---------------------------------------------------------------------- what cannot be put back
