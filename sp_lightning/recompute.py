@@ -11,11 +11,12 @@ or an argument that the forward writes) is refused by name.
 from __future__ import annotations
 
 import contextvars
+import operator
 import random
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -416,7 +417,8 @@ def _without_graphs(state: Any) -> Any:
         return value
 
     if isinstance(state, dict):
-        return {key: cut(value) for key, value in state.items()}
+        graphs = {key: cut(value) for key, value in state.items() if isinstance(value, Tensor)}
+        return {**state, **graphs} if graphs else state
     return [cut(value) for value in state] if isinstance(state, list) else state
 
 
@@ -427,27 +429,28 @@ def _restore(container: Any, state: Any) -> None:
             container.resize(state.shape, refcheck=False)
         container[...] = state
     elif isinstance(container, dict):
-        kept = {key: value for key, value in container.items() if key in _MODULES} if "_parameters" in container else {}
-        if not _same_items((*container.items(),), (*kept.items(), *state.items())):
+        if "_parameters" in container:  # a module's
+            state = {**{key: value for key, value in container.items() if key in _MODULES}, **state}
+        if not (_same_items(container, state) and _same_items(container.values(), state.values())):
             kind = OrderedDict if isinstance(container, OrderedDict) else dict
             kind.clear(container)  # the order of keys, too
-            kind.update(container, {**kept, **state})
+            kind.update(container, state)
     elif isinstance(container, bytearray):
         container[:] = state
-    elif isinstance(container, list):
-        if not (len(container) == len(state) and all(a is b for a, b in zip(container, state, strict=True))):
-            list.__setitem__(container, slice(None), state)
     elif isinstance(container, set):
         if container != state:
             set.clear(container)
             set.update(container, state)
-    elif not (len(container) == len(state) and all(a is b for a, b in zip(container, state, strict=True))):
-        deque.clear(container)
-        deque.extend(container, state)
+    elif not _same_items(container, state):
+        if isinstance(container, list):
+            list.__setitem__(container, slice(None), state)
+        else:
+            deque.clear(container)
+            deque.extend(container, state)
 
 
-def _same_items(items: Sequence[tuple[Any, Any]], others: Sequence[tuple[Any, Any]]) -> bool:
-    return len(items) == len(others) and all(a[0] is b[0] and a[1] is b[1] for a, b in zip(items, others, strict=True))
+def _same_items(items: Collection[Any], others: Collection[Any]) -> bool:
+    return len(items) == len(others) and all(map(operator.is_, items, others))
 
 
 def _can_be_copied(tensor: Tensor) -> bool:
