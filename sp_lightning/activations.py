@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from sp_lightning.changes import Changes, Unrepeatable
 from sp_lightning.device import Device
 from sp_lightning.modes import EXEMPT, Call, Mode
 from sp_lightning.offload import Bundle, HostRing, Offload
-from sp_lightning.recompute import Changes, Unrepeatable, recomputed
+from sp_lightning.recompute import recomputed
 
 Again = Callable[[str, Any], AbstractContextManager[None]]
 

@@ -18,11 +18,11 @@ from torch.utils.checkpoint import CheckpointError
 
 from sp_lightning import SuperpipelineStrategy, offload
 from sp_lightning.activations import Activations
+from sp_lightning.changes import Unrepeatable
 from sp_lightning.device import PAGE
 from sp_lightning.memory import unseen
 from sp_lightning.modes import Call, peak_bytes
 from sp_lightning.offload import Offload, Parcel
-from sp_lightning.recompute import Unrepeatable
 from sp_lightning.streamer import Streamer
 from tests.support.models import CASES, Case, Module, Stack, Transformer, tokens, vectors
 from tests.support.poison import poisoned

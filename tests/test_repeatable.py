@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from sp_lightning import offload
+from sp_lightning.changes import Unrepeatable
 from sp_lightning.offload import Offload
-from sp_lightning.recompute import Unrepeatable
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_equal, assert_same, fit, superpipeline
 from tests.support.simdevice import simulated
