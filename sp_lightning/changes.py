@@ -55,7 +55,6 @@ class Changes:
 
     def __init__(self, unit: str, module: nn.Module, given: Sequence[Any], volatile: dict[str, set[str]]) -> None:
         self._unit = unit
-        self._module = module
         self._volatile = volatile
         self._containers: dict[int, tuple[Any, Any]] = {}  # dicts, lists and the like, each with a copy
         self._tensors: dict[str, tuple[Tensor, Tensor, int, bool]] = {}  # with a copy, the version, whether that counts

@@ -374,9 +374,9 @@ class Offload:
 
     def _drop(self, parcels: Sequence[Parcel]) -> None:
         for parcel in list(parcels):
+            assert parcel.back is not None
             self._device.wait(Stream.COMPUTE, parcel.arrived, Wait.REUSE_AFTER_RETURN)
-            if parcel.back is not None:
-                self._device.access(parcel.back, Stream.COMPUTE, write=True)
+            self._device.access(parcel.back, Stream.COMPUTE, write=True)
             parcel.back = None
             self._home.remove(parcel)
 

@@ -18,10 +18,11 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from sp_lightning.changes import TRUSTED
 from sp_lightning.gates import Gate
 
 # Modules of these packages keep no state in a forward but buffers, and count it.
-_TRUSTED = ("torch.nn.modules.", "torchvision.models.", "transformers.models.", "timm.", "peft.")
+_TRUSTED = (*TRUSTED, "peft.")
 # What is compared by value, of one module or one batch, is copied up to so many bytes.
 _SMALL = 2**20
 _LIGHTNINGS = frozenset(vars(pl.LightningModule()))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from lightning.pytorch.callbacks import Callback
 
 from sp_lightning import offload
 from sp_lightning.activations import Activations
@@ -113,11 +114,13 @@ def test_units_without_a_layer_go_with_the_one_before_them() -> None:
 # ---------------------------------------------------------------------- in a run
 
 
-def train(capacity: float, batches: list[Tensor], make: Any, **options: Any) -> tuple[Any, SimDevice, list[str]]:
+def train(
+    capacity: float, batches: Sequence[Any], make: Any, callbacks: Sequence[Callback] = (), **options: Any
+) -> tuple[Any, SimDevice]:
     """On a device of so many bytes, a sixteenth of which stays free."""
     with simulated(capacity=int(capacity)) as devices:
-        ours = fit(make, batches, superpipeline(activations="auto", **options))
-    return ours, devices[0], []
+        ours = fit(make, batches, superpipeline(activations="auto", **options), callbacks=callbacks)
+    return ours, devices[0]
 
 
 @pytest.mark.parametrize("name", ["llama-dropout", "conditional", "reused", "gan", "lstm"])
@@ -131,7 +134,7 @@ def test_real_models_within_a_budget(name: str, seen: list[Activations], monkeyp
             fit(case.make, batches, superpipeline(k=1, k_prime=1, activations=mode))
         peaks[mode] = devices[0].peak
     room = (peaks["keep"] + peaks["offload"]) // 2
-    ours, device, _ = train(room * 16 / 15 + 1, batches, case.make, k=1, k_prime=1)
+    ours, device = train(room * 16 / 15 + 1, batches, case.make, k=1, k_prime=1)
     assert_same(ours, fit(case.make, batches))
     assert device.peak <= room * 16 / 15
     assert {"keep"} < set(seen[-1].modes.values())
@@ -143,7 +146,7 @@ def test_the_budget_is_filled_and_kept(units: int, seen: list[Activations], monk
     monkeypatch.setattr(offload, "WORTH_MOVING", Saves.SIZE)
     room = units * Saves.SIZE + 24_000  # weights, gradients, and what is small
     batches = rows() * 2
-    ours, device, _ = train(room * 16 / 15 + 1, batches, lambda: saving([1] * 8))
+    ours, device = train(room * 16 / 15 + 1, batches, lambda: saving([1] * 8))
     assert_same(ours, fit(lambda: saving([1] * 8), batches))
     modes = seen[0].modes
     assert device.peak <= room
@@ -166,11 +169,29 @@ def test_a_larger_batch_frees_more_in_advance(seen: list[Activations], monkeypat
         begin(self)
 
     monkeypatch.setattr(Activations, "begin", noted)
-    ours, device, _ = train(110_000, batches, lambda: Module(Stack()))
+    ours, device = train(110_000, batches, lambda: Module(Stack()))
     assert_same(ours, fit(lambda: Module(Stack()), batches))
     assert device.peak <= 110_000
     assert chosen[2] == {"keep"}
     assert chosen[3] != {"keep"}
+
+
+def test_an_error_teaches_that_there_is_less_room() -> None:
+    """Else the next batch would choose what has just failed."""
+
+    class RunsOut(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            strategy = trainer.strategy
+            if batch_idx == 3:
+                before = strategy._window.room
+                strategy._tuning.shrink()
+                assert strategy._window.room == before - before // 16
+                assert "keep" not in strategy.activations.values()
+                seen.append(before)
+
+    seen: list[int] = []
+    train(10**6, [*vectors(), *vectors()], lambda: Module(Stack()), callbacks=[RunsOut()])
+    assert seen
 
 
 def test_without_a_limit_all_is_kept(seen: list[Activations]) -> None:
