@@ -193,7 +193,7 @@ def _choices(found: Found, options: argparse.Namespace) -> list[tuple[int, int]]
 
 
 def _gradients(plan: Plan) -> int:
-    return sum(layer.gradient_bytes for layer in (*plan.layers, plan.residents))
+    return sum(layer.gradient_bytes for layer in plan.trained)
 
 
 def _checkpoint(module: Any) -> None:

@@ -227,7 +227,8 @@ class SuperpipelineCallback(Callback):
 
     def _write_files(self) -> None:
         plan = self._strategy.plan
-        names = [*(layer.name for layer in plan.layers), *(f"{masters.name}, float32" for masters in plan.masters)]
+        masters = (f"{each.name}, float32" for each in plan.masters)
+        names = [*(layer.name for layer in plan.layers), *masters, *(table.name for table in plan.tables)]
         if self._timeline is not None:
             self._timeline.write_text(json.dumps(chrome_trace(self._steps, names)))
             log.info(

@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from sp_lightning.device import Device, Stream, Wait
+from sp_lightning.device import Device, Stream
 from sp_lightning.host import HostBlock
 from sp_lightning.memory import Span, normal_mode, strided
 
@@ -79,10 +79,7 @@ class Edition:
         assert self.kept is not None
         last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         source = self.kept[offset - self._begin :][: (last + 1) * dtype.itemsize]
-        memory = self._device.empty(source.nbytes)
-        self._device.wait(Stream.UPLOAD, self._device.record(Stream.COMPUTE), Wait.FETCH_AFTER_USE)
-        self._device.copy([memory], [source], Stream.UPLOAD)
-        self._device.wait(Stream.COMPUTE, self._device.record(Stream.UPLOAD), Wait.USE_AFTER_FETCH)
+        memory = self._device.send(source)
         with normal_mode():
             return strided(memory, 0, dtype, shape, stride)
 

@@ -55,6 +55,7 @@ class Wait(enum.Enum):
     CLOSE_AFTER_FETCH = "slots and host blocks are freed after the last transfer"
     STORE_AFTER_SAVE = "an activation leaves after the kernel that wrote it"
     REUSE_AFTER_STORE = "an activation's device memory is used again after its copy to the host"
+    GATHER_AFTER_SEND = "the host gathers rows of a table after the transfer of those before"
     RETURN_AFTER_USE = "an activation comes back into memory after the last kernel that used that before"
     USE_AFTER_RETURN = "a returned activation is read after its transfer"
     REUSE_AFTER_RETURN = "memory of a returned activation that nobody read is used again after the transfer"
@@ -112,6 +113,14 @@ class Device:
                 target.copy_(source)
         usual = Wait.USE_AFTER_FETCH if stream is Stream.UPLOAD else Wait.REUSE_AFTER_DRAIN
         self._stalled[why or usual] += time.perf_counter() - start
+
+    def send(self, source: Tensor) -> Tensor:
+        """Fresh device memory with the bytes of ``source``, which is flat host memory; compute waits for them."""
+        memory = self.empty(source.nbytes)
+        self.wait(Stream.UPLOAD, self.record(Stream.COMPUTE), Wait.FETCH_AFTER_USE)
+        self.copy([memory], [source], Stream.UPLOAD)
+        self.wait(Stream.COMPUTE, self.record(Stream.UPLOAD), Wait.USE_AFTER_FETCH)
+        return memory
 
     def record(self, stream: Stream) -> Any:
         """An event that has happened once everything issued to ``stream`` so far is done."""

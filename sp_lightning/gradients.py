@@ -8,7 +8,7 @@ At most k' + 1 layers' gradients are on the device at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ class Gradients:
     Args:
         blocks: of the layers and their masters, then of the residents.
         owners: masters → the layer that their gradients leave with.
+        tables: whose gradients are sparse on the device and dense on the host.
         device: the seam.
         staging: host memory for gradients that are added to others.
         in_flight: layers whose gradients may be on the device at once (k' + 1).
@@ -67,6 +68,7 @@ class Gradients:
         self,
         blocks: Sequence[HostBlock],
         owners: Mapping[int, int],
+        tables: Collection[int],
         device: Device,
         staging: Staging,
         *,
@@ -77,6 +79,7 @@ class Gradients:
         self._blocks = blocks
         self._owners = owners
         self._masters = {owner: masters for masters, owner in owners.items()}
+        self._tables = tables
         self._device = device
         self.in_flight = in_flight
         self._residents = len(blocks) - 1
@@ -129,7 +132,12 @@ class Gradients:
             parameter = block.parameters[index]
             if gradient.layout is not torch.strided:  # sparse: of no fixed size, as nn.Embedding(sparse=True) makes
                 sparse = gradient.to("cpu")
-                landings.append(_Landing(parameter, sparse, own=sparse))
+                self.drained_bytes += sparse._values().nbytes
+                if of in self._tables:
+                    rows, own = _each_row_once(sparse), block.gradient_target(index) if parameter.grad is None else None
+                    landings.append(_Landing(parameter, rows, own))
+                else:
+                    landings.append(_Landing(parameter, sparse, own=sparse))
                 continue
             own = target = block.gradient_target(index) if parameter.grad is None else None
             if target is None or target.dtype is not gradient.dtype:
@@ -212,9 +220,23 @@ class Gradients:
         self._device.access(gradient, None, write=True)  # it may become param.grad, which the user writes
         if landing.own is not None and landing.own is not gradient and landing.parameter.grad is None:
             with normal_mode():
-                gradient = landing.own.copy_(gradient)
+                if gradient.layout is torch.strided:
+                    gradient = landing.own.copy_(gradient)
+                else:
+                    gradient = landing.own.zero_().index_copy_(0, gradient._indices()[0], gradient._values())
         accumulate(landing.parameter, gradient, own=gradient is landing.own)
         return id(landing.parameter)
+
+
+def _each_row_once(gradient: Tensor) -> Tensor:
+    """The rows that several uses gave, summed as autograd sums dense gradients: one after the other."""
+    if gradient.is_coalesced():
+        return gradient
+    with normal_mode():
+        numbers, where = torch.unique(gradient._indices()[0], return_inverse=True)
+        values = gradient._values()
+        rows = values.new_zeros((len(numbers), *values.shape[1:])).index_add_(0, where, values)
+        return torch.sparse_coo_tensor(numbers[None], rows, gradient.shape, is_coalesced=True, check_invariants=False)
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:

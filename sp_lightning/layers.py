@@ -1,16 +1,18 @@
 """A module becomes an ordered list of layers: what moves as one, what stays, where each parameter sits.
 
 The tree is walked from the root. Repeated blocks are layers, large modules beside them (embeddings, heads) are layers
-of their own, and what is left over stays on the device while it is small. Cutting at another place never changes a
-result (weights come by demand wherever they are read), it only costs time.
+of their own, and what is left over stays on the device while it is small. Inside a block the experts of a
+mixture-of-experts are layers of their own, and of an embedding as large as a block only the rows that are looked up
+travel. Cutting at another place never changes a result (weights come by demand wherever they are read), it only costs time.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
@@ -80,6 +82,8 @@ class Found:
         aside: modules that keep their parameters to themselves (ScriptModules, tensor subclasses): moved whole.
         notes: what the plan should say about this model.
         autocast: dtype of the casts.
+        tables: embeddings of which only the rows travel that are looked up, each one parameter.
+        experts: indices of the layers that are used only when something is routed to them.
         units: name → module, layers and what stays on the device, in the order of the module tree.
     """
 
@@ -90,6 +94,8 @@ class Found:
     aside: tuple[tuple[str, nn.Module], ...]
     notes: tuple[str, ...] = ()
     autocast: torch.dtype | None = None
+    tables: tuple[Layer, ...] = ()
+    experts: frozenset[int] = frozenset()
     units: Mapping[str, nn.Module] = field(default_factory=dict)
 
     @property
@@ -106,6 +112,8 @@ class _Unit:
     module: nn.Module | None
     parameters: list[tuple[str, nn.Parameter]]
     chosen: bool = False
+    expert: bool = False
+    within: bool = False  # another unit, which is around it
 
     @property
     def nbytes(self) -> int:
@@ -162,14 +170,19 @@ def find_layers(
 
     stay = _small(units) | {id(unit) for unit in units if _all_of(unit, kept)}
     residents = [named for unit in units for named in unit.parameters if id(unit) in stay or named[1] in kept]
-    found = []
+    looked_up = _looked_up([unit for unit in units if id(unit) not in stay], places)
+    found: list[Layer] = []
+    tables: list[Layer] = []
+    experts: set[int] = set()
     modules: dict[nn.Module, None] = dict.fromkeys(walk.above)
     for unit in units:
         if unit.module is not None:
             modules[unit.module] = None
         parameters = tuple(named for named in unit.parameters if named[1] not in kept)
         if parameters and id(unit) not in stay:
-            found.append(
+            if unit.expert:
+                experts.add(len(found))
+            (tables if id(unit) in looked_up else found).append(
                 Layer(
                     unit.name,
                     tuple(named for named in parameters if named[1] not in lowered),
@@ -178,26 +191,35 @@ def find_layers(
             )
     owner = {p: index for index, layer in enumerate(found) for _, p in (*layer.parameters, *layer.lowered)}
     above = set(walk.above)
+    routed = {unit.module for unit in units if unit.expert}
     return Found(
         layers=tuple(found),
         residents=Layer("residents", tuple(residents)),
-        visits={each: () if each in above else _visits(each, owner) for each in modules},
+        visits={
+            each: () if each in above else _visits(each, owner, () if each in routed else experts) for each in modules
+        },
         places=places,
         aside=tuple((name, each) for each, name in aside.items()),
-        notes=_notes(walk, [(unit.name, unit.module) for unit in units], found, aside),
+        notes=_notes(walk, units, (*found, *tables)),
         autocast=autocast,
-        units={unit.name: unit.module for unit in units if unit.module is not None},
+        tables=tuple(tables),
+        experts=frozenset(experts),
+        units={unit.name: unit.module for unit in units if unit.module is not None and not unit.within},
     )
 
 
-def _units(module: nn.Module, name: str, walk: _Walk, *, block: bool = False) -> Iterator[_Unit]:
+def _units(module: nn.Module, name: str, walk: _Walk, *, block: bool = False, expert: bool = False) -> Iterator[_Unit]:
     if module in walk.seen:
         return
     walk.seen.add(module)
     if module in walk.aside or not any(True for _ in module.parameters()):
         return
     if module in walk.chosen or not _is_cut(module, walk, block=block):
-        yield _Unit(name, module, _own(module, name, walk), chosen=module in walk.chosen)
+        chosen = module in walk.chosen
+        experts = [] if chosen or _is_compiled(module) else [*_experts(module, name)]
+        within = [_Unit(key, each, _own(each, key, walk), expert=True, within=True) for key, each in experts]
+        yield _Unit(name, module, _own(module, name, walk), chosen, expert)
+        yield from within
         return
     walk.above.append(module)
     for key, parameter in module.named_parameters(recurse=False):
@@ -205,9 +227,9 @@ def _units(module: nn.Module, name: str, walk: _Walk, *, block: bool = False) ->
             walk.owned.add(parameter)
             full = _join(name, key)
             yield _Unit(full, None, [(full, parameter)])
-    repeated = _is_repeated(module)
+    repeated, experts = _is_repeated(module), _are_experts(name, module)
     for key, child in module.named_children():
-        yield from _units(child, _join(name, key), walk, block=repeated)
+        yield from _units(child, _join(name, key), walk, block=repeated, expert=experts)
 
 
 def _is_cut(module: nn.Module, walk: _Walk, *, block: bool) -> bool:
@@ -244,6 +266,22 @@ def _is_repeated(module: nn.Module) -> bool:
     return any(count >= 2 for kind, count in kinds.items() if kind not in _CONTAINERS)
 
 
+def _experts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The experts inside a block that are modules of their own."""
+    for key, child in module.named_modules():
+        if _are_experts(key, child):
+            for inner, expert in child.named_children():
+                if any(True for _ in expert.parameters()):
+                    yield _join(_join(name, key), inner), expert
+
+
+def _are_experts(name: str, module: nn.Module) -> bool:
+    """A list of modules of which a router decides which are called; the name alone says so."""
+    return (
+        isinstance(module, (nn.ModuleList, nn.ModuleDict)) and "expert" in name.rpartition(".")[2] and len(module) > 1
+    )
+
+
 def _own(module: nn.Module, name: str, walk: _Walk) -> list[tuple[str, nn.Parameter]]:
     apart = {p for child in module.modules() if child in walk.aside for p in child.parameters()}
     own = [(_join(name, key), p) for key, p in module.named_parameters() if p not in walk.owned and p not in apart]
@@ -266,8 +304,24 @@ def _small(units: list[_Unit]) -> set[int]:
     return small
 
 
-def _visits(module: nn.Module, owner: dict[nn.Parameter, int]) -> tuple[int, ...]:
-    return tuple(sorted({owner[p] for p in module.parameters() if p in owner}))
+def _looked_up(units: list[_Unit], places: dict[nn.Parameter, tuple[Place, ...]]) -> set[int]:
+    """The embeddings that are as large as the layers in the middle, and that nothing but their own calls uses."""
+    if not units:
+        return set()
+    middle = statistics.median(unit.nbytes for unit in units)
+    return {id(unit) for unit in units if not unit.chosen and unit.nbytes >= middle and _is_table(unit, places)}
+
+
+def _is_table(unit: _Unit, places: dict[nn.Parameter, tuple[Place, ...]]) -> bool:
+    if not isinstance(unit.module, nn.Embedding) or len(unit.parameters) != 1:
+        return False
+    (_, weight) = unit.parameters[0]
+    return places[weight] == (Place(unit.module, "weight"),) and unit.module.max_norm is None
+
+
+def _visits(module: nn.Module, owner: dict[nn.Parameter, int], apart: Collection[int]) -> tuple[int, ...]:
+    """The layers that a module's call uses, but for those that come when they are called themselves."""
+    return tuple(sorted({owner[p] for p in module.parameters() if p in owner} - {*apart}))
 
 
 def _places(module: nn.Module, aside: dict[nn.Module, str]) -> dict[nn.Parameter, tuple[Place, ...]]:
@@ -459,23 +513,33 @@ def _glob(pattern: str) -> str:
 
 
 def _blocks_in(module: nn.Module) -> bool:
-    return any(_is_repeated(child) for child in module.modules())
+    return any(_is_repeated(child) and not _are_experts(name, child) for name, child in module.named_modules())
 
 
-def _notes(
-    walk: _Walk, units: list[tuple[str, nn.Module | None]], found: list[Layer], aside: dict[nn.Module, str]
-) -> tuple[str, ...]:
+def _notes(walk: _Walk, units: list[_Unit], streaming: Iterable[Layer]) -> tuple[str, ...]:
     notes = []
-    for module, name in aside.items():
+    for module, name in walk.aside.items():
         script = isinstance(module, torch.jit.ScriptModule)
         why = "is a ScriptModule" if script else "has tensor-subclass parameters"
         notes.append(f"{name!r} {why}: it stays on the device whole.")
-    compiled = [name for name, each in units if each is not None and _is_compiled(each) and _blocks_in(each)]
+    modules = [(unit.name, unit.module) for unit in units if unit.module is not None]
+    compiled = [name for name, each in modules if _is_compiled(each) and _blocks_in(each)]
     notes += [f"{name!r} is compiled as a whole and moves as one. Compile its layers instead." for name in compiled]
-    streamed = sum(layer.nbytes for layer in found)
+    experts = sum(unit.expert for unit in units)
+    if experts:
+        notes.append(f"{experts} experts are layers of their own: each comes only when something is routed to it.")
+    stacked = [name for name, each in modules if any(map(_holds_stacked_experts, each.named_modules()))]
+    if stacked:
+        notes.append(f"experts are one stacked parameter in {len(stacked)} layers, which move whole: {stacked[0]!r} …")
+    streamed = sum(layer.nbytes for layer in streaming)
     if walk.total and streamed < 0.95 * walk.total:
         notes.append(f"only {streamed / walk.total:.0%} of the parameter bytes are streamed; the rest is resident.")
     return tuple(notes)
+
+
+def _holds_stacked_experts(named: tuple[str, nn.Module]) -> bool:
+    name, module = named
+    return "expert" in name.rpartition(".")[2] and any(p.dim() >= 3 for p in module.parameters(recurse=False))
 
 
 def _all_of(unit: _Unit, kept: set[nn.Parameter]) -> bool:

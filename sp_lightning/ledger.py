@@ -88,8 +88,9 @@ def make_ledger(
         clips: ``"norm"``, ``"value"`` or None.
         scales: whether gradients are unscaled.
     """
-    layers = (*plan.layers, plan.residents)
-    travels = sum(layer.nbytes for layer in layers)
+    layers = plan.trained
+    weights = sum(layer.nbytes for layer in layers)
+    travels = weights - sum(table.nbytes for table in plan.tables)  # of which some rows do
     masters = sum(each.nbytes for each in plan.masters)
     casts = sum(map(_cast_bytes, layers))
     narrow = sum(_cast_bytes(layer) for layer in layers if layer.gradient_bytes)  # gradients that leave as casts
@@ -112,7 +113,7 @@ def make_ledger(
     ]
     return Ledger(
         parameters=sum(math.prod(span.shape) for layer in (*layers, *plan.masters) for span in layer.spans),
-        weights=travels + masters,
+        weights=weights + masters,
         gradients=held + staged,
         state=state,
         passes=tuple(each for each in passes if each.read or each.written),

@@ -146,6 +146,8 @@ class StandIn(DeviceParameter):
         if func in _METADATA:
             with _Untouched():
                 return func(*args, **kwargs)
+        if func is torch.nn.functional.embedding and (found := _look_up(*args, **kwargs)) is not None:
+            return found
         if func is torch.autograd.grad:
             return _grad_by_edges(*args, **kwargs)
         if func in (torch.autograd.backward, Tensor.backward):  # backward(inputs=…)
@@ -176,6 +178,12 @@ def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
             with of.together(away, casts=True):
                 return None if any(of.casts is None for of in groups) else _call(func, args, kwargs)
     return _call(func, args, kwargs) if groups else None
+
+
+def _look_up(indices: Any, weight: Any, *args: Any, **kwargs: Any) -> Tensor | None:
+    """The result of ``embedding`` from the rows alone; None if all of the weight has to come."""
+    look_up = weight._of.look_up if isinstance(weight, StandIn) else None
+    return None if look_up is None else look_up(weight, indices, *args, **kwargs)
 
 
 def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -231,6 +239,8 @@ class DeviceParameters:
         self.autocast = autocast
         self.casts: Sequence[Tensor] | None = None
         """Of masters: what their functions are given in their place, while their layer is there and has them right."""
+        self.look_up: Callable[..., Tensor | None] | None = None
+        """Of a table: ``embedding`` without the whole weight."""
         self._lossless: tuple[int, int, int] | None = None  # index, address, version of the gradient under way
         self.together = together
         self.kept_raw = kept_raw

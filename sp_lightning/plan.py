@@ -7,7 +7,7 @@ Memory on the device for weights and gradients, which is the plan's promise::
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -74,6 +74,8 @@ class Plan:
         order: the layers as a forward is expected to use them; one that owns a tied weight comes again.
         notes: what a reader should know about this model.
         masters: float32 parameters that travel as casts, as further layers: they have no slots, and come on demand.
+        tables: embeddings of which only rows travel, likewise.
+        experts: indices of the layers that only come when something is routed to them.
     """
 
     k: int
@@ -84,11 +86,18 @@ class Plan:
     order: tuple[int, ...]
     notes: tuple[str, ...] = ()
     masters: tuple[PlannedLayer, ...] = ()
+    tables: tuple[PlannedLayer, ...] = ()
+    experts: frozenset[int] = frozenset()
 
     @property
     def moving(self) -> tuple[PlannedLayer, ...]:
-        """All that may be in a slot: the layers, then the masters."""
-        return (*self.layers, *self.masters)
+        """All that may be in a slot: the layers, then what comes on demand: the masters, the tables."""
+        return (*self.layers, *self.masters, *self.tables)
+
+    @property
+    def trained(self) -> tuple[PlannedLayer, ...]:
+        """All whose gradients the host takes and whose weights it updates; masters go with their layers."""
+        return (*self.layers, *self.tables, self.residents)
 
     @property
     def slot_bytes(self) -> int:
@@ -118,7 +127,7 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """Host memory of weights and gradients; optimizer state comes on top. Plain training has them on the device."""
-        blocks = sum(layer.nbytes + layer.gradient_bytes for layer in (*self.layers, self.residents))
+        blocks = sum(layer.nbytes + layer.gradient_bytes for layer in self.trained)
         return blocks + sum(masters.nbytes for masters in self.masters)
 
     def __str__(self) -> str:
@@ -132,7 +141,7 @@ class Plan:
             half = _LONGEST // 2
             shown[half:-half] = [f"  … {len(shown) - 2 * half} more"]
         slots = " + ".join(f"{r.slots} × {human_bytes(r.nbytes)}" for r in self.rings if r.slots) or "none"
-        gradients = 0 if training else sum(layer.gradient_bytes for layer in (*self.layers, self.residents))
+        gradients = 0 if training else sum(layer.gradient_bytes for layer in self.trained)
         host, what = self.host_bytes - gradients, "weights and gradients" if training else "weights"
         peak = self.peak_device_bytes - (0 if training else self.gradient_bytes)
         totals = {
@@ -164,7 +173,7 @@ def human_bytes(nbytes: float) -> str:
 
 def make_plan(found: Found, *, k: int, k_prime: int) -> Plan:
     """Give every layer its place in memory and its ring."""
-    masters = tuple(_planned(layer, ring=-1) for layer in found.masters)
+    masters, tables = ([_planned(layer, ring=-1) for layer in each] for each in (found.masters, found.tables))
     with_casts = [index for index, layer in enumerate(found.layers) if layer.lowered]
     masters_of = {layer: len(found.layers) + index for index, layer in enumerate(with_casts)}
     layers = [
@@ -174,15 +183,19 @@ def make_plan(found: Found, *, k: int, k_prime: int) -> Plan:
     sizes = [layer.nbytes for layer in layers]
     together = {used for used in found.visits.values() if len(used) > 1}
     rings, ring_of = _rings(sizes, k + k_prime, together)
+    # What comes on demand has rings without slots, which say how large an extra one is to be.
+    without_slots = [Ring(0, max(each.nbytes for each in group)) for group in (masters, tables) if group]
     plan = Plan(
         k=k,
         k_prime=k_prime,
         layers=tuple(replace(layer, ring=ring) for layer, ring in zip(layers, ring_of, strict=True)),
-        rings=(*rings, Ring(0, max(each.nbytes for each in masters))) if masters else rings,
+        rings=(*rings, *without_slots),
         residents=_planned(found.residents, ring=-1),
         order=_order(found),
-        notes=(*found.notes, *_wire_notes(found)),
+        notes=(*found.notes, *_table_notes(tables), *_wire_notes(found)),
         masters=tuple(replace(each, ring=len(rings)) for each in masters),
+        tables=tuple(replace(each, ring=len(rings) + bool(masters)) for each in tables),
+        experts=found.experts,
     )
     if plan.host_bytes and plan.peak_device_bytes >= plan.host_bytes:
         saves_nothing = "this takes no less device memory than plain training: lower k, or choose smaller layers."
@@ -191,10 +204,14 @@ def make_plan(found: Found, *, k: int, k_prime: int) -> Plan:
 
 
 def schedule(plan: Plan, *, training: bool) -> Iterator[int]:
-    """The order of layers that is expected before a batch has shown the real one: forward, then backward."""
-    yield from plan.order
+    """The order of layers that is expected before a batch has shown the real one: forward, then backward.
+
+    Nobody knows which experts will be used.
+    """
+    order = [layer for layer in plan.order if layer not in plan.experts]
+    yield from order
     if training:
-        yield from reversed(plan.order)
+        yield from reversed(order)
 
 
 def _order(found: Found) -> tuple[int, ...]:
@@ -214,6 +231,14 @@ def _planned(
     trained = [named for named in (*layer.parameters, *layer.lowered) if named[1].requires_grad]
     gradients = total_bytes(lay_out(trained))
     return PlannedLayer(layer.name, total_bytes(casts or spans), gradients, ring, spans, casts, masters)
+
+
+def _table_notes(tables: Iterable[PlannedLayer]) -> list[str]:
+    return [
+        f"of {table.name!r} ({human_bytes(table.nbytes)}) only the rows that are looked up travel; "
+        f"layers=[{table.name!r}] would move it whole."
+        for table in tables
+    ]
 
 
 def _wire_notes(found: Found) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -372,8 +372,9 @@ class Walk:
             self.device.synchronize(self.device.now[Stream.UPDATE], Wait.READ_AFTER_UPDATE)
 
     def _update_order(self) -> Iterator[int]:
-        residents = len(self.plan.moving)
-        return iter(dict.fromkeys((residents, *self._prefetch.order("batch"), *range(len(self.plan.layers)))))
+        moving, layers = len(self.plan.moving), len(self.plan.layers)
+        tables = range(moving - len(self.plan.tables), moving)
+        return iter(dict.fromkeys((moving, *tables, *self._prefetch.order("batch"), *range(layers))))
 
     def _update(self, layer: int) -> None:
         seconds = self._gradients_of(layer) / self.rates.update
@@ -384,8 +385,8 @@ class Walk:
         return self._updated.get(layer, 0.0) <= self.device.host
 
     def _gradients_of(self, layer: int) -> int:
-        layers = self.plan.layers
-        return (layers[layer] if layer < len(layers) else self.plan.residents).gradient_bytes
+        moving = self.plan.moving
+        return (moving[layer] if layer < len(moving) else self.plan.residents).gradient_bytes
 
 
 def measured(intervals: Iterable[Interval], layers: int, *, synchronous: bool) -> tuple[list[Visit], Rates]:
@@ -395,16 +396,24 @@ def measured(intervals: Iterable[Interval], layers: int, *, synchronous: bool) -
 
     Args:
         intervals: in the order of their beginning.
-        layers: how many the plan has; masters, which come on demand, are what is computed between layers.
+        layers: how many the plan has; what comes on demand is computed between layers.
         synchronous: whether copies hold everything else up, as on the CPU.
     """
     by_kind: defaultdict[Kind, list[Interval]] = defaultdict(list)
-    visits = []
+    visits: list[Visit] = []
+    around: list[tuple[float, int]] = []  # when they end, and where they are in the list
     for each in intervals:
         by_kind[each.kind].append(each)
         if each.kind in RESOURCES["compute"]:
+            seconds = each.end - each.begin
+            while around and around[-1][0] < each.end:
+                around.pop()
+            if around:  # an expert, inside its block
+                at = around[-1][1]
+                visits[at] = replace(visits[at], seconds=visits[at].seconds - seconds)
+            around.append((each.end, len(visits)))
             used = () if each.layer is None or each.layer >= layers else (each.layer,)
-            visits.append(Visit(used, each.end - each.begin, each.kind == "backward", used))
+            visits.append(Visit(used, seconds, each.kind == "backward", used))
     del visits[_MOST_VISITS:]
     back = {layer for visit in visits if visit.backward for layer in visit.layers}
     known = {layer for visit in visits for layer in visit.layers}

@@ -27,6 +27,7 @@ class Prefetch:
     def __init__(self, plan: Plan, slots: Slots, ready: Callable[[int], bool]) -> None:
         self._ready = ready
         self._slots = slots
+        self._training = False
         self.follow(plan)
         self._traces: dict[str, Trace] = {}
         self.trace = Trace(())
@@ -35,10 +36,12 @@ class Prefetch:
     def follow(self, plan: Plan) -> None:
         """Choose for another plan of the same layers."""
         self._plan = plan
-        self._absent = [partial(self._slots.wants, ring) for ring in range(len(plan.rings))]
+        wanted = self._wanted if plan.experts else self._slots.wants
+        self._absent = [partial(wanted, ring) for ring in range(len(plan.rings))]
 
     def start(self, phase: str, *, training: bool) -> None:
         """A batch begins: expect what the phase's last one did, or forward and, in training, backward."""
+        self._training = training
         if phase not in self._traces:
             self._traces[phase] = Trace(schedule(self._plan, training=training))
         self.trace = self._traces[phase]
@@ -55,6 +58,10 @@ class Prefetch:
         for ring, each in enumerate(self._plan.rings):
             while each.slots and (pairs := self._next(ring)):
                 yield pairs
+
+    def _wanted(self, ring: int, layer: int) -> bool:
+        """Most tokens of a training batch make it likely that an expert is used again; few, in generation, do not."""
+        return (self._training or layer not in self._plan.experts) and self._slots.wants(ring, layer)
 
     def _next(self, ring: int) -> list[tuple[int, Slot]]:
         """The next k' absent layers of a ring and the slots for them; empty while slots for all of them will come."""

@@ -703,7 +703,7 @@ def _log_nothing(*args: Any, **kwargs: Any) -> None:
 
 def _absorbing(plan: Plan) -> dict[str, int]:
     """Host memory that set-up takes beside the weights, which are there: they are absorbed layer by layer."""
-    layers = (*plan.layers, plan.residents)
+    layers = plan.trained
     return {
         "for a layer's copy": max(each.nbytes for each in (*layers, *plan.masters)),
         "for casts": sum(cast.nbytes for layer in layers for cast in layer.casts),

@@ -16,6 +16,8 @@ that moment, through one of four doors, and all four end in :meth:`Streamer._use
 - anything else computes with a device parameter whose layer is away (its ``__torch_function__``),
 - the trace says that it will be needed soon (prefetch).
 
+Of a large embedding only rows are asked for (``tables``), as a rule; it is a layer that comes by the third door alone.
+
 In mixed precision some weights travel as their casts (``casts``), which only the functions get that autocast would cast
 them for. Their float32 masters are, to this file, further layers: without slots, without visits, brought by the third
 door alone, and everything that holds for a layer holds for them.
@@ -43,7 +45,7 @@ from sp_lightning.device import Device, Stream, Wait
 from sp_lightning.gates import attach_gates
 from sp_lightning.gradients import Gradients
 from sp_lightning.host import HostBlock, Staging
-from sp_lightning.layers import Found
+from sp_lightning.layers import Found, Layer
 from sp_lightning.memory import Loan, normal_mode, unseen, view
 from sp_lightning.modes import Mode
 from sp_lightning.offload import HostRing
@@ -53,6 +55,7 @@ from sp_lightning.places import Places
 from sp_lightning.plan import Plan
 from sp_lightning.prefetch import Prefetch
 from sp_lightning.slots import Slot, Slots
+from sp_lightning.tables import Table
 from sp_lightning.updates import Updates
 
 
@@ -62,7 +65,7 @@ class Stats:
 
     Attributes:
         fetched_layers: layers copied to the device.
-        fetched_bytes, drained_bytes: copied to the device, and gradients copied to the host.
+        fetched_bytes, drained_bytes: copied to the device, rows of embeddings included, and gradients copied to the host.
         transfers: groups of layers that were fetched as one.
         demand_fetches: layers that were needed before the trace had asked for them; each stalls compute.
         extra_slots: slots made beyond the plan because views of weights had escaped.
@@ -143,19 +146,27 @@ class Streamer:
         staging = Staging(device, pin=pin)
         self._masters = {layer: each.masters for layer, each in enumerate(plan.layers) if each.masters is not None}
         self._owners = {masters: layer for layer, masters in self._masters.items()}
-        layers = (*found.layers, *found.masters, found.residents)
+        self._on_demand = range(len(plan.layers), len(plan.moving))  # masters, then tables: these leave after each use
+        tables = self._on_demand[len(plan.masters) :]
+        layers = (*found.layers, *found.masters, *found.tables, found.residents)
         self._blocks = [
-            HostBlock(layer, planned, device, staging, pin=pin, fetched_seldom=index in self._owners)
+            HostBlock(layer, planned, device, staging, pin=pin, fetched_seldom=index in self._on_demand)
             for index, (layer, planned) in enumerate(zip(layers, (*plan.moving, plan.residents), strict=True))
         ]
         self._casts = {
             layer: Casts(self._blocks[layer], self._blocks[masters], device) for layer, masters in self._masters.items()
         }
         if pin:
-            _warn_unpinned([block for index, block in enumerate(self._blocks) if index not in self._owners])
+            _warn_unpinned([block for index, block in enumerate(self._blocks) if index not in self._on_demand])
         self._slots = Slots(plan, self._blocks, device)
         self._gradients = Gradients(
-            self._blocks, self._owners, device, staging, in_flight=plan.k_prime + 1, complete=self._layer_complete
+            self._blocks,
+            self._owners,
+            {index for index, table in zip(tables, found.tables, strict=True) if not _is_sparse(found, table)},
+            device,
+            staging,
+            in_flight=plan.k_prime + 1,
+            complete=self._layer_complete,
         )
         self.updates = Updates(self._blocks, self._owners, device)
         self.on_complete: Callable[[int], None] | None = None
@@ -178,6 +189,12 @@ class Streamer:
             )
             for index, block in enumerate(self._blocks)
         ]
+        self._tables = {
+            index: Table(self._blocks[index], device, pin=pin, reading=partial(self._reading_rows, index))
+            for index in tables
+        }
+        for index, table in self._tables.items():
+            self._parameters[index].look_up = table.look_up
         self._residents = len(plan.moving)
         self._resident_memory = device.empty(plan.residents.nbytes)
         self._attach_residents()
@@ -373,8 +390,9 @@ class Streamer:
         return [parameter for block in self.updates.blocks_of(layer) for parameter in block.parameters]
 
     def update_order(self) -> Iterator[int]:
-        """Residents, then the layers as the next forward needs them."""
-        return iter(dict.fromkeys((self._residents, *self._prefetch.order("train"), *range(self._residents))))
+        """What is needed first: residents, tables, then the layers as the next forward needs them."""
+        order = (self._residents, *self._tables, *self._prefetch.order("train"), *range(self._residents))
+        return iter(dict.fromkeys(order))
 
     def before_early_update(self, layer: int) -> None:
         """A layer is about to be updated in the middle of backward; a fetch of it that nobody used may be under way."""
@@ -433,7 +451,7 @@ class Streamer:
         self._note_peak()
         return Stats(
             fetched_layers=self._slots.fetched_layers,
-            fetched_bytes=self._slots.fetched_bytes,
+            fetched_bytes=self._slots.fetched_bytes + sum(table.sent_bytes for table in self._tables.values()),
             drained_bytes=self._gradients.drained_bytes,
             transfers=self._slots.transfers,
             demand_fetches=self._demand_fetches,
@@ -576,6 +594,17 @@ class Streamer:
                     self._release_loose()
                 self._fetch_ahead()
 
+    @contextmanager
+    def _reading_rows(self, layer: int) -> Iterator[bool]:
+        """Rows of a table are gathered from the host's weight, unless all of it is on the device, where it may be written."""
+        with self._lock, unseen():
+            if self._updated_early(layer):
+                raise RuntimeError(self._needed_again(layer, "its weights were needed again"))
+            if layer not in self._slots:
+                self.updates.wait(layer, Wait.FETCH_AFTER_UPDATE)
+                self._adopt(layer)
+            yield layer not in self._slots
+
     # ------------------------------------------------------------------ backward
 
     def _arrived(self, layer: int, index: int, parameter: Tensor) -> None:
@@ -673,7 +702,7 @@ class Streamer:
         if layer in self._used:
             return self._used[layer]
         self._slots.resume()
-        if layer not in self._owners:  # masters come by demand only
+        if layer not in self._on_demand:
             self._prefetch.trace.visit(layer)
         early = self._updated_early(layer)
         if not early and not self.updates.ready(layer):
@@ -738,7 +767,7 @@ class Streamer:
         self._slots.release(slot)
         if layer in self._masters:
             self._parameters[self._masters[layer]].casts = None
-        if layer in self._owners:
+        if layer in self._on_demand:
             if slot.escaped:  # views of the masters may be written at any time
                 group.casts = None
             else:
@@ -928,6 +957,12 @@ _DIFFERENTIATING = (
 
 def _kept_raw() -> bool:
     return torch.is_grad_enabled() and not packs()
+
+
+def _is_sparse(found: Found, table: Layer) -> bool:
+    """Whether the embedding gives its weight sparse gradients."""
+    ((_, weight),) = table.parameters
+    return all(getattr(place.module, "sparse", False) for place in found.places[weight])
 
 
 def _warn_unpinned(blocks: Sequence[HostBlock]) -> None:

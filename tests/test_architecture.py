@@ -15,7 +15,7 @@ PACKAGE = Path(sp_lightning.__file__).parent
 # One layer's way, downwards: a file may import from those before it only.
 ORDER = (
     "_version", "memory", "layers", "modes", "options", "plan", "ledger", "trace", "timeline", "device", "host",
-    "casts", "parameters", "places", "gates", "slots", "changes", "recompute", "offload", "activations", "packing", "prefetch",
+    "tables", "casts", "parameters", "places", "gates", "slots", "changes", "recompute", "offload", "activations", "packing", "prefetch",
     "prediction", "balance", "estimate", "spec", "window", "capacity", "gradients", "updates", "streamer", "tuning", "step",
     "layered", "repeat", "quiet", "overlap", "picture", "callback", "strategy", "__init__", "__main__",
 )  # fmt: skip

@@ -105,11 +105,11 @@ def test_layers_cover_the_model(name: str) -> None:
     names = [layer.name for layer in found.layers]
     assert expected <= set(names)
     assert len(names) == len(set(names))
-    owned = [p for layer in (*found.layers, found.residents) for _, p in layer.parameters]
+    owned = [p for layer in (*found.layers, *found.tables, found.residents) for _, p in layer.parameters]
     assert len(owned) == len({id(p) for p in owned}), "a shared parameter has one owner"
     assert {id(p) for p in owned} == {id(p) for p in module.parameters()}
     total = sum(p.numel() * p.element_size() for p in module.parameters())
-    assert sum(layer.nbytes for layer in found.layers) >= 0.95 * total
+    assert sum(layer.nbytes for layer in (*found.layers, *found.tables)) >= 0.95 * total
 
 
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"mlp", "one-linear", "stack"}))  # alignment outweighs those

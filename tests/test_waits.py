@@ -17,6 +17,7 @@ whose omission nothing notices is not needed, and goes: two went that way.
 | READ_AFTER_UPDATE | updates in the background, and a callback that looks at weights |
 | STORE_AFTER_SAVE, REUSE_AFTER_STORE, RETURN_AFTER_USE, USE_AFTER_RETURN | activations that are offloaded |
 | REUSE_AFTER_RETURN | a unit without a backward, whose activations were under way |
+| GATHER_AFTER_SEND | an embedding of which only rows travel |
 | CLOSE_AFTER_STORE | a last forward without a backward |
 | DROP_AFTER_DRAIN | a hook that raises while gradients are applied |
 """
@@ -31,7 +32,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 from sp_lightning import SuperpipelineStrategy
@@ -149,6 +150,22 @@ class WritesBeforeBackward(Module):
             p.data.mul_(0.9)
 
 
+class Text(Stack):
+    """Looks up twice in a table, the second time while the first rows may still be leaving."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(300, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = x.abs().mul(50).long() % 300
+        return super().forward(self.table(numbers[:, 0]) + self.table(numbers[:, 1]))
+
+
+def looked_up(strategy: Any) -> Outcome:
+    return fit(lambda: Module(Text()), vectors(), strategy)
+
+
 def cast_again(strategy: Any) -> Outcome:
     return fit(lambda: WritesBeforeBackward(Stack()), vectors(), strategy, precision="bf16-mixed")
 
@@ -181,6 +198,7 @@ SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {
     Wait.USE_AFTER_RETURN: offloaded,
     Wait.REUSE_AFTER_RETURN: lambda strategy: offloaded(strategy, lambda: Module(Aside())),
     Wait.CLOSE_AFTER_STORE: lambda strategy: offloaded(strategy, lambda: NoBackward(Stack())),
+    Wait.GATHER_AFTER_SEND: looked_up,
     Wait.UPDATE_AFTER_FETCH: training,
     Wait.UPDATE_AFTER_RESIDENTS: steps_first,
     Wait.FETCH_AFTER_UPDATE: in_the_background,

@@ -1,0 +1,188 @@
+"""Experts that are modules are layers of their own, and come only when something is routed to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+from sp_lightning.layers import find_layers
+from sp_lightning.plan import make_plan
+from sp_lightning.prediction import measured
+from sp_lightning.slots import Slots
+from sp_lightning.timeline import Interval
+from tests.support.models import Block, Module, Transformer, tokens, vectors
+from tests.support.poison import poisoned
+from tests.support.runs import Batches, assert_equal, assert_same, fit, fused, loader, superpipeline, trainer_for
+from tests.support.simdevice import simulated
+
+EXPERTS = 4
+
+
+class Routed(nn.Module):
+    """A block: what all inputs pass through, and experts of which each row is sent to one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(16, 16)
+        self.gate = nn.Linear(16, EXPERTS)
+        self.experts = nn.ModuleList(Block() for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor, only: int | None = None) -> Tensor:
+        x = torch.tanh(self.before(x))
+        scores = F.softmax(self.gate(x), dim=-1)
+        choice = scores.argmax(dim=-1) if only is None else torch.full(x.shape[:-1], only)
+        out = torch.zeros_like(x)
+        for number in choice.unique().tolist():
+            rows = choice == number
+            out[rows] = (scores[rows][:, number, None] * self.experts[number](x[rows])).to(out.dtype)
+        return x + out
+
+
+class Mixture(nn.Module):
+    def __init__(self, only: int | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Routed() for _ in range(3))
+        self.only = only
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.only)
+        return x
+
+
+def switch() -> Transformer:
+    config = transformers.SwitchTransformersConfig(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=3, num_decoder_layers=3, num_heads=4, num_experts=4,
+        decoder_start_token_id=0, use_cache=False, num_sparse_encoder_layers=2, num_sparse_decoder_layers=2,
+    )  # fmt: skip
+    return Transformer(transformers.SwitchTransformersForConditionalGeneration(config))
+
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "mixture": (lambda: Module(Mixture()), vectors),
+    "one-expert": (lambda: Module(Mixture(only=1)), vectors),
+    "switch": (switch, tokens),
+}
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_bitwise_equal(name: str, precision: Any, k: int) -> None:
+    make, batches = CASES[name]
+    options: dict[str, Any] = {"precision": precision, "accumulate_grad_batches": 2}
+    strategy = superpipeline(k=k)
+    with poisoned():
+        ours = fit(make, batches(), strategy, val=batches(), **options)
+    assert_same(ours, fit(make, batches(), val=batches(), **options))
+    assert strategy.plan.experts
+
+
+@pytest.mark.parametrize("mode", ["recompute", "offload"])
+def test_with_activations(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sp_lightning.offload.WORTH_MOVING", 1)
+    make, batches = CASES["mixture"]
+    assert_same(fit(make, batches(), superpipeline(k=1, activations=mode)), fit(make, batches()))
+
+
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+def test_updates_in_the_background(overlap: str) -> None:
+    make, batches = CASES["mixture"]
+    strategy = superpipeline(k=1, optimizer_overlap=overlap, fused_optimizer=True)
+    ours = fit(fused(make), batches(), strategy, gradients=False)
+    assert_same(ours, fit(fused(make), batches(), gradients=False))
+
+
+def test_on_a_device_of_its_own() -> None:
+    make, batches = CASES["mixture"]
+    with simulated():
+        ours = fit(make, batches(), superpipeline(k=1), val=batches())
+    assert_same(ours, fit(make, batches(), val=batches()))
+
+
+def fetched(strategy: Any, *, predict: bool, batches: Batches) -> set[int]:
+    """Which layers were fetched at all."""
+    seen: list[int] = []
+    fetch = Slots.fetch
+
+    def watched(self: Slots, pairs: Any) -> None:
+        seen.extend(layer for layer, _ in pairs)
+        fetch(self, pairs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Slots, "fetch", watched)
+        if predict:
+            trainer_for(strategy).predict(Module(Mixture(only=1)), loader(batches))
+        else:
+            fit(lambda: Module(Mixture(only=1)), batches, strategy)
+    return set(seen)
+
+
+@pytest.mark.parametrize("predict", [True, False])
+def test_only_experts_that_were_routed_to_are_fetched(predict: bool) -> None:
+    strategy = superpipeline(k=1)
+    layers = fetched(strategy, predict=predict, batches=vectors())
+    names = {strategy.plan.layers[index].name for index in layers}
+    assert names == {f"net.layers.{block}{part}" for block in range(3) for part in ("", ".experts.1")}
+
+
+def test_in_training_those_of_the_last_batch_come_ahead() -> None:
+    demanded = []
+    for count in (1, 4):
+        strategy = superpipeline(k=1)
+        fetched(strategy, predict=False, batches=vectors(count))
+        demanded.append(strategy.stats().demand_fetches)
+    assert 0 < demanded[0] == demanded[1], "the first batch's experts alone"
+
+
+def test_each_expert_is_a_layer_beside_its_block() -> None:
+    found = find_layers(Mixture())
+    names = [layer.name for layer in found.layers]
+    block = ["layers.0", *(f"layers.0.experts.{number}" for number in range(EXPERTS))]
+    assert names[:5] == block
+    assert {names[index] for index in found.experts} == {name for name in names if ".experts." in name}
+    assert [name for name, _ in found.layers[0].parameters] == [
+        f"layers.0.{name}" for name in ("before.weight", "before.bias", "gate.weight", "gate.bias")
+    ]
+    assert set(found.units) == {"layers.0", "layers.1", "layers.2"}, "an expert's activations are its block's"
+    assert "12 experts are layers of their own" in str(make_plan(found, k=1, k_prime=1))
+
+
+def test_chosen_blocks_move_whole() -> None:
+    found = find_layers(Mixture(), layers="layers.*")
+    assert not found.experts
+    assert len(found.layers) == 3
+
+
+def test_stacked_experts_move_with_their_layer_and_the_plan_says_so() -> None:
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    plan = make_plan(find_layers(transformers.MixtralForCausalLM(config)), k=1, k_prime=1)
+    assert not plan.experts
+    assert "experts are one stacked parameter in 3 layers, which move whole: 'model.layers.0'" in str(plan)
+
+
+def test_an_experts_time_is_not_its_blocks() -> None:
+    intervals = [
+        Interval("forward", 0, 0.0, 5.0, 0),
+        Interval("forward", 1, 1.0, 2.0, 0),
+        Interval("forward", 2, 2.0, 4.0, 0),
+        Interval("forward", 3, 5.0, 6.0, 0),
+    ]
+    visits, _ = measured(intervals, 4, synchronous=False)
+    assert [visit.seconds for visit in visits] == [2.0, 1.0, 2.0, 1.0]
+
+
+def test_predictions_are_bitwise_equal() -> None:
+    def results(strategy: Any) -> Any:
+        torch.manual_seed(5)
+        return trainer_for(strategy).predict(Module(Mixture()), loader(vectors()))
+
+    assert_equal(results(superpipeline(k=1)), results("auto"), "predictions")

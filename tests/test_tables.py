@@ -1,0 +1,228 @@
+"""Embeddings of which only rows travel: results are those of plain Lightning, whatever is done with the weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sp_lightning.layers import find_layers
+from sp_lightning.plan import make_plan
+from tests.support.models import Block, Module, Transformer, llama
+from tests.support.poison import poisoned
+from tests.support.runs import Batches, assert_equal, assert_same, fit, fused, loader, superpipeline, trainer_for
+from tests.support.simdevice import simulated
+
+ROWS = 300
+
+
+class Text(nn.Module):
+    """Looks up twice, in a table that is larger than a block."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, 16, **options)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        x = self.table(numbers)
+        for block in self.blocks:
+            x = block(x)
+        return x + self.table(numbers.flip(0))
+
+
+class OutputsByTable(Text):
+    """Reads the whole weight as well, which is tied by use and not by name."""
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return F.linear(super().forward(numbers), self.table.weight)
+
+
+class WrittenInForward(Text):
+    def forward(self, numbers: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.table.weight[:5].mul_(0.9)
+        x = super().forward(numbers)
+        self.table.weight.data.clamp_(-1, 1)
+        return x
+
+
+class Checkpointed(Text):
+    def forward(self, numbers: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(super().forward, numbers, use_reentrant=False)
+
+
+class Hooked(Module):
+    """The user's hook sees the dense gradient that it would see on plain Lightning."""
+
+    def __init__(self, net: Text) -> None:
+        super().__init__(net)
+        net.table.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3) + gradient.abs().mean())
+
+
+class Asks(Module):
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if not torch.is_grad_enabled():
+            return loss
+        (plain,) = torch.autograd.grad(loss, [self.net.table.weight], retain_graph=True)
+        (graph,) = torch.autograd.grad(loss, [self.net.table.weight], create_graph=True)
+        return loss + graph.square().sum() + plain.abs().sum()
+
+
+class Frozen(Module):
+    def __init__(self, net: Text) -> None:
+        super().__init__(net)
+        net.table.requires_grad_(False)
+
+
+class Sgd(Module):
+    """AdamW refuses sparse gradients."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def numbers(count: int = 4) -> Batches:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(0, ROWS, (3, 7), generator=generator) for _ in range(count)]
+
+
+CASES: dict[str, Callable[[], Module]] = {
+    "looked-up": lambda: Module(Text()),
+    "padding": lambda: Module(Text(padding_idx=-3)),
+    "by-frequency": lambda: Module(Text(scale_grad_by_freq=True)),
+    "sparse": lambda: Sgd(Text(sparse=True)),
+    "whole-as-well": lambda: Module(OutputsByTable()),
+    "written": lambda: Module(WrittenInForward()),
+    "checkpointed": lambda: Module(Checkpointed()),
+    "hooked": lambda: Hooked(Text()),
+    "asked-for": lambda: Asks(Text()),
+    "frozen": lambda: Frozen(Text()),
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}],
+    ids=["32", "bf16-mixed", "accumulated"],
+)  # fmt: skip
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_bitwise_equal(name: str, options: dict[str, Any]) -> None:
+    strategy = superpipeline(k=1)
+    with poisoned():
+        ours = fit(CASES[name], numbers(), strategy, val=numbers(2), **options)
+    assert_same(ours, fit(CASES[name], numbers(), val=numbers(2), **options))
+    assert [table.name for table in strategy.plan.tables] == ["net.table"]
+
+
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
+def test_with_activations(activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sp_lightning.offload.WORTH_MOVING", 1)
+    ours = fit(CASES["looked-up"], numbers(), superpipeline(k=1, activations=activations))
+    assert_same(ours, fit(CASES["looked-up"], numbers()))
+
+
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["looked-up", "padding", "frozen"])
+def test_updates_in_the_background(name: str, overlap: str) -> None:
+    """The next batch's rows are gathered after the table's own update, which comes first."""
+    strategy = superpipeline(k=1, optimizer_overlap=overlap, fused_optimizer=True)
+    ours = fit(fused(CASES[name]), numbers(), strategy, gradients=False)
+    assert_same(ours, fit(fused(CASES[name]), numbers(), gradients=False))
+
+
+@pytest.mark.parametrize("name", ["looked-up", "sparse", "whole-as-well", "written", "hooked"])
+def test_on_a_device_of_its_own(name: str) -> None:
+    with simulated():
+        ours = fit(CASES[name], numbers(), superpipeline(k=1), val=numbers(2), accumulate_grad_batches=2)
+    assert_same(ours, fit(CASES[name], numbers(), val=numbers(2), accumulate_grad_batches=2))
+
+
+def test_only_rows_travel() -> None:
+    batches, strategy = numbers(), superpipeline(k=1)
+    fit(CASES["looked-up"], batches, strategy)
+    rows = 64 * sum(len(batch.unique()) for batch in batches)
+    stats, blocks = strategy.stats(), [layer.nbytes for layer in strategy.plan.layers]
+    assert stats.fetched_bytes == 2 * rows + stats.fetched_layers * blocks[0]
+    gradients = 64 * sum(p.numel() // 16 for p in Text().blocks.parameters() if p.dim() == 2) + 4 * sum(
+        p.numel() for p in Text().blocks.parameters() if p.dim() == 1
+    )
+    assert stats.drained_bytes == rows + len(batches) * gradients
+    assert strategy.plan.peak_device_bytes >= stats.peak_device_bytes
+    assert stats.demand_fetches == 0
+
+
+def test_a_whole_use_is_a_demand() -> None:
+    strategy = superpipeline(k=1)
+    fit(CASES["whole-as-well"], numbers(1), strategy)
+    assert strategy.stats().demand_fetches > 0
+
+
+def test_rows_of_generated_text() -> None:
+    class Generating(Transformer):
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net.generate(batch, max_new_tokens=5, do_sample=True, pad_token_id=0)
+
+    def texts(strategy: Any) -> Any:
+        torch.manual_seed(3)
+        module = Generating(llama(vocab_size=ROWS, tie_word_embeddings=False).net)
+        return trainer_for(strategy).predict(module, loader(numbers(2)))
+
+    strategy = superpipeline(k=1)
+    assert_equal(texts(strategy), texts("auto"), "generated")
+    assert [table.name for table in strategy.plan.tables] == ["net.model.embed_tokens"]
+
+
+@pytest.mark.parametrize("choice", [{"layers": ["net.table"]}, {"resident": ["net.table"]}], ids=str)
+def test_may_be_chosen_whole(choice: dict[str, Any]) -> None:
+    strategy = superpipeline(k=1, **choice)
+    assert_same(fit(CASES["looked-up"], numbers(), strategy), fit(CASES["looked-up"], numbers()))
+    assert not strategy.plan.tables
+
+
+def tied() -> nn.Module:
+    net = Text()
+    net.head = nn.Linear(16, ROWS, bias=False)
+    net.head.weight = net.table.weight
+    return net
+
+
+def small() -> nn.Module:
+    net = Text()
+    net.table = nn.Embedding(10, 16)
+    return net
+
+
+@pytest.mark.parametrize("make", [tied, small, lambda: Text(max_norm=1.0)], ids=["tied", "small", "max-norm"])
+def test_others_move_whole(make: Callable[[], nn.Module]) -> None:
+    assert not find_layers(make()).tables
+
+
+def test_the_plan_says_so() -> None:
+    plan = make_plan(find_layers(Text()), k=1, k_prime=1)
+    assert "of 'table' (19.0 KiB) only the rows that are looked up travel" in str(plan)
+    assert plan.slot_bytes == 2 * plan.layers[0].nbytes
+    assert plan.host_bytes > 2 * ROWS * 64
+
+
+@pytest.mark.parametrize("wrong", [-1, ROWS])
+def test_no_such_row(wrong: int) -> None:
+    batch = torch.full((2, 3), wrong)
+    with pytest.raises(IndexError, match=rf"'net.table' has {ROWS} rows and was asked for row {wrong}"):
+        fit(CASES["looked-up"], [batch], superpipeline(k=1))
+
+
+def test_no_rows_at_all() -> None:
+    class Nothing(Module):
+        def loss(self, batch: Any) -> Tensor:
+            return self.net(batch).sum() + self.net.blocks[0](torch.ones(16)).sum()
+
+    batches = [torch.empty(0, 3, dtype=torch.long), *numbers(1)]
+    assert_same(
+        fit(lambda: Nothing(Text()), batches, superpipeline(k=1)), fit(lambda: Nothing(Text()), batches)
+    )  # fmt: skip
