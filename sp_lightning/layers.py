@@ -22,6 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from sp_lightning.wrapped import parts
 
 LayerChoice = str | type[nn.Module] | Sequence[str | type[nn.Module]] | Callable[[nn.Module], Iterable[Any]] | None
 """What ``layers=`` takes: names or glob patterns, module classes, a callable, or None (found)."""
@@ -79,7 +82,9 @@ class Found:
         visits: module → indices of the layers that its forward uses (its own, and those that own a tied parameter);
             modules above and beside the layers have none.
         places: parameter → everywhere it sits in the tree.
-        aside: modules that keep their parameters to themselves (ScriptModules, tensor subclasses): moved whole.
+        aside: modules that keep their parameters to themselves (ScriptModules, tensor subclasses that are to be
+            resident): moved whole.
+        wrapped: parameters that consist of several plain tensors, which the layers have in their place.
         notes: what the plan should say about this model.
         autocast: dtype of the casts.
         tables: embeddings of which only the rows travel that are looked up, each one parameter.
@@ -94,6 +99,7 @@ class Found:
     aside: tuple[tuple[str, nn.Module], ...]
     notes: tuple[str, ...] = ()
     autocast: torch.dtype | None = None
+    wrapped: tuple[nn.Parameter, ...] = ()
     tables: tuple[Layer, ...] = ()
     experts: frozenset[int] = frozenset()
     units: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -153,9 +159,9 @@ def find_layers(
     """
     names = {child: name for name, child in reversed(list(module.named_modules()))}
     _check_values(module)
-    aside = _aside(module)
     chosen = _chosen(module, layers, names)
     kept = _resident(module, resident)
+    aside = _aside(module, kept)
     conflict = next((child for child in chosen if _all_in(child, kept)), None)
     if conflict is not None:
         raise ValueError(
@@ -169,32 +175,35 @@ def find_layers(
     lowered = set() if autocast is None else _lowered(module, places)
 
     stay = _small(units) | {id(unit) for unit in units if _all_of(unit, kept)}
-    residents = [named for unit in units for named in unit.parameters if id(unit) in stay or named[1] in kept]
+    residents = _plain(named for unit in units for named in unit.parameters if id(unit) in stay or named[1] in kept)
     looked_up = _looked_up([unit for unit in units if id(unit) not in stay], places)
     found: list[Layer] = []
     tables: list[Layer] = []
     experts: set[int] = set()
+    owner: dict[nn.Parameter, int] = {}
     modules: dict[nn.Module, None] = dict.fromkeys(walk.above)
     for unit in units:
         if unit.module is not None:
             modules[unit.module] = None
         parameters = tuple(named for named in unit.parameters if named[1] not in kept)
         if parameters and id(unit) not in stay:
+            layer = Layer(
+                unit.name,
+                _plain(named for named in parameters if named[1] not in lowered),
+                tuple(named for named in parameters if named[1] in lowered),
+            )
+            if id(unit) in looked_up:
+                tables.append(layer)
+                continue
+            owner.update((parameter, len(found)) for _, parameter in parameters)
             if unit.expert:
                 experts.add(len(found))
-            (tables if id(unit) in looked_up else found).append(
-                Layer(
-                    unit.name,
-                    tuple(named for named in parameters if named[1] not in lowered),
-                    tuple(named for named in parameters if named[1] in lowered),
-                )
-            )
-    owner = {p: index for index, layer in enumerate(found) for _, p in (*layer.parameters, *layer.lowered)}
+            found.append(layer)
     above = set(walk.above)
     routed = {unit.module for unit in units if unit.expert}
     return Found(
         layers=tuple(found),
-        residents=Layer("residents", tuple(residents)),
+        residents=Layer("residents", residents),
         visits={
             each: () if each in above else _visits(each, owner, () if each in routed else experts) for each in modules
         },
@@ -202,6 +211,7 @@ def find_layers(
         aside=tuple((name, each) for each, name in aside.items()),
         notes=_notes(walk, units, (*found, *tables)),
         autocast=autocast,
+        wrapped=tuple(p for p in places if is_traceable_wrapper_subclass(p)),
         tables=tuple(tables),
         experts=frozenset(experts),
         units={unit.name: unit.module for unit in units if unit.module is not None and not unit.within},
@@ -227,9 +237,9 @@ def _units(module: nn.Module, name: str, walk: _Walk, *, block: bool = False, ex
             walk.owned.add(parameter)
             full = _join(name, key)
             yield _Unit(full, None, [(full, parameter)])
-    repeated, experts = _is_repeated(module), _are_experts(name, module)
+    repeated, routed = _is_repeated(module), _are_experts(name, module)
     for key, child in module.named_children():
-        yield from _units(child, _join(name, key), walk, block=repeated, expert=experts)
+        yield from _units(child, _join(name, key), walk, block=repeated, expert=routed)
 
 
 def _is_cut(module: nn.Module, walk: _Walk, *, block: bool) -> bool:
@@ -370,24 +380,54 @@ def _class_uses_scripts(kind: Any) -> bool:
     return False
 
 
-def _aside(module: nn.Module) -> dict[nn.Module, str]:
-    """ScriptModules take no hooks and no swapped parameters; a tensor subclass has memory of its own kind."""
+def _plain(parameters: Iterable[tuple[str, nn.Parameter]]) -> tuple[tuple[str, nn.Parameter], ...]:
+    """Parameters, and in place of wrapped ones the plain tensors that they consist of."""
+    return tuple(part for name, parameter in parameters for part in parts(name, parameter))
+
+
+def _aside(module: nn.Module, kept: set[nn.Parameter]) -> dict[nn.Module, str]:
+    """ScriptModules take no hooks and no swapped parameters; some tensor subclasses have memory of their own kind.
+
+    Raises:
+        ValueError: such a subclass, unless it is to be resident.
+    """
     aside: dict[nn.Module, str] = {}
     inside: set[nn.Module] = set()
     for name, child in module.named_modules():
         if child in inside:
             continue
         script = isinstance(child, torch.jit.ScriptModule)
-        if script or any(p is not None and _is_subclass(p) for p in child._parameters.values()):
+        foreign = {key: p for key, p in child._parameters.items() if p is not None and _is_foreign(p)}
+        for key, parameter in foreign.items():
+            if not script and parameter not in kept:
+                kind, full = type(parameter).__name__, _join(name, key)
+                raise ValueError(
+                    f"Parameter {full!r} is of class {kind}, a tensor subclass that cannot be streamed: expected one that "
+                    f"consists of plain tensors (__tensor_flatten__) and is frozen. "
+                    f"{_refused(parameter)} Or keep it on the device: SuperpipelineStrategy(resident=[{full!r}])."
+                )
+        if script or foreign:
             aside[child] = name
             inside.update(child.modules())
     return aside
 
 
-def _is_subclass(parameter: nn.Parameter) -> bool:
-    kind = type(parameter)
-    own_dispatch = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not _is_on_paper(parameter)
-    return own_dispatch or kind.__torch_function__ != nn.Parameter.__torch_function__
+def _is_foreign(parameter: nn.Parameter) -> bool:
+    """Whether it has memory of its own kind: neither plain, nor made of plain tensors that nobody trains."""
+    if type(parameter).__torch_dispatch__ is Tensor.__torch_dispatch__ or _is_on_paper(parameter):
+        return False
+    return _refused(parameter) != ""
+
+
+def _refused(parameter: nn.Parameter) -> str:
+    """Why a tensor subclass cannot be streamed, and what to do; empty if it can."""
+    if not is_traceable_wrapper_subclass(parameter):
+        return "Exchange it for a plain parameter."
+    if parameter.requires_grad:
+        return "Freeze it (requires_grad_(False)) and train adapters."
+    if any(type(part) is not Tensor or part.layout is not torch.strided for _, part in parts("", parameter)):
+        return "Exchange it for a plain parameter."
+    return ""
 
 
 def _is_on_paper(parameter: nn.Parameter) -> bool:
@@ -420,9 +460,10 @@ def _check_memory(module: nn.Module, aside: dict[nn.Module, str]) -> None:
                 f"Parameter {name!r} has layout {parameter.layout}; only strided (dense) parameters can be streamed. "
                 f"Make it dense: parameter.to_dense()."
             )
-        if parameter.numel() and not _is_on_paper(parameter):
-            start = parameter.data_ptr()
-            spans.append((start, start + _extent(parameter), name))
+        for part_name, part in parts(name, parameter):
+            if part.numel() and not _is_on_paper(part):
+                start = part.data_ptr()
+                spans.append((start, start + _extent(part), part_name))
     spans.sort()
     for (_, end, first), (start, _, second) in zip(spans, spans[1:], strict=False):
         if start < end:
@@ -520,7 +561,7 @@ def _notes(walk: _Walk, units: list[_Unit], streaming: Iterable[Layer]) -> tuple
     notes = []
     for module, name in walk.aside.items():
         script = isinstance(module, torch.jit.ScriptModule)
-        why = "is a ScriptModule" if script else "has tensor-subclass parameters"
+        why = "is a ScriptModule" if script else "has parameters of a class that cannot be streamed"
         notes.append(f"{name!r} {why}: it stays on the device whole.")
     modules = [(unit.name, unit.module) for unit in units if unit.module is not None]
     compiled = [name for name, each in modules if _is_compiled(each) and _blocks_in(each)]
@@ -531,6 +572,8 @@ def _notes(walk: _Walk, units: list[_Unit], streaming: Iterable[Layer]) -> tuple
     stacked = [name for name, each in modules if any(map(_holds_stacked_experts, each.named_modules()))]
     if stacked:
         notes.append(f"experts are one stacked parameter in {len(stacked)} layers, which move whole: {stacked[0]!r} …")
+    kinds = {type(p).__name__ for unit in units for _, p in unit.parameters if is_traceable_wrapper_subclass(p)}
+    notes += [f"parameters of class {kind} travel as their packed bytes." for kind in sorted(kinds)]
     streamed = sum(layer.nbytes for layer in streaming)
     if walk.total and streamed < 0.95 * walk.total:
         notes.append(f"only {streamed / walk.total:.0%} of the parameter bytes are streamed; the rest is resident.")
@@ -555,4 +598,4 @@ def _join(prefix: str, name: str) -> str:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return sum(part.numel() * part.element_size() for _, part in parts("", tensor))

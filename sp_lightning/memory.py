@@ -131,3 +131,24 @@ def strided(memory: Tensor, offset: int, dtype: torch.dtype, shape: Iterable[int
     result = torch.empty(0, dtype=dtype, device=memory.device)
     result.set_(memory.untyped_storage(), offset // dtype.itemsize, tuple(shape), tuple(stride))
     return result
+
+
+def _metadata() -> frozenset[Any]:
+    attributes = (
+        "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "_version", "is_cuda", "is_cpu", "is_xpu",
+        "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "itemsize", "nbytes",
+        "names", "output_nr", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks",
+    )  # fmt: skip
+    methods = (
+        "size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_inference", "get_device",
+        "ndimension", "is_signed", "__len__", "has_names",
+    )  # fmt: skip
+    functions = ("numel", "is_floating_point", "is_complex", "is_inference", "is_signed")
+    found = [getattr(Tensor, name).__get__ for name in attributes if hasattr(getattr(Tensor, name, None), "__get__")]
+    found += [getattr(Tensor, name) for name in methods if hasattr(Tensor, name)]
+    found += [getattr(torch, name) for name in functions]
+    return frozenset(found)
+
+
+METADATA = _metadata()
+"""What torch can be asked of a tensor without a look at its memory."""

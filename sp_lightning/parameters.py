@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.casts import LOWERED_FUNCTIONS, Cast, autocast_would_cast, came_from_cast
-from sp_lightning.memory import Span, normal_mode, unseen
+from sp_lightning.memory import METADATA, Span, normal_mode, unseen
 
 _Untouched = torch._C.DisableTorchFunctionSubclass  # reads of a stand-in itself, not of the weight that it stands for
 # The attributes of the tensor itself, which DeviceParameter hides behind its own.
@@ -143,7 +143,7 @@ class StandIn(DeviceParameter):
             found = _call_with_casts(func, args, kwargs)
             if found is not None:
                 return found
-        if func in _METADATA:
+        if func in METADATA:
             with _Untouched():
                 return func(*args, **kwargs)
         if func is torch.nn.functional.embedding and (found := _look_up(*args, **kwargs)) is not None:
@@ -292,6 +292,10 @@ class DeviceParameters:
         """Whether the dtype of the casts holds all of a gradient that has arrived, unchanged by anybody's hooks."""
         return self._lossless is not None and self._lossless == (index, gradient.data_ptr(), gradient._version)
 
+    def away(self, index: int) -> Tensor:
+        """What a parameter's data is while its layer is away."""
+        return self._away[index]
+
     def attach(self, views: Sequence[Tensor]) -> None:
         """The layer is on the device: every parameter becomes what ``views`` has for it, on lent memory."""
         with _Untouched():
@@ -435,7 +439,7 @@ class DeviceParameters:
 @cache
 def _with_user_class(ours: type[DeviceParameter], theirs: type[nn.Parameter]) -> type[DeviceParameter]:
     """Our class, which is also the user's own subclass of ``Parameter`` if there is one."""
-    return ours if theirs is nn.Parameter else type(f"{ours.__name__}{theirs.__name__}", (ours, theirs), {})
+    return ours if theirs in (nn.Parameter, Tensor) else type(f"{ours.__name__}{theirs.__name__}", (ours, theirs), {})
 
 
 def _run_hooks(host: nn.Parameter, gradient: Tensor) -> Tensor:
@@ -511,23 +515,3 @@ def _alias(parameter: DeviceParameter) -> Tensor:
 def _edge(parameter: DeviceParameter) -> GradientEdge:
     with _Untouched(), normal_mode(), torch.enable_grad():
         return get_gradient_edge(parameter)
-
-
-def _metadata() -> frozenset[Any]:
-    attributes = (
-        "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "_version", "is_cuda", "is_cpu", "is_xpu",
-        "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "itemsize", "nbytes",
-        "names", "output_nr", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks",
-    )  # fmt: skip
-    methods = (
-        "size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_inference", "get_device",
-        "ndimension", "is_signed", "__len__", "has_names",
-    )  # fmt: skip
-    functions = ("numel", "is_floating_point", "is_complex", "is_inference", "is_signed")
-    found = [getattr(Tensor, name).__get__ for name in attributes if hasattr(getattr(Tensor, name, None), "__get__")]
-    found += [getattr(Tensor, name) for name in methods if hasattr(Tensor, name)]
-    found += [getattr(torch, name) for name in functions]
-    return frozenset(found)
-
-
-_METADATA = _metadata()

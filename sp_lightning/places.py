@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
@@ -10,6 +11,7 @@ from torch._C import DisableTorchFunctionSubclass
 from sp_lightning.host import HostBlock
 from sp_lightning.layers import Place
 from sp_lightning.parameters import DeviceParameter, DeviceParameters
+from sp_lightning.wrapped import StandInForWrapped, parts
 
 
 class Places:
@@ -19,6 +21,7 @@ class Places:
         module: the root.
         places: parameter → where it sits; a shared parameter has several places.
         blocks, parameters: host's and device's parameters, layer by layer, in the same order.
+        wrapped: of parameters that consist of several, which sit in the module's places: the host's and its stand-in.
     """
 
     def __init__(
@@ -27,15 +30,19 @@ class Places:
         places: dict[nn.Parameter, tuple[Place, ...]],
         blocks: Sequence[HostBlock],
         parameters: Sequence[DeviceParameters],
+        wrapped: Mapping[nn.Parameter, Any],
     ) -> None:
         self._module = module
         self._modules = list(module.modules())
-        self._swaps: list[tuple[Place, nn.Parameter, nn.Parameter]] = [
-            (place, device, host)
+        plain = [
+            pair
             for block, group in zip(blocks, parameters, strict=True)
-            for host, device in zip(block.parameters, group.all, strict=True)
-            for place in places[host]
+            for pair in zip(block.parameters, group.all, strict=True)
         ]
+        self._swaps: list[tuple[Place, Any, nn.Parameter]] = [
+            (place, device, host) for host, device in (*plain, *wrapped.items()) for place in places.get(host, ())
+        ]
+        self._wrapped = list(wrapped)
         self._fingerprint = self._take_fingerprint()
         self.on_device = False
         """Whether the modules hold device parameters now."""
@@ -51,7 +58,7 @@ class Places:
         _swap((place, host, device) for place, device, host in self._swaps)
         for module in self._modules:  # user code may have tied weights meanwhile: b.weight = a.weight
             for attribute, parameter in module._parameters.items():
-                if isinstance(parameter, DeviceParameter):
+                if isinstance(parameter, (DeviceParameter, StandInForWrapped)):
                     module._parameters[attribute] = parameter.host
 
     def replace(self, replaced: Sequence[tuple[DeviceParameter, DeviceParameter]]) -> None:
@@ -77,7 +84,7 @@ class Places:
                     *((id(p), p.dtype, p.shape, p.stride()) for p in module._parameters.values() if p is not None),
                 )
                 for module in self._module.modules()
-            ]
+            ] + [(p.requires_grad, *(id(part) for _, part in parts("", p))) for p in self._wrapped]
 
 
 def _swap(swaps: Iterable[tuple[Place, nn.Parameter, nn.Parameter]]) -> None:

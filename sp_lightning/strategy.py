@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from sp_lightning.callback import SuperpipelineCallback
 from sp_lightning.capacity import check_host, spare_bytes
 from sp_lightning.device import device_for
+from sp_lightning.frozen import FROZEN, Frozen, differing, fill_in
 from sp_lightning.layered import LayeredStep
 from sp_lightning.layers import Found, LayerChoice, find_layers
 from sp_lightning.ledger import Ledger, make_ledger
@@ -83,6 +84,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             layer in the background, under the next forward; ``"backward"``, each layer as soon as its gradients are
             complete, which are then freed (``p.grad`` is None after the step); ``"auto"``, ``"forward"`` on an
             accelerator where no user code would have to wait for it, else ``"off"``. Results are the same.
+        save_frozen: whether checkpoints hold frozen weights. If not, those are left out that are as they were when training
+            began; a file without them resumes where the module has the same ones, which is checked.
         callback: attach a :class:`~sp_lightning.SuperpipelineCallback` if the trainer has none.
         device, accelerator, checkpoint_io, precision_plugin: as in Lightning's ``SingleDeviceStrategy``; the device
             is the trainer's unless it is given.
@@ -107,6 +110,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         pin_memory: bool = True,
         fused_optimizer: bool = True,
         optimizer_overlap: Overlap = "auto",
+        save_frozen: bool = True,
         callback: bool = True,
         device: str | int | torch.device | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
@@ -127,6 +131,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._pin_memory = checked_switch("pin_memory", pin_memory)
         self._fused_optimizer = checked_switch("fused_optimizer", fused_optimizer)
         self._optimizer_overlap = checked_overlap(optimizer_overlap)
+        self._save_frozen = checked_switch("save_frozen", save_frozen)
         self._callback = checked_switch("callback", callback)
         self._device_given = device is not None
         self._streamer: Streamer | None = None
@@ -134,6 +139,9 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._tuning: Tuning | None = None
         self._ledger: Ledger | None = None
         self._last_stats: Stats | None = None
+        self._frozen: Frozen | None = None
+        self._loaded_others: set[str] = set()  # frozen weights that a checkpoint has given other values
+        self._left_out: dict[str, str] = {}
         self._hooks: list[RemovableHandle] = []
         self._fused: dict[torch.optim.Optimizer, FusedStep] = {}
         self._layered: dict[torch.optim.Optimizer, LayeredStep] = {}
@@ -280,6 +288,10 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             check_host(needed, _LIGHTER)
             assert self._streamer is not None
             self._streamer.activations.ring.limit = self._host_room = spare_bytes(needed)
+            assert self.lightning_module is not None
+            self._frozen = None if self._save_frozen else Frozen(self.lightning_module, self._loaded_others)
+        else:
+            self._frozen = None
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
@@ -315,6 +327,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._close_streamer()
         self._layered.clear()
         self._unfuse()
+        self._loaded_others.clear()
         if self.lightning_module is not None and any(p.is_meta for p in self.lightning_module.parameters()):
             self._lightning_module = None  # set-up refused it; the base class would fail to move it to the CPU
         super().teardown()
@@ -373,10 +386,29 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._refuse_torn()
-        if self._streamer is None:
-            return super().lightning_module_state_dict()
-        with self._streamer.reading():  # a checkpoint holds the host's parameters, whenever it is taken
-            return super().lightning_module_state_dict()
+        # A checkpoint holds the host's parameters, whenever it is taken.
+        with nullcontext() if self._streamer is None else self._streamer.reading():
+            state = super().lightning_module_state_dict()
+            self._left_out = {} if self._frozen is None else self._frozen.leave_out(state)
+        return state
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._left_out and "state_dict" in checkpoint:
+            checkpoint[FROZEN] = self._left_out
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        # Quantised weights cannot be loaded with a callable map_location, which is the default.
+        return self.checkpoint_io.load_checkpoint(checkpoint_path, map_location="cpu", weights_only=weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        if not self._save_frozen:
+            self._loaded_others |= differing(self.lightning_module, checkpoint["state_dict"])
+        for key in ("state_dict", _BESIDE_AVERAGES):
+            if key in checkpoint and FROZEN in checkpoint:
+                cast(Any, checkpoint)[key] = fill_in(self.lightning_module, checkpoint[key], checkpoint[FROZEN])
+        super().load_model_state_dict(checkpoint, strict)
 
     def expect_next_batch(self) -> None:
         """The batch is over: where nothing writes weights before the next one, its first layers may come now."""
@@ -661,6 +693,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
 
 
+_BESIDE_AVERAGES = "current_model_state"  # where Lightning's WeightAveraging keeps the model's own state
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 

@@ -57,6 +57,7 @@ from sp_lightning.prefetch import Prefetch
 from sp_lightning.slots import Slot, Slots
 from sp_lightning.tables import Table
 from sp_lightning.updates import Updates
+from sp_lightning.wrapped import parts, stand_in
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class Streamer:
         self._attach_residents()
         self._resident_current = False
         self._residents_sent: Any = None
-        self._places = Places(module, found.places, self._blocks, self._parameters)
+        self._places = Places(module, found.places, self._blocks, self._parameters, self._stand_ins_for_wrapped())
         self._index_of = {layer.name: index for index, layer in enumerate(plan.layers)}
         self.activations = Activations(
             module,
@@ -593,6 +594,23 @@ class Streamer:
                 if _kept_raw() or not self._places.on_device:  # the next operation is to come through this door as well
                     self._release_loose()
                 self._fetch_ahead()
+
+    def _stand_ins_for_wrapped(self) -> dict[nn.Parameter, Any]:
+        where = {
+            id(part): (group, index)
+            for group, block in zip(self._parameters, self._blocks, strict=True)
+            for index, part in enumerate(block.parameters)
+        }
+        made = {}
+        for host in self.found.wrapped:
+            own = [where[id(part)] for _, part in parts("", host)]
+            made[host] = stand_in(host, iter([group.away(i) for group, i in own]), partial(self._bring_parts, own))
+        return made
+
+    def _bring_parts(self, own: Sequence[tuple[DeviceParameters, int]]) -> list[Tensor]:
+        """What a wrapped parameter consists of, on the device: the slot is held while somebody holds that."""
+        with self._together([group.all[index] for group, index in own]):
+            return [group.value(index) for group, index in own]
 
     @contextmanager
     def _reading_rows(self, layer: int) -> Iterator[bool]:

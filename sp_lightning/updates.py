@@ -82,7 +82,8 @@ class Updates:
             self._finish(layer, Wait.READ_AFTER_UPDATE)  # of the last step, if nobody has waited for that
             for block in blocks:
                 for parameter in block.parameters:
-                    parameter.__class__ = self._class_of(type(parameter))
+                    if type(parameter) is not Tensor:  # which a parameter consists of that nobody updates
+                        parameter.__class__ = self._class_of(type(parameter))
             self._work[layer] = self._device.later(update)
             self._then[layer] = then
 
@@ -138,7 +139,8 @@ class Updates:
             del self._work[layer]
             for block in self.blocks_of(layer):
                 for parameter in block.parameters:
-                    parameter.__class__ = type(parameter).__bases__[1]
+                    if type(parameter) is not Tensor:
+                        parameter.__class__ = type(parameter).__bases__[1]
             then = self._then.pop(layer)
             if then is not None:
                 then()

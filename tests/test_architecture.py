@@ -14,7 +14,7 @@ from sp_lightning import SuperpipelineStrategy
 PACKAGE = Path(sp_lightning.__file__).parent
 # One layer's way, downwards: a file may import from those before it only.
 ORDER = (
-    "_version", "memory", "layers", "modes", "options", "plan", "ledger", "trace", "timeline", "device", "host",
+    "_version", "memory", "wrapped", "frozen", "layers", "modes", "options", "plan", "ledger", "trace", "timeline", "device", "host",
     "tables", "casts", "parameters", "places", "gates", "slots", "changes", "recompute", "offload", "activations", "packing", "prefetch",
     "prediction", "balance", "estimate", "spec", "window", "capacity", "gradients", "updates", "streamer", "tuning", "step",
     "layered", "repeat", "quiet", "overlap", "picture", "callback", "strategy", "__init__", "__main__",
@@ -81,6 +81,7 @@ def test_the_options_are_frozen() -> None:
         "pin_memory": True,
         "fused_optimizer": True,
         "optimizer_overlap": "auto",
+        "save_frozen": True,
         "callback": True,
         "device": None,
         "accelerator": None,

@@ -13,9 +13,11 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.wrapped import parts
 
 Batches = Sequence[Any]
 Make = Callable[[], pl.LightningModule]
@@ -125,7 +127,10 @@ def assert_same(ours: Outcome, plain: Outcome) -> None:
 
 def assert_equal(ours: Any, plain: Any, where: str) -> None:
     """Bitwise equality of nested structures; the message names the place."""
-    if isinstance(plain, Tensor):
+    if is_traceable_wrapper_subclass(plain):
+        assert type(ours) is type(plain), f"{where}: {type(ours)} is not {type(plain)}"
+        assert_equal(dict(parts("", ours)), dict(parts("", plain)), where)
+    elif isinstance(plain, Tensor):
         assert isinstance(ours, Tensor), f"{where}: {ours!r} is no tensor"
         assert ours.dtype == plain.dtype, f"{where}: {ours.dtype} is not {plain.dtype}"
         assert ours.shape == plain.shape, f"{where}: {tuple(ours.shape)} is not {tuple(plain.shape)}"

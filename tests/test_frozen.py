@@ -1,0 +1,179 @@
+"""Checkpoints without frozen weights: smaller, and never a trap."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
+
+from sp_lightning.frozen import FROZEN, digest
+from tests.support.models import Module, Stack, lora, tokens, vectors
+from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
+
+
+class Backbone(Module):
+    """All but the head is frozen."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__(Stack())
+        self.net.requires_grad_(False)
+        self.net.head.requires_grad_(True)
+        with torch.no_grad():
+            self.net.stem.weight.mul_(scale)
+
+
+HEAD = {"net.head.weight", "net.head.bias"}
+
+
+def saved(file: Path) -> dict[str, Any]:
+    return torch.load(file, weights_only=True)
+
+
+def train(strategy: Any, file: Path | None = None, make: Any = Backbone, **options: Any) -> Any:
+    outcome = fit(make, vectors(), strategy, **options)
+    if file is not None:
+        outcome.trainer.save_checkpoint(file)
+    return outcome
+
+
+@pytest.mark.parametrize("make", [Backbone, lora])
+def test_resumes_bitwise(make: Any, tmp_path: Path) -> None:
+    """From a file without frozen weights as from one with them; and under plain Lightning's strategy from the latter."""
+    batches, outcomes = (vectors() if make is Backbone else tokens()), []
+    for name, strategy in {"small": superpipeline(k=1, save_frozen=False), "whole": "auto"}.items():
+        first = fit(make, batches, strategy)
+        file = tmp_path / f"{name}.ckpt"
+        first.trainer.save_checkpoint(file)
+        second = superpipeline(k=1, save_frozen=False) if name == "small" else "auto"
+        outcomes.append(fit(make, batches, second, ckpt_path=file, max_epochs=2))
+        trained = {name for name, p in first.module.named_parameters() if p.requires_grad}
+        if name == "small":
+            assert set(saved(file)["state_dict"]) == trained
+            assert set(saved(file)[FROZEN]).isdisjoint(trained)
+    assert_same(*outcomes)
+    assert (tmp_path / "small.ckpt").stat().st_size < (tmp_path / "whole.ckpt").stat().st_size
+
+
+def test_evaluates_from_a_file_without_frozen_weights(tmp_path: Path) -> None:
+    file = tmp_path / "small.ckpt"
+    train(superpipeline(k=1, save_frozen=False), file)
+
+    def predictions(strategy: Any, **options: Any) -> Any:
+        pl.seed_everything(7, verbose=False)
+        return trainer_for(strategy).predict(Backbone(), loader(vectors()), **options)
+
+    expected = train("auto", file=tmp_path / "whole.ckpt")
+    assert_equal(
+        predictions(superpipeline(), ckpt_path=file), predictions("auto", ckpt_path=tmp_path / "whole.ckpt"), ""
+    )
+    assert expected.trainer.global_step == 3
+
+
+def test_all_is_saved_by_default(tmp_path: Path) -> None:
+    train(superpipeline(k=1), tmp_path / "whole.ckpt")
+    file = saved(tmp_path / "whole.ckpt")
+    assert set(file["state_dict"]) == set(Backbone().state_dict())
+    assert FROZEN not in file
+
+
+class FreezesLater(Callback):
+    """Trains a layer first; so does who resumes what somebody else has trained."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.net.blocks[1].requires_grad_(False)
+
+
+def test_what_was_trained_before_it_was_frozen_is_saved(tmp_path: Path) -> None:
+    def make() -> Module:
+        module = Backbone()
+        module.net.blocks[1].requires_grad_(True)
+        return module
+
+    train(superpipeline(k=1, save_frozen=False), tmp_path / "a.ckpt", make, callbacks=[FreezesLater()])
+    expected = HEAD | {name for name in make().state_dict() if ".blocks.1." in name}
+    assert set(saved(tmp_path / "a.ckpt")["state_dict"]) == expected
+
+
+class WritesFrozen(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.net.blocks[2].inner.weight.data.mul_(1.5)
+
+
+def test_what_was_written_is_saved(tmp_path: Path) -> None:
+    """Where no version shows it, too."""
+    train(superpipeline(k=1, save_frozen=False), tmp_path / "a.ckpt", callbacks=[WritesFrozen()])
+    assert set(saved(tmp_path / "a.ckpt")["state_dict"]) == HEAD | {"net.blocks.2.inner.weight"}
+
+
+def test_what_came_from_a_checkpoint_is_saved(tmp_path: Path) -> None:
+    """The module does not have it by itself, so the next file must."""
+    train("auto", tmp_path / "whole.ckpt", lambda: Backbone(scale=2.0))
+    train(superpipeline(k=1, save_frozen=False), tmp_path / "b.ckpt", ckpt_path=tmp_path / "whole.ckpt", max_epochs=2)
+    assert set(saved(tmp_path / "b.ckpt")["state_dict"]) == HEAD | {"net.stem.weight"}
+
+
+@pytest.mark.parametrize("save_frozen", [True, False])
+def test_other_weights_are_refused(save_frozen: bool, tmp_path: Path) -> None:
+    train(superpipeline(k=1, save_frozen=False), tmp_path / "a.ckpt")
+    with pytest.raises(RuntimeError, match=r"leaves out the frozen weight 'net.stem.weight'.*other values"):
+        train(superpipeline(save_frozen=save_frozen), make=lambda: Backbone(2.0), ckpt_path=tmp_path / "a.ckpt")
+
+    def renamed() -> Module:
+        module = Backbone()
+        module.net.trunk = module.net.__dict__["_modules"].pop("stem")
+        return module
+
+    with pytest.raises(RuntimeError, match=r"'net.stem.weight'.*none of that name"):
+        train(superpipeline(save_frozen=save_frozen), make=renamed, ckpt_path=tmp_path / "a.ckpt")
+
+
+def test_plain_lightning_says_what_is_missing(tmp_path: Path) -> None:
+    train(superpipeline(k=1, save_frozen=False), tmp_path / "a.ckpt")
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\).*net.stem.weight"):
+        train("auto", ckpt_path=tmp_path / "a.ckpt")
+    pl.seed_everything(7, verbose=False)
+    module = Backbone()
+    module.load_state_dict(saved(tmp_path / "a.ckpt")["state_dict"], strict=False)
+
+
+def test_averaged_weights(tmp_path: Path) -> None:
+    """The callback saves averages of all weights beside the run's own."""
+
+    def run(**options: Any) -> Any:
+        strategy = superpipeline(k=1, save_frozen=False)
+        callbacks = [WeightAveraging(device="cpu"), ModelCheckpoint(tmp_path, "a")]
+        return fit(Backbone, vectors(), strategy, callbacks=callbacks, enable_checkpointing=True, **options)
+
+    run()
+    file = tmp_path / "a.ckpt"
+    assert set(saved(file)["current_model_state"]) == HEAD
+    run(ckpt_path=file, max_epochs=2)
+
+
+def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
+    strategy = superpipeline(k=1, save_frozen=False)
+    outcome = train(strategy)
+    outcome.module.net.stem.requires_grad_(True)
+    outcome.trainer.fit_loop.max_epochs = 2
+    outcome.module.configure_optimizers = lambda: torch.optim.SGD(outcome.module.net.stem.parameters(), lr=0.1)
+    outcome.trainer.fit(outcome.module, loader(vectors()))
+    outcome.trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert set(saved(tmp_path / "a.ckpt")["state_dict"]) == HEAD | {"net.stem.weight", "net.stem.bias"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float64])
+def test_a_digest_tells_values_apart(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tensor = torch.randint(0, 2, ((1 << 18) + 3,)).to(dtype)
+    others = [tensor.clone() for _ in range(3)]
+    for other, index in zip(others, (0, 70_000, -1), strict=True):
+        other[index] = not other[index] if dtype is torch.bool else other[index] + 1
+    others += [tensor[1:], tensor[None], tensor.flip(0), torch.zeros_like(tensor)]
+    found = digest(tensor)
+    assert found == digest(tensor.clone())
+    assert found == digest(torch.cat([tensor[:1], tensor])[1:]), "wherever it lies"
+    assert found not in [digest(other) for other in others]

@@ -1,0 +1,235 @@
+"""Quantised weights: tensor subclasses stream as their packed bytes, or are refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
+
+from sp_lightning.layers import find_layers
+from sp_lightning.wrapped import parts
+from tests.support.models import Module, Stack, Transformer, llama, tokens, vectors
+from tests.support.poison import poisoned
+from tests.support.runs import Make, assert_equal, assert_same, fit, fused, loader, superpipeline, trainer_for
+from tests.support.simdevice import simulated
+
+# peft warns that these adapters cannot be merged: nobody told it how to quantise again.
+pytestmark = pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without")
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "int8": Int8WeightOnlyConfig,
+    "int4": lambda: IntxWeightOnlyConfig(weight_dtype=torch.int4),
+}
+
+
+def adapted(config: Callable[[], Any], dtype: torch.dtype = torch.float32, **options: Any) -> Make:
+    """A frozen quantised base with trainable adapters."""
+
+    def make() -> Transformer:
+        module = llama(vocab_size=200, tie_word_embeddings=False, **options)
+        quantize_(module.net.to(dtype), config())
+        module.net.requires_grad_(False)
+        if options.get("checkpointing"):
+            module.net.enable_input_require_grads()
+        module.net = peft.get_peft_model(module.net, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        return module
+
+    return make
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_adapters_train_on_a_quantised_base(name: str, precision: Any) -> None:
+    make = adapted(CONFIGS[name], torch.bfloat16 if precision == "bf16-true" else torch.float32)
+    strategy = superpipeline(k=1)
+    with poisoned():
+        ours = fit(make, tokens(), strategy, val=tokens(), precision=precision)
+    assert_same(ours, fit(make, tokens(), val=tokens(), precision=precision))
+    assert "travel as their packed bytes" in str(strategy.plan)
+    blocks = [layer for layer in strategy.plan.layers if ".layers." in layer.name]
+    assert len(blocks) == 4
+    assert all(layer.nbytes < layer.gradient_bytes + sum(s.nbytes for s in layer.spans) * 2 for layer in blocks)
+    assert {span.dtype for span in blocks[0].spans} >= {torch.int8}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"activations": "recompute"}, {"activations": "offload"}, {"optimizer_overlap": "forward", "fused_optimizer": True}],
+    ids=str,
+)  # fmt: skip
+def test_with_options(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sp_lightning.offload.WORTH_MOVING", 1)
+    make = fused(adapted(Int8WeightOnlyConfig))
+    assert_same(
+        fit(make, tokens(), superpipeline(k=1, **options), gradients=False), fit(make, tokens(), gradients=False)
+    )
+
+
+def test_with_checkpointing_and_clipping() -> None:
+    make = adapted(Int8WeightOnlyConfig, checkpointing={"use_reentrant": False})
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    assert_same(fit(make, tokens(), superpipeline(k=1), **options), fit(make, tokens(), **options))
+
+
+def test_on_a_device_of_its_own() -> None:
+    make = adapted(Int8WeightOnlyConfig)
+    with simulated():
+        ours = fit(make, tokens(), superpipeline(k=1), val=tokens())
+    assert_same(ours, fit(make, tokens(), val=tokens()))
+
+
+def test_generates() -> None:
+    class Generating(Transformer):
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net.generate(input_ids=batch["input_ids"], max_new_tokens=4, do_sample=True, pad_token_id=0)
+
+    def texts(strategy: Any) -> Any:
+        torch.manual_seed(3)
+        module = Generating(adapted(Int8WeightOnlyConfig)().net)
+        return trainer_for(strategy).predict(module, loader(tokens(2)))
+
+    assert_equal(texts(superpipeline(k=1)), texts("auto"), "generated")
+
+
+def test_resumes(tmp_path: Path) -> None:
+    """A checkpoint holds the quantised weights as plain Lightning's does, which cannot load any (a callable map_location)."""
+    make, files = adapted(Int8WeightOnlyConfig), [tmp_path / "ours.ckpt", tmp_path / "plain.ckpt"]
+    for file, strategy in zip(files, [superpipeline(k=1), "auto"], strict=True):
+        fit(make, tokens(), strategy).trainer.save_checkpoint(file)
+    saved = [torch.load(file, weights_only=False) for file in files]
+    assert_equal(saved[0]["state_dict"], saved[1]["state_dict"], "state_dict")
+    with pytest.raises(RuntimeError, match="Callable map_location"):
+        fit(make, tokens(6), ckpt_path=files[1], max_epochs=2)
+    assert_same(*(fit(make, tokens(6), superpipeline(k=1), ckpt_path=file, max_epochs=2) for file in files))
+
+
+class Reads(Module):
+    """Looks at a quantised weight in every other way."""
+
+    def loss(self, batch: Any) -> Tensor:
+        weight = self.net.blocks[3].inner.weight
+        assert weight.shape == (32, 16)
+        assert weight.requires_grad is False
+        whole = weight.dequantize().sum() + weight.qdata.float().mean() + weight.scale.sum()
+        copied = copy.deepcopy(weight)
+        x = self.net.stem(batch)
+        x = F.linear(F.linear(x, self.net.blocks[2].inner.weight), self.net.blocks[2].outer.weight)
+        kept = [weight.qdata]
+        for block in self.net.blocks:
+            x = block(x)
+        self.log("kept", kept[0].float().sum() + copied.scale.sum())
+        return self.net.head(x).square().mean() + 0.01 * whole
+
+
+def partly_quantised(kind: type[Module] = Module) -> Module:
+    net = Stack()
+    for block in net.blocks:
+        quantize_(block, Int8WeightOnlyConfig())
+        block.inner.bias.requires_grad_(True)
+    return kind(net)
+
+
+@pytest.mark.parametrize("kind", [Module, Reads])
+def test_weights_read_without_forward(kind: type[Module]) -> None:
+    def make() -> Module:
+        return partly_quantised(kind)
+
+    with poisoned():
+        ours = fit(make, vectors(), superpipeline(k=1), val=vectors())
+    assert_same(ours, fit(make, vectors(), val=vectors()))
+
+
+def test_quantised_again_between_batches() -> None:
+    class Requantises(Module):
+        def on_train_batch_end(self, *_: Any) -> None:
+            linear = self.net.blocks[1].inner
+            with torch.no_grad():
+                linear.weight = nn.Parameter(linear.weight.dequantize() * 0.5)
+            quantize_(linear, Int8WeightOnlyConfig())
+
+    def make() -> Module:
+        return partly_quantised(Requantises)
+
+    assert_same(fit(make, vectors(), superpipeline(k=1)), fit(make, vectors()))
+
+
+def test_residents_may_be_quantised() -> None:
+    strategy = superpipeline(k=1, resident=["net.blocks.2"])
+    assert_same(fit(partly_quantised, vectors(), strategy), fit(partly_quantised, vectors()))
+    assert "net.blocks.2" not in [layer.name for layer in strategy.plan.layers]
+
+
+class Opaque(Tensor):
+    """A subclass with a dispatch of its own that says nothing of its memory."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C._DisableTorchDispatch():
+            result = func(*args, **(kwargs or {}))
+            return torch.Tensor._make_subclass(cls, result) if func is torch.ops.aten.detach.default else result
+
+
+def opaque() -> nn.Module:
+    net = Stack()
+    net.blocks[1].inner.weight = nn.Parameter(torch.Tensor._make_subclass(Opaque, torch.randn(32, 16)))
+    return net
+
+
+def trainable() -> nn.Module:
+    net = partly_quantised().net
+    net.blocks[1].inner.weight.requires_grad_(True)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "remedy"), [(opaque, "Exchange it for a plain parameter"), (trainable, "Freeze it")], ids=["opaque", "trained"]
+)  # fmt: skip
+def test_others_are_refused_by_name(make: Callable[[], nn.Module], remedy: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"'blocks.1.inner.weight' is of class (Opaque|Int8Tensor).*{remedy}.*resident="
+    ):
+        find_layers(make())
+    found = find_layers(make(), resident=["blocks.1.inner.weight"])
+    assert [name for name, _ in found.aside] == ["blocks.1.inner"]
+    assert any("stays on the device whole" in note for note in found.notes)
+
+
+class Named(nn.Parameter):
+    """A subclass whose memory is plain: it streams as ever."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            return (
+                F.linear(
+                    *[a.as_subclass(Tensor) if type(a) is not Tensor and isinstance(a, Tensor) else a for a in args]
+                )
+                * 2
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})  # fmt: skip
+
+
+def test_parameters_with_functions_of_their_own_stream() -> None:
+    def make() -> Module:
+        net = Stack()
+        net.blocks[1].inner.weight = Named(net.blocks[1].inner.weight.detach())
+        return Module(net)
+
+    with poisoned():
+        ours = fit(make, vectors(), superpipeline(k=1), val=vectors())
+    assert_same(ours, fit(make, vectors(), val=vectors()))
+
+
+def test_parts_of_nested_subclasses() -> None:
+    plain = torch.ones(3)
+    assert list(parts("weight", plain)) == [("weight", plain)]
+    weight = partly_quantised().net.blocks[0].inner.weight
+    assert [name for name, _ in parts("weight", weight)] == ["weight.qdata", "weight.scale", "weight.zero_point"]
