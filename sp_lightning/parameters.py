@@ -81,6 +81,8 @@ class DeviceParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if value is self:  # module.to(…) that changes nothing
+            return
         self._of.bring_for(self)
         self._of.exposed.add(self._index)
         _tensor_data.__set__(self, value)

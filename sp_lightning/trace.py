@@ -24,7 +24,7 @@ class Trace:
         self._recorded: list[int] = list(order)
         self._at = 0
         self.cyclic = False
-        """Whether the next batch finds the copies of this one still valid: then the order goes round."""
+        """Whether the order goes round: the next batch finds the copies of this one still valid, or this one has begun anew."""
         self.start()
 
     def start(self) -> None:
@@ -52,6 +52,8 @@ class Trace:
         self._recorded.append(layer)
         uses = self._uses.get(layer, _NEVER)
         index = uses[bisect_left(uses, self._at)]
+        if uses[0] < self._at == len(self._expected):  # the batch goes on, as generation does, token after token
+            index, self.cyclic = uses[0], True
         if index != math.inf:
             self._at = int(index) + 1
 

@@ -1,0 +1,145 @@
+"""What recipes do alike: options of a run, checks of them, the trainer, the folder for results, plain training's memory."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from transformers.utils.logging import disable_progress_bar
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.modes import Activations
+
+HOLDS_TRAINING = "weights, gradients and AdamW's moments"
+HOLDS_PREDICTION = "weights"
+
+
+def add_run_options(parser: argparse.ArgumentParser, name: str, *, training: bool = True) -> None:
+    """The options that every recipe has; ``name`` is the default output's."""
+    add = parser.add_argument
+    add("--k", type=int, default=2, help="layers usable on the device at once; more is faster (%(default)s)")
+    add("--k-prime", type=int, default=1, help="layers that move as one transfer (%(default)s)")
+    if training:
+        add(
+            "--activations",
+            default="keep",
+            choices=["keep", "recompute", "offload", "auto"],
+            help="what becomes of what autograd saves in each layer (%(default)s)",
+        )
+    add("--precision", default="32-true", choices=["32-true", "bf16-mixed", "bf16-true"], help="(%(default)s)")
+    add("--accelerator", default="auto", help="cpu, gpu, ... as in Lightning (%(default)s)")
+    add("--seed", type=int, default=0, help="(%(default)s)")
+    add(
+        "--output",
+        type=Path,
+        default=Path("runs") / name,
+        help="folder for results; an earlier run's are replaced (%(default)s)",
+    )
+
+
+def check_least(options: argparse.Namespace, **least: int) -> None:
+    """Whole numbers have a least value; k and k' have one everywhere.
+
+    Raises:
+        ValueError: one is below it.
+    """
+    for name, minimum in {"k": 1, "k_prime": 1, **least}.items():
+        value = getattr(options, name)
+        if value is not None and value < minimum:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} {value}: must be at least {minimum}. For example {option} {max(minimum, 2)}.")
+
+
+def check_positive(options: argparse.Namespace, *names: str) -> None:
+    """
+    Raises:
+        ValueError: a number that is not above 0.
+    """
+    for name in names:
+        value = getattr(options, name)
+        if not value > 0:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} {value}: must be above 0. For example {option} 2e-5.")
+
+
+def check_file(option: str, path: Path | None, wanted: str) -> None:
+    """
+    Raises:
+        ValueError: a file that was named and is not there.
+    """
+    if path is not None and not path.is_file():
+        raise ValueError(f"{option} {path}: there is no such file. Give {wanted}, or leave {option} out.")
+
+
+def prepare_output(output: Path, *folders: str) -> list[Path]:
+    """Folders below the output; what an earlier run left in them stays until this one writes.
+
+    Raises:
+        ValueError: the output is a file, or cannot be written to.
+    """
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output {output}: is a file. Give a folder; it is made if there is none.")
+    output.mkdir(parents=True, exist_ok=True)
+    for folder in [output, *(output / name for name in folders)]:
+        if folder.exists() and not os.access(folder, os.W_OK):
+            raise ValueError(f"--output {output}: {folder} cannot be written to. Give another folder.")
+    return [output / name for name in folders]
+
+
+def make_trainer(
+    options: argparse.Namespace,
+    *,
+    epochs: int = 1,
+    logger: Logger | None = None,
+    callbacks: Sequence[Callback] = (),
+    **more: Any,
+) -> tuple[pl.Trainer, SuperpipelineStrategy]:
+    """A trainer as ever, but for ``strategy=``; ``more`` are further options of the strategy."""
+    activations: Activations = getattr(options, "activations", "keep")
+    strategy = SuperpipelineStrategy(k=options.k, k_prime=options.k_prime, activations=activations, **more)
+    trainer = pl.Trainer(
+        strategy=strategy,  # plain Lightning: strategy="auto"
+        accelerator=options.accelerator,
+        devices=1,
+        precision=options.precision,
+        max_epochs=epochs,
+        logger=logger or False,
+        log_every_n_steps=1,
+        callbacks=list(callbacks),
+        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
+        num_sanity_val_steps=0,
+        enable_progress_bar=False,  # ConsoleLogger's lines can be read in a file, too
+        enable_model_summary=False,
+    )
+    return trainer, strategy
+
+
+def keep_last(folder: Path) -> ModelCheckpoint:
+    """Writes ``last.ckpt`` where training ends."""
+    return ModelCheckpoint(folder, save_top_k=0, save_last=True, save_on_train_epoch_end=True)
+
+
+def plain_training_bytes(module: pl.LightningModule) -> int:
+    """What plain training keeps on the device: every weight, and for trainable ones a gradient and two moments."""
+    return sum(p.nbytes * (4 if p.requires_grad else 1) for p in module.parameters())
+
+
+def cuda_peak(trainer: pl.Trainer) -> int:
+    """Most bytes that torch allocated on a CUDA device so far, activations included; 0 on others."""
+    device = trainer.strategy.root_device
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def run(main: Callable[[], Any]) -> None:
+    """From the command line. A recipe prints its plan once; the strategy would show it in each of its runs."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    disable_progress_bar()  # of loading weights
+    main()

@@ -1,0 +1,110 @@
+"""The model matrix: models of the libraries train and predict bitwise as on plain Lightning.
+
+What came of it is in MODELS.md, which ``python -m tests.test_matrix`` writes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import logging
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.poison import poisoned
+from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
+from tests.support.zoo import SECTIONS, ZOO, Entry
+
+PRECISIONS: dict[str, dict[str, int]] = {"32-true": {"k": 1, "k_prime": 1}, "bf16-mixed": {"k": 2, "k_prime": 1}}
+TABLE = Path(__file__).parent / "MODELS.md"
+EQUAL = "equal"
+
+# torch's own remark about nn.RMSNorm under autocast, which leaves its weight in float32.
+pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
+
+
+def run(entry: Entry, strategy: Any, precision: Any) -> Outcome:
+    """Train two batches and validate, then predict."""
+    *training, last = entry.batches()
+    outcome = fit(entry.make, training, strategy, val=[last], precision=precision)
+    outcome.extra["metrics"] = dict(outcome.trainer.callback_metrics)
+    outcome.extra["predictions"] = outcome.trainer.predict(outcome.module, loader([last]))
+    outcome.extra["random state"] = torch.get_rng_state()
+    return outcome
+
+
+def check(entry: Entry, precision: str) -> Outcome:
+    """Compare everything that ours leaves behind with what plain Lightning does."""
+    plain = run(entry, "auto", precision)
+    assert all(loss.isfinite() for loss in plain.losses), "the reference run is not finite"
+    with poisoned():
+        ours = run(entry, superpipeline(**PRECISIONS[precision]), precision)
+    assert ours.trainer.strategy.stats().fetched_layers, "nothing was streamed"
+    assert_same(ours, plain)
+    assert_equal(ours.extra, plain.extra, "extra")
+    return ours
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ZOO)
+def test_models_are_bitwise_equal(name: str, precision: str) -> None:
+    check(ZOO[name], precision)
+
+
+def test_names_are_unique() -> None:
+    assert len(ZOO) == sum(map(len, SECTIONS.values()))
+
+
+def test_the_table_is_of_this_catalogue() -> None:
+    """A row for each model, and what the table says of it is what the tests say."""
+    rows = [line.strip("| ").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| ")]
+    verdicts = [(row[0], *row[4:]) for row in rows if row[0] != "model"]
+    assert verdicts == [(name, EQUAL, EQUAL) for name in ZOO]
+
+
+def table() -> str:
+    """Run the matrix; sections of Markdown."""
+    libraries = ("torch", "lightning", "transformers", "torchvision", "timm", "diffusers", "peft")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in libraries)
+    machine = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, one thread"
+    lines = [
+        "# Models",
+        f"{len(ZOO)} models of the libraries, tiny, with random weights: two training batches, a validation and a "
+        "prediction batch on superpipeline and on plain Lightning, compared bitwise: losses, gradients, parameters, "
+        "buffers, optimizer state, metrics, random state, predictions. `python -m tests.test_matrix` wrote this on "
+        f"{datetime.date.today()} ({machine}; {versions}); `pytest tests/test_matrix.py` runs the same.",
+        "Streamed: the share of the parameter bytes that pass through slots; the rest stays on the device.",
+    ]
+    for section, entries in SECTIONS.items():
+        head = "| model | class | layers | streamed | 32-true | bf16-mixed |\n|---|---|---|---|---|---|"
+        lines += [f"## {section}", "\n".join([head, *map(row, entries)])]
+    return "\n\n".join(lines) + "\n"
+
+
+def row(entry: Entry) -> str:
+    """One line of the table."""
+    verdicts = []
+    for precision in PRECISIONS:
+        try:
+            check(entry, precision)
+            verdicts.append(EQUAL)
+        except AssertionError as error:
+            verdicts.append(str(error).splitlines()[0])
+    module = entry.make()
+    strategy = superpipeline()
+    trainer_for(strategy).validate(module, loader(entry.batches(1)), verbose=False)
+    spans = [span for layer in strategy.plan.layers for span in layer.spans]
+    share = sum(span.nbytes for span in spans) / sum(p.nbytes for p in module.parameters())
+    cls = type(module.net)
+    cells = [entry.name, f"`{cls.__module__.split('.')[0]}.{cls.__name__}`", len(strategy.plan.layers), f"{share:.0%}"]
+    return f"| {' | '.join(map(str, [*cells, *verdicts]))} |"
+
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    TABLE.write_text(table())

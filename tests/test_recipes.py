@@ -1,0 +1,279 @@
+"""The recipes run end to end at a small size, refuse bad input before any work, and run from Lightning's CLI."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningCLI
+from peft import PeftModel
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from examples import finetune_llm, finetune_lora, finetune_vlm, generate_llm, train_vision
+from examples.text import load_tokenizer
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "examples" / "configs"
+MODEL = ["--layers", "2", "--hidden", "32"]
+TEXT = ["--length", "16", "--batch-size", "2"]
+RECIPES = [finetune_llm, finetune_lora, finetune_vlm, generate_llm, train_vision]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> finetune_llm.Result:
+    folder = tmp_path_factory.mktemp("llm")
+    return finetune_llm.main(["--steps", "6", *MODEL, *TEXT, "--output", str(folder)])
+
+
+# ---------------------------------------------------------------------- language models
+
+
+def test_trains_saves_and_resumes(llm: finetune_llm.Result) -> None:
+    assert (llm.steps, llm.resumed_step) == (6, 3)
+    assert llm.peak_device_bytes <= llm.planned_device_bytes < llm.plain_device_bytes
+    assert llm.checkpoint.is_file()
+
+
+def test_continues_from_a_local_folder(llm: finetune_llm.Result, tmp_path: Path) -> None:
+    again = finetune_llm.main(["--steps", "4", "--model", str(llm.model), *TEXT, "--output", str(tmp_path)])
+    assert again.first_loss < llm.first_loss + 0.5
+
+
+def test_lora_trains_adapters_alone_and_merges_them(
+    llm: finetune_llm.Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", str(llm.model), "--steps", "8", "--lr", "0.02", *TEXT, "--output", str(tmp_path)]
+    result = finetune_lora.main(arguments)
+    assert (result.steps, result.resumed_step) == (8, 4)
+    assert result.val_loss < result.val_before
+    frozen_bytes = 4 * (result.parameters - result.trained)
+    assert result.checkpoint_bytes == result.full_checkpoint_bytes - frozen_bytes
+    saved = torch.load(result.checkpoint, weights_only=True)["state_dict"]
+    assert saved
+    assert all("lora_" in name for name in saved)
+    # adapters on the base, and the merged model, say the same, and not what the base says
+    tokens = torch.arange(10)[None]
+    base = AutoModelForCausalLM.from_pretrained(llm.model)
+    logits = base(tokens).logits
+    adapted = PeftModel.from_pretrained(base, result.adapter)(tokens).logits
+    merged = AutoModelForCausalLM.from_pretrained(result.merged)(tokens).logits
+    torch.testing.assert_close(merged, adapted, atol=1e-4, rtol=0)
+    assert (merged - logits).abs().max() > 1e-3
+    assert "peak on the device" in capsys.readouterr().out
+
+
+def test_lora_trains_a_base_where_none_is_given(tmp_path: Path) -> None:
+    arguments = ["--base-steps", "3", "--steps", "2", *MODEL, *TEXT, "--targets", "q_proj", "--output", str(tmp_path)]
+    result = finetune_lora.main(arguments)
+    assert result.base_losses is not None
+    assert result.merged_difference < 1e-4
+    assert AutoTokenizer.from_pretrained(result.merged).eos_token_id is not None
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--beams", "2"], ["--sample"], ["--static-cache"]], ids=["greedy", "beams", "sample", "static"]
+)
+def test_answers_are_those_of_plain_lightning(options: list[str], llm: finetune_llm.Result, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("The value of the expression is\nNames\n\nIf\n")
+    arguments = ["--model", str(llm.model), "--prompts", str(prompts), "--batch-size", "2", "--new-tokens", "5"]
+    result = generate_llm.main([*arguments, *options, "--output", str(tmp_path)])
+    assert result.answers == [json.loads(line) for line in result.file.read_text().splitlines()]
+    assert [answer["prompt"] for answer in result.answers] == ["The value of the expression is", "Names", "If"]
+    assert result.peak_device_bytes <= result.planned_device_bytes
+
+    parsed = generate_llm.make_parser().parse_args([*arguments, *options])
+    model = AutoModelForCausalLM.from_pretrained(llm.model)
+    module = generate_llm.Writer(model, load_tokenizer(str(llm.model)), generate_llm.how(parsed))
+    plain = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    torch.manual_seed(0)
+    batches = plain.predict(module, datamodule=generate_llm.Prompts(prompts, 2))
+    assert [answer for batch in batches or () for answer in batch] == result.answers
+
+
+def test_a_prompt_is_answered_alike_alone_and_in_a_batch(llm: finetune_llm.Result, tmp_path: Path) -> None:
+    """The shorter prompts of a batch are filled up: on the right, or seen, that would change their answers."""
+    arguments = ["--model", str(llm.model), "--new-tokens", "5", "--output", str(tmp_path)]
+    together = generate_llm.main([*arguments, "--batch-size", "8"]).answers
+    assert generate_llm.main([*arguments, "--batch-size", "1"]).answers == together
+
+
+def test_an_answer_ends_where_the_model_ends_it(llm: finetune_llm.Result) -> None:
+    tokenizer = load_tokenizer(str(llm.model))
+    module = generate_llm.Writer(AutoModelForCausalLM.from_pretrained(llm.model), tokenizer, {})
+    end = tokenizer.eos_token_id
+    assert module._until_end([5, 6, end, end, end]) == [5, 6, end]
+    assert module._until_end([5, 6]) == [5, 6]
+
+
+# ---------------------------------------------------------------------- images
+
+
+def test_vlm_learns_captions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finetune_vlm, "CAPTIONED", 4)
+    result = finetune_vlm.main(["--steps", "12", "--batch-size", "4", "--output", str(tmp_path / "run")])
+    assert result.last_loss < result.first_loss - 1
+    assert result.peak_device_bytes <= result.planned_device_bytes < result.plain_device_bytes
+    assert len(result.captions) == 4
+
+    # with what it wrote, and images of one's own
+    data = tmp_path / "data"
+    data.mkdir()
+    lines = []
+    for number in range(6):
+        Image.new("RGB", (40 + number, 30), (40 * number, 0, 0)).save(data / f"{number}.png")
+        lines.append(json.dumps({"file_name": f"{number}.png", "text": "a red wall"}))
+    (data / "metadata.jsonl").write_text("\n".join(lines))
+    arguments = ["--model", str(result.model), "--data", str(data), "--freeze-vision", "--lr", "1e-3"]
+    again = finetune_vlm.main([*arguments, "--steps", "3", "--batch-size", "2", "--output", str(tmp_path / "again")])
+    assert again.last_loss < again.first_loss
+
+
+def test_vlm_counts_the_captions_loss_alone() -> None:
+    pairs: list[finetune_vlm.Pair] = [
+        (Image.new("RGB", (8, 8)), "a wall"),
+        (Image.new("RGB", (9, 9)), "a much longer wall"),
+    ]
+    processor = finetune_vlm.small_processor(pairs)
+    batch = finetune_vlm.Captions(processor, "What?").for_training(pairs)
+    counted = [row[row != -100].tolist() for row in batch["labels"]]
+    end = processor.tokenizer.eos_token
+    assert processor.batch_decode(counted) == [f"a wall{end}", f"a much longer wall{end}"]
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_vision_learns_digits(activations: str, tmp_path: Path) -> None:
+    arguments = ["--epochs", "1", "--image", "16", "--batch-size", "64", "--activations", activations]
+    result = train_vision.main([*arguments, "--output", str(tmp_path)])
+    assert result.accuracy > 0.3
+    assert result.last_loss < result.first_loss
+    assert result.peak_device_bytes <= result.planned_device_bytes < result.plain_device_bytes
+
+
+def test_vision_reads_folders_and_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for part, count in (("train", 4), ("val", 2)):
+        for name, colour in (("red", (255, 0, 0)), ("green", (0, 255, 0))):
+            folder = tmp_path / "data" / part / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                Image.new("RGB", (20, 20 + number), colour).save(folder / f"{number}.png")
+    weights = tmp_path / "resnet18.pth"
+    torch.save(train_vision.vision_model("resnet18", 10).state_dict(), weights)
+    arguments = ["--data", str(tmp_path / "data"), "--weights", str(weights), "--image", "16", "--batch-size", "4"]
+    result = train_vision.main([*arguments, "--epochs", "2", "--output", str(tmp_path / "run")])
+    assert result.steps == 4
+    assert "so random: fc.weight, fc.bias\n" in capsys.readouterr().out
+    assert torch.load(result.weights, weights_only=True)["fc.bias"].shape == (2,)
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments"),
+    [
+        (finetune_llm, ["--steps", "1"]),
+        (finetune_llm, ["--text", "/no/such/file"]),
+        (finetune_llm, ["--model", "/no/such/folder"]),
+        (finetune_lora, ["--rank", "0"]),
+        (finetune_lora, ["--targets", "no_such_module"]),
+        (finetune_lora, ["--model", "/no/such/folder"]),
+        (finetune_lora, ["--lr", "0"]),
+        (finetune_vlm, ["--data", "/no/such/folder"]),
+        (finetune_vlm, ["--data", str(CONFIGS)]),
+        (finetune_vlm, ["--batch-size", "5000"]),
+        (finetune_vlm, ["--model", "/no/such/folder"]),
+        (generate_llm, ["--prompts", "/no/such/file"]),
+        (generate_llm, ["--prompts", os.devnull]),
+        (generate_llm, ["--top-p", "2"]),
+        (generate_llm, ["--hidden", "33"]),
+        (train_vision, ["--model", "no_such_model"]),
+        (train_vision, ["--model", "vit_b_16", "--image", "40"]),
+        (train_vision, ["--model", "inception_v3"]),
+        (train_vision, ["--data", str(CONFIGS)]),
+        (train_vision, ["--weights", str(ROOT / "README.md")]),
+        (train_vision, ["--activations", "forget"]),
+    ],
+    ids=lambda part: part.__name__.split(".")[-1] if isinstance(part, ModuleType) else " ".join(part).replace("/", ""),
+)
+def test_bad_input_is_refused_before_any_work(
+    recipe: ModuleType, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        recipe.main([*arguments, "--output", str(tmp_path / "run")])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert "error:" in error
+    assert arguments[0] in error
+    assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------------- ways to start them
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__.split(".")[-1])
+def test_a_recipe_can_be_started_as_a_file(recipe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``python examples/finetune_llm.py`` has examples/ on its path, and not the folder that examples/ is in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        sys, "path", [str(ROOT / "examples"), *(p for p in sys.path if p and Path(p).resolve() != ROOT)]
+    )
+    for name in [name for name in sys.modules if name.split(".")[0] == "examples"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert recipe.__file__ is not None
+    assert callable(runpy.run_path(recipe.__file__)["main"])
+
+
+SMALL = ["--model.model.layers", "2", "--model.model.hidden", "32"]
+QUIET = ["--trainer.accelerator", "cpu", "--trainer.enable_progress_bar", "false"]
+
+
+def test_configs_train_and_predict_on_the_command_line(tmp_path: Path) -> None:
+    def run(command: str, *more: str) -> str:
+        config = str(CONFIGS / f"{command}_llm.yaml")
+        ran = subprocess.run(
+            [sys.executable, "-m", "sp_lightning", command, "--config", config, *SMALL, *QUIET, *more],
+            capture_output=True, text=True, cwd=tmp_path, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        return ran.stdout + ran.stderr
+
+    assert "k = 2, k' = 1" in run("fit", "--data.steps", "3")
+    assert "k = 2, k' = 1" in run(
+        "predict", "--ckpt_path", "runs/fit_llm/last.ckpt", "--model.generation.max_new_tokens", "3"
+    )
+    answers = (tmp_path / "runs" / "predict_llm" / "answers.jsonl").read_text().splitlines()
+    assert len(answers) == len(generate_llm.PROMPTS)
+    assert all(json.loads(answer)["tokens"] <= 3 for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [
+        ("fit_llm", [*SMALL, "--data.steps", "2"]),
+        ("predict_llm", [*SMALL, "--model.generation.max_new_tokens", "3"]),
+        ("fit_vision", ["--data.image", "16", "--trainer.limit_train_batches", "2", "--trainer.max_epochs", "1"]),
+    ],
+)
+def test_configs_run_by_a_lightning_cli_of_ones_own(
+    config: str, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [config.split("_")[0], "--config", str(CONFIGS / f"{config}.yaml"), *QUIET, *more]
+    monkeypatch.setenv(
+        "JSONARGPARSE_DEPRECATION_WARNINGS", "off"
+    )  # Lightning 2.6 calls what jsonargparse 4.53 deprecates
+    monkeypatch.setattr(sys, "argv", ["cli.py", *arguments])
+    cli = LightningCLI()
+    assert isinstance(cli.model, LightningModule)
+    assert cli.trainer.strategy.stats().fetched_layers > 0
+    assert list((tmp_path / "runs" / config).iterdir())
