@@ -9,7 +9,8 @@ import math
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -70,6 +71,7 @@ class Answer:
         host_bytes: all of it.
         host_fits: whether that can be had, as far as it was said.
         rows: by k and k'.
+        prompt_seconds: of generation, before the first token; None if nothing is generated.
     """
 
     subject: Subject
@@ -80,6 +82,7 @@ class Answer:
     host_bytes: int
     host_fits: bool
     rows: tuple[Row, ...]
+    prompt_seconds: float | None = None
 
     @property
     def best(self) -> Row | None:
@@ -114,7 +117,11 @@ def answer(options: argparse.Namespace) -> Answer:
                 _checkpoint(module)
             module.train(not options.predict)
             found = find_layers(module, layers=options.layers, resident=options.resident or (), autocast=autocast)
-            work, why = _work(subject, found, options, autocast)
+            prompts: Work | None = None
+            if options.generate is None:
+                work, why = _work(subject, found, options, autocast)
+            else:
+                prompts, work, why = *_generating(subject, found, options, autocast), ""
             ledger = None
             if not options.predict:
                 trained = [p for p in module.parameters() if p.requires_grad]
@@ -131,7 +138,10 @@ def answer(options: argparse.Namespace) -> Answer:
     host += _offloaded(work, options)
     rows = tuple(_row(found, k, k_prime, work, ledger, options) for k, k_prime in _choices(found, options))
     host_fits = options.host_memory is None or host <= options.host_memory
-    return Answer(subject, found, work, why, ledger, host, host_fits, rows)
+    answered = Answer(subject, found, work, why, ledger, host, host_fits, rows)
+    if prompts is None or answered.best is None:
+        return answered
+    return replace(answered, prompt_seconds=_predicted(answered.best.plan, prompts, ledger, options).seconds)
 
 
 def _work(
@@ -146,10 +156,33 @@ def _work(
         return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
+def _generating(
+    subject: Subject, found: Found, options: argparse.Namespace, autocast: torch.dtype | None
+) -> tuple[Work, Work]:
+    """The prompts, and the last token, which has the keys and values of all before it; with the memory of both."""
+    if subject.generation is None:
+        raise ValueError(f"{options.model!r} has no cache of keys and values (past_key_values); leave out --generate.")
+    try:
+        with torch.no_grad(), torch.autocast("cpu", autocast) if autocast is not None else nullcontext():
+            prompts, token = (estimate(found, run) for run in subject.generation(options.generate))
+    except Exception as error:
+        raise ValueError(
+            f"--generate: {options.model!r} could not be run without values ({type(error).__name__}: {error}). Leave it out."
+        ) from error
+    return prompts, replace(token, activation_bytes=max(prompts.activation_bytes, token.activation_bytes))
+
+
 def _row(
     found: Found, k: int, k_prime: int, work: Work | None, ledger: Ledger | None, options: argparse.Namespace
 ) -> Row:
     plan = make_plan(found, k=k, k_prime=k_prime)
+    nbytes = plan.peak_device_bytes if not options.predict else plan.slot_bytes + plan.resident_bytes
+    nbytes += _alive(work, options)
+    prediction = _predicted(plan, work, ledger, options)
+    return Row(plan, nbytes, prediction, options.gpu_memory is None or nbytes <= options.gpu_memory)
+
+
+def _predicted(plan: Plan, work: Work | None, ledger: Ledger | None, options: argparse.Namespace) -> Prediction:
     rates = Rates(
         upload=options.pcie * 1e9,
         download=options.pcie * 1e9,
@@ -157,11 +190,7 @@ def _row(
         host_memory=options.dram * 1e9,
     )
     traffic = sum(each.read + each.written for each in ledger.passes if each.what == "update") if ledger else 0
-    visits = _visits(plan, work, rates, options)
-    prediction = predict(plan, visits, rates, overlap=options.overlap, host_traffic=traffic)
-    nbytes = plan.peak_device_bytes if not options.predict else plan.slot_bytes + plan.resident_bytes
-    nbytes += _alive(work, options)
-    return Row(plan, nbytes, prediction, options.gpu_memory is None or nbytes <= options.gpu_memory)
+    return predict(plan, _visits(plan, work, rates, options), rates, overlap=options.overlap, host_traffic=traffic)
 
 
 def _visits(plan: Plan, work: Work | None, rates: Rates, options: argparse.Namespace) -> list[Visit]:
@@ -221,7 +250,7 @@ def table(answer: Answer, options: argparse.Namespace) -> str:
         f"assumed: {options.tflops:g} TFLOP/s, {options.device_bandwidth:g} GB/s on the device, {options.pcie:g} GB/s each way, "
         f"{options.dram:g} GB/s of host memory (--tflops --device-bandwidth --pcie --dram)",
         "",
-        f"   k  k' {'weights+grads':>14} {'with the rest':>14} {'s/batch':>9} {'waiting':>8}  binds",
+        f"   k  k' {'weights+grads':>14} {'with the rest':>14} {_per(options):>9} {'waiting':>8}  binds",
     ]
     for row in answer.rows:
         weights = row.plan.peak_device_bytes if not options.predict else row.plan.slot_bytes + row.plan.resident_bytes
@@ -295,7 +324,17 @@ def verdict(answer: Answer, options: argparse.Namespace) -> str:
         )
     mode = "" if options.activations == "keep" else f', activations="{options.activations}"'
     choice = f"SuperpipelineStrategy(k={best.plan.k}, k_prime={best.plan.k_prime}{mode})"
-    return f"{fits}: {choice}, {best.prediction.seconds:.3g} s per batch."
+    seconds = best.prediction.seconds
+    if answer.prompt_seconds is None:
+        return f"{fits}: {choice}, {seconds:.3g} s per batch."
+    return (
+        f"{fits}: {choice}, {answer.prompt_seconds:.3g} s for the prompts, then {seconds:.3g} s for a token of each of "
+        f"{options.batch} sequences: {options.batch / seconds:.3g} tokens/s."
+    )
+
+
+def _per(options: argparse.Namespace) -> str:
+    return "s/batch" if options.generate is None else "s/token"
 
 
 def _lighter(options: argparse.Namespace) -> str:
@@ -312,7 +351,7 @@ def _activations(answer: Answer, options: argparse.Namespace) -> str:
             f"activations unknown: no batch could be run without values ({answer.why_no_work}). Times are guessed from "
             f"parameter counts, as for {options.batch} × {options.tokens} tokens"
         )
-    flops = f"{answer.work.flops / 1e12:.3g} TFLOP per batch"
+    flops = f"{answer.work.flops / 1e12:.3g} TFLOP per {'batch' if options.generate is None else 'token'}"
     return f"activations and intermediate results {human_bytes(_alive(answer.work, options))}, {flops}"
 
 
@@ -337,6 +376,7 @@ def as_json(answer: Answer, options: argparse.Namespace) -> str:
             "model": answer.subject.name,
             "precision": options.precision,
             "parameters": sum(p.numel() for p in answer.found.places),
+            "tables": [{"name": each.name, "bytes": each.nbytes} for each in answer.rows[0].plan.tables],
             "layers": [{"name": name, "bytes": n} for name, n in ((x.name, x.nbytes) for x in answer.rows[0].plan.layers)],
             "activations": options.activations,
             "activation_bytes": _alive(answer.work, options) if answer.work else None,
@@ -346,6 +386,8 @@ def as_json(answer: Answer, options: argparse.Namespace) -> str:
             "why_no_activations": answer.why_no_work or None,
             "batch": answer.subject.items,
             "training": not options.predict,
+            "generated_tokens": options.generate,
+            "prompt_seconds": answer.prompt_seconds,
             "host_bytes": answer.host_bytes,
             "host_fits": answer.host_fits,
             "notes": [*answer.rows[0].plan.notes, *(_notes(answer.work, options) if answer.work else ())],
@@ -380,6 +422,13 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="does a model fit, with which k, and how fast?")
     plan.add_argument("model", help=WANTED)
     plan.add_argument("--predict", action="store_true", help="no training (which is with AdamW otherwise)")
+    plan.add_argument(
+        "--generate",
+        type=_count,
+        metavar="N",
+        help="predict N tokens for each of --batch sequences (those times beams) after prompts of --tokens: times are of "
+        "the last token, memory has the cache of keys and values",
+    )
     plan.add_argument("--precision", choices=PRECISIONS, default="bf16-mixed", help="(%(default)s)")
     plan.add_argument("--batch", type=_count, default=1, help="sequences or images at once (%(default)s)")
     plan.add_argument("--tokens", type=_count, default=2048, help="per sequence (%(default)s)")
@@ -436,6 +485,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     parser = _parser()
     options = parser.parse_args(arguments)
+    options.predict = options.predict or options.generate is not None
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if options.plot is not None:
         require_matplotlib()

@@ -32,12 +32,15 @@ class Subject:
         module: its parameters have no memory.
         batch: makes the keyword or positional arguments of a forward; None if nobody knows what it takes.
         items: what a batch consists of: ``4096 tokens``.
+        generation: given how many tokens are generated, what runs the prompts, and what runs the last of the tokens with
+            the keys and values of all before it. None where the model has no such cache.
     """
 
     name: str
     module: nn.Module
     batch: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]] | None
     items: str
+    generation: Callable[[int], tuple[Callable[[], None], Callable[[], None]]] | None = None
 
     def run(self, *, training: bool, autocast: torch.dtype | None) -> Tensor | None:
         """One forward. Returns the loss in training: the model's own, or the mean of its first output.
@@ -199,10 +202,20 @@ def _transformers(spec: str, file: Path, batch: int, tokens: int, image: int | N
             inputs["use_cache"] = False
         return (), inputs
 
+    def generation(count: int) -> tuple[Callable[[], None], Callable[[], None]]:
+        kept = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
+        prompts = {**make()[1], "use_cache": True, **kept}
+        prompts.pop("labels", None)
+        before = torch.zeros(batch, tokens + count - 1, dtype=torch.long)
+        cache = module(**{**prompts, "input_ids": before}).past_key_values
+        last = {"input_ids": before[:, :1], "past_key_values": cache, "use_cache": True}
+        return lambda: module(**prompts) and None, lambda: module(**last) and None
+
+    caches = with_text and {"past_key_values", "input_ids"} <= taken and not config.is_encoder_decoder
     items = [f"{batch} × {tokens} tokens"] if with_text else []
     if isinstance(pixels, int):
         items.append(f"{batch} images of {pixels} × {pixels}")
-    return Subject(spec, module, make, ", ".join(items))
+    return Subject(spec, module, make, ", ".join(items), generation if caches else None)
 
 
 def _loss(output: Any) -> Tensor:

@@ -14,10 +14,11 @@ from sp_lightning import SuperpipelineStrategy
 PACKAGE = Path(sp_lightning.__file__).parent
 # One layer's way, downwards: a file may import from those before it only.
 ORDER = (
-    "_version", "memory", "wrapped", "frozen", "layers", "modes", "options", "plan", "ledger", "trace", "timeline", "device", "host",
-    "tables", "casts", "parameters", "places", "gates", "slots", "changes", "recompute", "offload", "activations", "packing", "prefetch",
-    "prediction", "balance", "estimate", "spec", "window", "capacity", "gradients", "updates", "streamer", "tuning", "step",
-    "layered", "repeat", "quiet", "overlap", "picture", "callback", "strategy", "__init__", "__main__",
+    "_version", "memory", "wrapped", "frozen", "layers", "modes", "options", "plan", "ledger", "trace", "timeline",
+    "device", "host", "tables", "casts", "parameters", "places", "gates", "slots", "changes", "recompute",
+    "offload", "activations", "packing", "prefetch", "prediction", "balance", "estimate", "spec", "window",
+    "capacity", "gradients", "updates", "streamer", "tuning", "step", "layered", "repeat", "quiet", "overlap",
+    "picture", "callback", "strategy", "__init__", "__main__",
 )  # fmt: skip
 MAY_IMPORT_LIGHTNING = {"__main__", "repeat", "quiet", "overlap", "callback", "strategy", "__init__"}
 

@@ -36,7 +36,8 @@ def test_seventy_billion_parameters_in_seconds(capsys: pytest.CaptureFixture[str
     )  # fmt: skip
     assert time.perf_counter() - start < 120
     assert found["parameters"] == 70_553_706_496
-    assert len(found["layers"]) == 82
+    assert len(found["layers"]) == 81
+    assert found["tables"] == [{"name": "model.embed_tokens", "bytes": 128256 * 8192 * 2}]
     # Eight bytes for each: weight, gradient and two moments in bfloat16.
     assert found["host_bytes"] == pytest.approx(8 * 70.55e9, rel=0.02)
     # 6 N T, and 2 N T for the recompute of the blocks; attention comes on top, embeddings need none.
@@ -52,7 +53,7 @@ def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[s
     assert "It does not fit: the least is" in found["verdict"]
     assert found["verdict"].endswith("are there. Use a smaller batch.")
     found = plan(capsys, model, "--gpu-memory", "16GiB", "--tokens", "4096", "--k", "1")
-    assert found["verdict"].endswith("Use a smaller batch, or --activations offload.")
+    assert found["verdict"].endswith("Use a smaller batch, or --activations recompute or offload.")
     found = plan(capsys, model, "--host-memory", "64GiB", "--k", "1")
     assert "of host memory are needed, 64.0 GiB are there. Use --precision bf16-true" in found["verdict"]
 
@@ -62,7 +63,7 @@ def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[s
     [
         ([str(SHAPES / "vit-giant.json"), "--batch", "4"], 40),
         ([str(SHAPES / "llava-1.5-7b.json")], 45),
-        ([str(SHAPES / "llama-3-8b.json"), "--predict"], 34),
+        ([str(SHAPES / "llama-3-8b.json"), "--predict"], 33),
         (["resnet50", "--batch", "2"], 12),
         (["vit_b_16", "--predict"], 12),
     ],
@@ -73,6 +74,32 @@ def test_models_of_all_kinds(arguments: list[str], layers: int, capsys: pytest.C
     assert found["activation_bytes"], "it was run on paper"
     assert found["verdict"].startswith("It fits: SuperpipelineStrategy(k=1")
     assert len(found["layers"]) >= layers
+
+
+def test_generation_counts_keys_and_values(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two numbers of so many heads, in each layer, for each token; the prompts' logits are of their last token only."""
+    model = str(SHAPES / "llama-3-8b.json")
+    cache = 2 * 32 * 8 * 128 * 2  # bytes of a token
+    found = {
+        batch: plan(capsys, model, "--precision", "bf16-true", "--generate", "64", "--tokens", "448", "--batch", str(batch), "--k", "2")
+        for batch in (1, 16)
+    }  # fmt: skip
+    for batch, answer in found.items():
+        assert batch * 512 * cache < answer["activation_bytes"] < 3 * batch * 512 * cache + 2**29
+        assert answer["training"] is False
+        assert answer["generated_tokens"] == 64
+        assert f"a token of each of {batch} sequences" in answer["verdict"]
+    # Weights are fetched once for all sequences: sixteen take hardly longer than one.
+    assert found[16]["windows"][0]["seconds"] < 1.1 * found[1]["windows"][0]["seconds"]
+    assert found[16]["prompt_seconds"] > found[1]["prompt_seconds"]
+
+
+@pytest.mark.parametrize("model", ["resnet50", str(SHAPES / "vit-giant.json")])
+def test_generation_by_models_that_have_no_cache(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", model, "--generate", "8"])
+    assert stop.value.code == 2
+    assert "has no cache of keys and values (past_key_values); leave out --generate" in capsys.readouterr().err
 
 
 class Known(Module):

@@ -1,0 +1,125 @@
+"""``torch.compile``: compiled layers and modules stream, the engine outside of their graphs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+
+from tests.support.models import Module, Stack, llama, tokens, vectors
+from tests.support.runs import Batches, LossRecorder, assert_equal, loader, superpipeline, trainer_for
+
+# dynamo's own remarks: on inputs that are no leaves, and on hooks that it leaves out of graphs, as it is told to
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Text(Stack):
+    """With a table, of which only rows travel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(300, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.table(x[:, 0].abs().mul(50).long() % 300))
+
+
+def each_layer(module: Any, backend: str) -> Any:
+    for layer in module.net.blocks if hasattr(module.net, "blocks") else module.net.model.layers:
+        layer.compile(backend=backend)
+    return module
+
+
+def inner_module(module: Any, backend: str) -> Any:
+    module.net = torch.compile(module.net, backend=backend)
+    return module
+
+
+def inner_module_in_place(module: Any, backend: str) -> Any:
+    module.net.compile(backend=backend)
+    return module
+
+
+def lightning_module(module: Any, backend: str) -> Any:
+    """What ``trainer.fit(torch.compile(module))`` takes."""
+    return torch.compile(module, backend=backend)
+
+
+WAYS: tuple[Callable[[Any, str], Any], ...] = (each_layer, inner_module, inner_module_in_place, lightning_module)
+
+
+def run(
+    make: Any, batches: Batches, way: Callable[[Any, str], Any], backend: str, strategy: Any, **options: Any
+) -> Any:
+    torch._dynamo.reset()
+    pl.seed_everything(7, verbose=False)
+    module, recorder = make(), LossRecorder()
+    trainer = trainer_for(strategy, callbacks=[recorder], **options)
+    compiled = way(module, backend)
+    trainer.fit(compiled, loader(batches), loader(batches[:1]))
+    state = {name.replace("_orig_mod.", ""): value.clone() for name, value in module.state_dict().items()}
+    return recorder.losses, state, trainer.predict(compiled, loader(batches))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("net", [Stack, Text])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_results_are_those_of_plain_lightning(way: Any, net: Any, precision: Any) -> None:
+    def results(strategy: Any) -> Any:
+        return run(lambda: Module(net()), vectors(), way, "aot_eager", strategy, precision=precision)
+
+    assert_equal(results(superpipeline(k=1)), results("auto"), way.__name__)
+
+
+def test_a_language_model() -> None:
+    def results(strategy: Any) -> Any:
+        return run(lambda: llama(dropout=0.0), tokens(), each_layer, "aot_eager", strategy)
+
+    assert_equal(results(superpipeline(k=1)), results("auto"), "llama")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler for the CPU")
+def test_with_inductor() -> None:
+    def results(strategy: Any) -> Any:
+        return run(lambda: Module(Stack(depth=2)), vectors(), each_layer, "inductor", strategy)
+
+    assert_equal(results(superpipeline(k=1)), results("auto"), "inductor")
+
+
+def test_compiled_layers_are_layers_and_are_compiled_once() -> None:
+    strategy, module = superpipeline(k=1), Module(Stack())
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for block in module.net.blocks:
+        block.compile(backend=backend)
+    trainer_for(strategy).fit(module, loader(vectors(4)))
+    assert [layer.name for layer in strategy.plan.layers] == [
+        "net.stem",
+        *(f"net.blocks.{i}" for i in range(5)),
+        "net.head",
+    ]
+    assert len(graphs) == 1, "one for all blocks and all batches: parameters of a layer are of one class while it runs"
+
+
+def test_what_is_compiled_as_a_whole_moves_as_one_and_the_plan_says_so() -> None:
+    strategy, module = superpipeline(k=1), inner_module(Module(Stack()), "aot_eager")
+    trainer_for(strategy).fit(module, loader(vectors(1)))
+    assert [layer.name for layer in strategy.plan.layers] == ["net"]
+    assert any("Compile its layers instead" in note for note in strategy.plan.notes)
