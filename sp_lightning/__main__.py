@@ -328,8 +328,8 @@ def verdict(answer: Answer, options: argparse.Namespace) -> str:
     if answer.prompt_seconds is None:
         return f"{fits}: {choice}, {seconds:.3g} s per batch."
     return (
-        f"{fits}: {choice}, {answer.prompt_seconds:.3g} s for the prompts, then {seconds:.3g} s for a token of each of "
-        f"{options.batch} sequences: {options.batch / seconds:.3g} tokens/s."
+        f"{fits}: {choice}, {answer.prompt_seconds:.3g} s for the prompts, then {seconds:.3g} s for each token of "
+        f"{options.batch} sequence{'s' * (options.batch > 1)}: {options.batch / seconds:.3g} tokens/s."
     )
 
 

@@ -75,8 +75,18 @@ class HostBlock:
         return self._weights.pinned
 
     def write(self, index: int, value: Tensor) -> None:
-        """Take over a weight that was written on the device; synchronous, and visible as an in-place write."""
-        target = self.parameters[index]
+        """Take over a weight that was written on the device; synchronous, and visible as an in-place write.
+
+        Raises:
+            RuntimeError: other dtype or shape, which has no place in the block.
+        """
+        target, name = self.parameters[index], self.planned.spans[index].name
+        if (value.shape, value.dtype) != (target.shape, target.dtype):
+            raise RuntimeError(
+                f"Parameter {name!r} is {target.dtype} of shape {tuple(target.shape)} and was given {value.dtype} of shape "
+                f"{tuple(value.shape)} inside a step (param.data = other). Exchange it between two batches or before "
+                f"trainer.fit, or keep it on the device: SuperpipelineStrategy(resident=[{name!r}])."
+            )
         self._device.access(self.weights, None, write=True)
         with normal_mode(), torch.no_grad():
             target.copy_(value)

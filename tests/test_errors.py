@@ -488,3 +488,26 @@ def test_the_name_is_registered() -> None:
     assert trainer.strategy.root_device.type == "cpu"
     assert "superpipeline" in pl.strategies.StrategyRegistry
     assert sp_lightning.__version__
+
+
+class GivenOther(Module):
+    """A library that packs a weight anew when it first runs does this."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        weight = self.net.blocks[1].inner.weight
+        weight.data = weight.data.view(-1) if self.other is None else weight.data.to(self.other)
+        return loss
+
+    other: torch.dtype | None = None
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_data_of_another_kind_inside_a_step_is_refused(dtype: torch.dtype | None) -> None:
+    module = GivenOther(Stack())
+    module.other = dtype
+    with pytest.raises(
+        RuntimeError, match=r"'net.blocks.1.inner.weight' is torch.float32 of shape \(32, 16\) and was given"
+    ):
+        trainer_for(superpipeline(k=1)).fit(module, loader(vectors()))
+    assert module.net.blocks[1].inner.weight.shape == (32, 16)

@@ -20,7 +20,17 @@ from torch import Tensor
 
 from sp_lightning import SuperpipelineStrategy
 from tests.support.models import CASES, Transformer, llama
-from tests.support.runs import LossRecorder, Recorder, assert_equal, fused, loader, superpipeline, trainer_for
+from tests.support.runs import (
+    Batches,
+    LossRecorder,
+    Make,
+    Recorder,
+    assert_equal,
+    fused,
+    loader,
+    superpipeline,
+    trainer_for,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -43,10 +53,10 @@ def to_device(batch: Any) -> Any:
     return move_data_to_device(batch, torch.device("cuda"))
 
 
-def reference(name: str, precision: str, *, fuse: bool = False) -> tuple[list[Tensor], dict[str, Tensor]]:
+def reference(make: Make, batches: Batches, precision: str) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Losses and parameters of the plain module on the device, stepped on the CPU."""
     pl.seed_everything(7, verbose=False)
-    module: Any = (fused(CASES[name].make) if fuse else CASES[name].make)()
+    module: Any = make()
     optimizer = module.configure_optimizers()
     masters = {p: p.detach().clone() for group in optimizer.param_groups for p in group["params"]}
     on_cpu = {p: torch.nn.Parameter(value) for p, value in masters.items()}
@@ -55,7 +65,7 @@ def reference(name: str, precision: str, *, fuse: bool = False) -> tuple[list[Te
     module.to("cuda")
     module.train()
     losses = []
-    for batch in CASES[name].batches():
+    for batch in batches:
         batch = to_device(batch)
         with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16-mixed", cache_enabled=False):
             loss = module.loss(batch)
@@ -76,7 +86,7 @@ def reference(name: str, precision: str, *, fuse: bool = False) -> tuple[list[Te
 @pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 1), (3, 2), (99, 1)])
 @pytest.mark.parametrize("name", NAMES)
 def test_training_is_bitwise_equal(name: str, k: int, k_prime: int, precision: Any) -> None:
-    losses, state = reference(name, precision)
+    losses, state = reference(CASES[name].make, CASES[name].batches(), precision)
     pl.seed_everything(7, verbose=False)
     module = CASES[name].make()
     recorder = Recorder()
@@ -94,7 +104,7 @@ def test_training_is_bitwise_equal(name: str, k: int, k_prime: int, precision: A
 @pytest.mark.parametrize("mode", ["auto", "forward", "backward"])
 @pytest.mark.parametrize("name", NAMES)
 def test_updates_in_the_background_are_bitwise_those_of_the_step(name: str, mode: Any, precision: Any) -> None:
-    losses, state = reference(name, precision, fuse=True)
+    losses, state = reference(fused(CASES[name].make), CASES[name].batches(), precision)
     pl.seed_everything(7, verbose=False)
     module = CASES[name].make()
     recorder = LossRecorder()
@@ -111,7 +121,7 @@ def test_updates_in_the_background_are_bitwise_those_of_the_step(name: str, mode
 @pytest.mark.parametrize("name", NAMES)
 def test_activations_are_bitwise_equal(name: str, mode: Any, precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sp_lightning.offload.WORTH_MOVING", 1)
-    losses, state = reference(name, precision)
+    losses, state = reference(CASES[name].make, CASES[name].batches(), precision)
     pl.seed_everything(7, verbose=False)
     module = CASES[name].make()
     recorder = LossRecorder()
