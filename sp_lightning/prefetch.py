@@ -47,6 +47,7 @@ class Prefetch:
         self.trace = self._traces[phase]
         self.trace.start()
         self.trace.cyclic = False
+        self.trace.may_go_on = not training
 
     def order(self, phase: str) -> Iterator[int]:
         """The layers in the order in which the phase's last batch used them, or its next is expected to."""

@@ -25,6 +25,8 @@ class Trace:
         self._at = 0
         self.cyclic = False
         """Whether the order goes round: the next batch finds the copies of this one still valid, or this one has begun anew."""
+        self.may_go_on = False
+        """Whether a batch that has come to the end of the order may begin it anew, as generation does with each token."""
         self.start()
 
     def start(self) -> None:
@@ -52,7 +54,7 @@ class Trace:
         self._recorded.append(layer)
         uses = self._uses.get(layer, _NEVER)
         index = uses[bisect_left(uses, self._at)]
-        if uses[0] < self._at == len(self._expected):  # the batch goes on, as generation does, token after token
+        if self.may_go_on and uses[0] < self._at == len(self._expected):
             index, self.cyclic = uses[0], True
         if index != math.inf:
             self._at = int(index) + 1

@@ -19,6 +19,7 @@ from torch.func import functional_call
 
 from sp_lightning import offload
 from sp_lightning.changes import Unrepeatable
+from sp_lightning.host import HostBlock
 from sp_lightning.offload import Offload
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_equal, assert_same, fit, superpipeline
@@ -480,3 +481,23 @@ def test_patterns_with_another_name_or_without_effect() -> None:
     shadowed: Any = {"net.blocks": "offload", "net.blocks.1": "keep"}
     with pytest.raises(ValueError, match=r"'net.blocks.1': 'keep'\} decides nothing: .* Put 'net.blocks.1' before"):
         fit(lambda: Module(Stack()), vectors(1), superpipeline(activations=shadowed))
+
+
+class Moved(Block):
+    """What NLLB's router does: ``.to`` that changes nothing gives ``param.data`` itself."""
+
+    def factor(self, x: Tensor) -> float:
+        self.inner = self.inner.to(self.inner.weight.dtype)
+        return 2.0
+
+
+def test_a_move_that_changes_nothing_is_no_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> Module:
+        return Module(nn.Sequential(*(Moved() for _ in range(4))))
+
+    def refuse(self: HostBlock, index: int, value: Tensor) -> None:
+        raise AssertionError("nothing was written")
+
+    monkeypatch.setattr(HostBlock, "write", refuse)
+    strategy = superpipeline(k=1, activations="recompute")
+    assert_same(fit(make, vectors(), strategy), fit(make, vectors()))

@@ -57,10 +57,12 @@ def test_an_empty_batch_keeps_the_order() -> None:
 def test_a_batch_that_goes_on_begins_the_order_anew() -> None:
     """Generation, token after token: the end of the order is followed by its beginning."""
     trace = Trace([0, 1, 2])
+    trace.may_go_on = True
     for layer in (0, 1, 2, 0):
         trace.visit(layer)
     assert upcoming(trace) == [1, 2, 0]
     trace = Trace([0, 1, 2])
+    trace.may_go_on = True
     for layer in (0, 1, 0):  # not at the end: a layer that is used again
         trace.visit(layer)
     assert upcoming(trace) == [2]
