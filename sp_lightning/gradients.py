@@ -8,7 +8,7 @@ At most k' + 1 layers' gradients are on the device at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ class _Landing:
     """One gradient's memory on the host.
 
     Attributes:
+        compacted: whether ``memory`` is sparse and ``param.grad`` is not to be.
         own: memory that may become ``param.grad``: ``memory`` itself, or, while that is staging, the memory to widen it
             into; None if there is none.
     """
@@ -32,6 +33,7 @@ class _Landing:
     parameter: nn.Parameter
     memory: Tensor
     own: Tensor | None
+    compacted: bool = False
 
 
 @dataclass
@@ -57,7 +59,6 @@ class Gradients:
     Args:
         blocks: of the layers and their masters, then of the residents.
         owners: masters → the layer that their gradients leave with.
-        tables: whose gradients are sparse on the device and dense on the host.
         device: the seam.
         staging: host memory for gradients that are added to others.
         in_flight: layers whose gradients may be on the device at once (k' + 1).
@@ -68,7 +69,6 @@ class Gradients:
         self,
         blocks: Sequence[HostBlock],
         owners: Mapping[int, int],
-        tables: Collection[int],
         device: Device,
         staging: Staging,
         *,
@@ -79,7 +79,8 @@ class Gradients:
         self._blocks = blocks
         self._owners = owners
         self._masters = {owner: masters for masters, owner in owners.items()}
-        self._tables = tables
+        self.compacted: set[int] = set()
+        """The layers whose gradient in this backward is sparse on the device and would be dense by right."""
         self._device = device
         self.in_flight = in_flight
         self._residents = len(blocks) - 1
@@ -133,21 +134,23 @@ class Gradients:
             if gradient.layout is not torch.strided:  # sparse: of no fixed size, as nn.Embedding(sparse=True) makes
                 sparse = gradient.to("cpu")
                 self.drained_bytes += sparse._values().nbytes
-                if of in self._tables:
+                if of in self.compacted:
                     rows, own = _each_row_once(sparse), block.gradient_target(index) if parameter.grad is None else None
-                    landings.append(_Landing(parameter, rows, own))
+                    landings.append(_Landing(parameter, rows, own, compacted=True))
                 else:
                     landings.append(_Landing(parameter, sparse, own=sparse))
                 continue
             own = target = block.gradient_target(index) if parameter.grad is None else None
             if target is None or target.dtype is not gradient.dtype:
-                staging = staging or self._staging.take(sum(aligned(each.nbytes) for each in gradients.values()))
+                dense = (each for each in gradients.values() if each.layout is torch.strided)
+                staging = staging or self._staging.take(sum(aligned(each.nbytes) for each in dense))
                 span = block.planned.spans[index]
                 target = strided(staging.bytes, used, gradient.dtype, span.shape, span.stride)
                 used += aligned(gradient.nbytes)
             targets.append(target)
             sources.append(gradient)
             landings.append(_Landing(parameter, target, own))
+        self.compacted -= {layer}
         begun = self._device.mark(Stream.DOWNLOAD)
         self._device.copy(targets, sources, Stream.DOWNLOAD)
         nbytes = sum(gradient.nbytes for gradient in sources)
@@ -194,6 +197,7 @@ class Gradients:
             if drain.staging is not None:
                 self._staging.give_back(drain.staging)
         self._arrived.clear()
+        self.compacted.clear()
         self._applied.clear()
         self._flying.clear()
         self._landed.clear()
@@ -218,7 +222,9 @@ class Gradients:
         """One gradient becomes ``param.grad`` or is added to it. Returns the parameter's identity."""
         gradient = landing.memory
         self._device.access(gradient, None, write=True)  # it may become param.grad, which the user writes
-        if landing.own is not None and landing.own is not gradient and landing.parameter.grad is None:
+        if landing.compacted and landing.own is None and landing.parameter.grad is None:
+            gradient = gradient.to_dense()  # somebody holds what was lent for it
+        elif landing.own is not None and landing.own is not gradient and landing.parameter.grad is None:
             with normal_mode():
                 if gradient.layout is torch.strided:
                     gradient = landing.own.copy_(gradient)

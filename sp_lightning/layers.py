@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -133,6 +133,7 @@ class _Walk:
     total: int
     chosen: set[nn.Module]
     aside: dict[nn.Module, str]
+    whole_blocks: bool
     owned: set[nn.Parameter] = field(default_factory=set)
     seen: set[nn.Module] = field(default_factory=set)
     above: list[nn.Module] = field(default_factory=list)
@@ -144,6 +145,7 @@ def find_layers(
     layers: LayerChoice = None,
     resident: Sequence[str] = (),
     autocast: torch.dtype | None = None,
+    whole_blocks: bool = False,
 ) -> Found:
     """Find the layers of any module.
 
@@ -153,6 +155,7 @@ def find_layers(
             returns names or modules; None finds them.
         resident: names or glob patterns of modules or parameters that are to stay on the device.
         autocast: the dtype that steps run autocast with, if they do.
+        whole_blocks: whether blocks move with their experts, as a second forward of a block in backward needs them.
 
     Raises:
         ValueError: a pattern that matches nothing, overlapping layers, parameters without memory of their own.
@@ -169,7 +172,7 @@ def find_layers(
             f"Remove it from one of the two."
         )
     _check_memory(module, aside)
-    walk = _Walk(sum(_nbytes(p) for p in module.parameters()), chosen, aside)
+    walk = _Walk(sum(_nbytes(p) for p in module.parameters()), chosen, aside, whole_blocks)
     units = list(_units(module, names[module], walk))
     places = _places(module, aside)
     lowered = set() if autocast is None else _lowered(module, places)
@@ -226,7 +229,9 @@ def _units(module: nn.Module, name: str, walk: _Walk, *, block: bool = False, ex
         return
     if module in walk.chosen or not _is_cut(module, walk, block=block):
         chosen = module in walk.chosen
-        experts = [] if chosen or _is_compiled(module) else [*_experts(module, name)]
+        # Scripts read the memory of what they are given without asking: everything is to be there.
+        whole = chosen or _is_compiled(module) or walk.whole_blocks or any(map(_uses_scripts, module.modules()))
+        experts = [] if whole else [*_experts(module, name)]
         within = [_Unit(key, each, _own(each, key, walk), expert=True, within=True) for key, each in experts]
         yield _Unit(name, module, _own(module, name, walk), chosen, expert)
         yield from within
@@ -277,12 +282,17 @@ def _is_repeated(module: nn.Module) -> bool:
 
 
 def _experts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The experts inside a block that are modules of their own."""
-    for key, child in module.named_modules():
-        if _are_experts(key, child):
-            for inner, expert in child.named_children():
-                if any(True for _ in expert.parameters()):
-                    yield _join(_join(name, key), inner), expert
+    """The experts inside a block that are modules of their own, but for those inside one graph."""
+    for key, child in module.named_children():
+        full = _join(name, key)
+        if _is_compiled(child):
+            continue
+        if not _are_experts(key, child):
+            yield from _experts(child, full)
+            continue
+        for inner, expert in child.named_children():
+            if any(True for _ in expert.parameters()):
+                yield _join(full, inner), expert
 
 
 def _are_experts(name: str, module: nn.Module) -> bool:
@@ -323,7 +333,10 @@ def _looked_up(units: list[_Unit], places: dict[nn.Parameter, tuple[Place, ...]]
 
 
 def _is_table(unit: _Unit, places: dict[nn.Parameter, tuple[Place, ...]]) -> bool:
+    """A forward of somebody's own may read the weight in any way."""
     if not isinstance(unit.module, nn.Embedding) or len(unit.parameters) != 1:
+        return False
+    if type(unit.module).forward is not nn.Embedding.forward or "forward" in vars(unit.module):
         return False
     (_, weight) = unit.parameters[0]
     return places[weight] == (Place(unit.module, "weight"),) and unit.module.max_norm is None
@@ -372,7 +385,7 @@ def _class_uses_scripts(kind: Any) -> bool:
     for each in kind.__mro__:
         for value in vars(each).values():
             code, known = getattr(value, "__code__", None), getattr(value, "__globals__", {})
-            names = code.co_names if code is not None else ()
+            names = [*_names(code)] if code is not None else []
             named = [value, *(known.get(name) for name in names)]
             named += [vars(each).get(name) for each in named if isinstance(each, ModuleType) for name in names]
             if any(isinstance(each, torch.jit.ScriptFunction) for each in named):
@@ -383,6 +396,14 @@ def _class_uses_scripts(kind: Any) -> bool:
 def _plain(parameters: Iterable[tuple[str, nn.Parameter]]) -> tuple[tuple[str, nn.Parameter], ...]:
     """Parameters, and in place of wrapped ones the plain tensors that they consist of."""
     return tuple(part for name, parameter in parameters for part in parts(name, parameter))
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """What a function names, in the functions and comprehensions inside it, too."""
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _names(each)
 
 
 def _aside(module: nn.Module, kept: set[nn.Parameter]) -> dict[nn.Module, str]:

@@ -53,7 +53,8 @@ class DeviceParameter(nn.Parameter):
         return getattr(self.host, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("_of", "_index", "data", "grad", "requires_grad", "__class__"):
+        own = name in ("_of", "_index", "data", "grad", "requires_grad", "__class__")
+        if own or name.startswith("_dynamo"):  # torch.compile looks into __dict__ for what it has marked
             object.__setattr__(self, name, value)
         else:
             setattr(self.host, name, value)
@@ -376,6 +377,11 @@ class DeviceParameters:
             return sorted(self.exposed)
         changed = {i for i, (old, new) in enumerate(zip(before, versions, strict=True)) if old != new}
         return sorted(changed | self.exposed)
+
+    def alias(self, index: int) -> Tensor:
+        """As :meth:`value`, with the device parameter's own version: writes of it show."""
+        with _Untouched():
+            return self.all[index].detach()
 
     def value(self, index: int) -> Tensor:
         """What a device parameter is now; attached."""

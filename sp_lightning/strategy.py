@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from sp_lightning.callback import SuperpipelineCallback
 from sp_lightning.capacity import check_host, spare_bytes
 from sp_lightning.device import device_for
-from sp_lightning.frozen import FROZEN, Frozen, differing, fill_in
+from sp_lightning.frozen import FROZEN, Frozen, LeftOut, fill_in, note_loaded, note_trained
 from sp_lightning.layered import LayeredStep
 from sp_lightning.layers import Found, LayerChoice, find_layers
 from sp_lightning.ledger import Ledger, make_ledger
@@ -140,8 +140,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._ledger: Ledger | None = None
         self._last_stats: Stats | None = None
         self._frozen: Frozen | None = None
-        self._loaded_others: set[str] = set()  # frozen weights that a checkpoint has given other values
-        self._left_out: dict[str, str] = {}
+        self._left_out: LeftOut = {}
         self._hooks: list[RemovableHandle] = []
         self._fused: dict[torch.optim.Optimizer, FusedStep] = {}
         self._layered: dict[torch.optim.Optimizer, LayeredStep] = {}
@@ -289,7 +288,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             assert self._streamer is not None
             self._streamer.activations.ring.limit = self._host_room = spare_bytes(needed)
             assert self.lightning_module is not None
-            self._frozen = None if self._save_frozen else Frozen(self.lightning_module, self._loaded_others)
+            note_trained(self.lightning_module)
+            self._frozen = None if self._save_frozen else Frozen(self.lightning_module)
         else:
             self._frozen = None
         self.setup_precision_plugin()
@@ -327,7 +327,6 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._close_streamer()
         self._layered.clear()
         self._unfuse()
-        self._loaded_others.clear()
         if self.lightning_module is not None and any(p.is_meta for p in self.lightning_module.parameters()):
             self._lightning_module = None  # set-up refused it; the base class would fail to move it to the CPU
         super().teardown()
@@ -404,7 +403,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         if not self._save_frozen:
-            self._loaded_others |= differing(self.lightning_module, checkpoint["state_dict"])
+            note_loaded(self.lightning_module, checkpoint["state_dict"])
         for key in ("state_dict", _BESIDE_AVERAGES):
             if key in checkpoint and FROZEN in checkpoint:
                 cast(Any, checkpoint)[key] = fill_in(self.lightning_module, checkpoint[key], checkpoint[FROZEN])
@@ -634,6 +633,11 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         balanced = self._activations == "auto" and self._window.room is not None
         choice: Activations = "keep" if self._activations == "auto" and not balanced else self._activations
         modes = resolve(choice, module, found.units)
+        if found.experts and (balanced or "recompute" in modes.values()):
+            found = find_layers(
+                module, layers=self._layers, resident=self._resident, autocast=autocast, whole_blocks=True
+            )
+            plan = self._plan = self._window.begin(found, device)
         if choice != "keep":
             log.info("Superpipeline: activations: %s.", "measured first" if balanced else summary(modes))
         check_host(_absorbing(plan), _LIGHTER)

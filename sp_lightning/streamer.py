@@ -45,7 +45,7 @@ from sp_lightning.device import Device, Stream, Wait
 from sp_lightning.gates import attach_gates
 from sp_lightning.gradients import Gradients
 from sp_lightning.host import HostBlock, Staging
-from sp_lightning.layers import Found, Layer
+from sp_lightning.layers import Found
 from sp_lightning.memory import Loan, normal_mode, unseen, view
 from sp_lightning.modes import Mode
 from sp_lightning.offload import HostRing
@@ -163,7 +163,6 @@ class Streamer:
         self._gradients = Gradients(
             self._blocks,
             self._owners,
-            {index for index, table in zip(tables, found.tables, strict=True) if not _is_sparse(found, table)},
             device,
             staging,
             in_flight=plan.k_prime + 1,
@@ -190,8 +189,19 @@ class Streamer:
             )
             for index, block in enumerate(self._blocks)
         ]
+        modules_of_tables: dict[int, Any] = {
+            index: found.places[table.parameters[0][1]][0].module
+            for index, table in zip(tables, found.tables, strict=True)
+        }
         self._tables = {
-            index: Table(self._blocks[index], device, pin=pin, reading=partial(self._reading_rows, index))
+            index: Table(
+                self._blocks[index],
+                device,
+                pin=pin,
+                reading=partial(self._reading_rows, index),
+                compacted=partial(self._gradients.compacted.add, index),
+                module=modules_of_tables[index],
+            )
             for index in tables
         }
         for index, table in self._tables.items():
@@ -216,7 +226,8 @@ class Streamer:
         self._packing = Packing(
             self._parameters, self._slots.by_address, self._casts, self.activations.offload, self._reach
         )
-        self._gates = attach_gates(self, found.visits)
+        of_tables = {module: (index,) for index, module in modules_of_tables.items()}
+        self._gates = attach_gates(self, {**found.visits, **of_tables})
         # the batch: which trace, which phase was expected, whether modules hold device parameters
         self._prefetch = Prefetch(plan, self._slots, self.updates.ready)
         self._expected: str | None = None
@@ -487,6 +498,8 @@ class Streamer:
 
     def enter(self, visits: Sequence[int], inputs: Any) -> Sequence[int]:
         """A module is called: its layers come and stay until :meth:`leave`. Returns which, for that."""
+        if visits and visits[0] in self._tables and not hides_stand_ins(inputs):
+            visits = ()  # its rows will do
         self._refuse_transforms(visits)
         if self._masters and hides_stand_ins(inputs):
             visits = (*visits, *(self._masters[layer] for layer in visits if layer in self._masters))
@@ -604,13 +617,19 @@ class Streamer:
         made = {}
         for host in self.found.wrapped:
             own = [where[id(part)] for _, part in parts("", host)]
-            made[host] = stand_in(host, iter([group.away(i) for group, i in own]), partial(self._bring_parts, own))
+            away = iter([group.away(i) for group, i in own])
+            made[host] = stand_in(host, away, partial(self._bring_parts, own), partial(self._expose_parts, own))
         return made
 
     def _bring_parts(self, own: Sequence[tuple[DeviceParameters, int]]) -> list[Tensor]:
         """What a wrapped parameter consists of, on the device: the slot is held while somebody holds that."""
         with self._together([group.all[index] for group, index in own]):
-            return [group.value(index) for group, index in own]
+            return [group.alias(index) for group, index in own]
+
+    def _expose_parts(self, own: Sequence[tuple[DeviceParameters, int]]) -> None:
+        """They have been written, or may be at any time, where no version shows it."""
+        for group, index in own:
+            group.exposed.add(index)
 
     @contextmanager
     def _reading_rows(self, layer: int) -> Iterator[bool]:
@@ -618,6 +637,7 @@ class Streamer:
         with self._lock, unseen():
             if self._updated_early(layer):
                 raise RuntimeError(self._needed_again(layer, "its weights were needed again"))
+            self._parameters[layer].sync_requires_grad()
             if layer not in self._slots:
                 self.updates.wait(layer, Wait.FETCH_AFTER_UPDATE)
                 self._adopt(layer)
@@ -954,7 +974,7 @@ class Streamer:
     def _refuse_transforms(self, visits: Sequence[int]) -> None:
         stack = torch._C._functorch.get_interpreter_stack() or ()
         if self.plan.layers and any(level.key() in _DIFFERENTIATING for level in stack):
-            name = self.plan.layers[visits[0] if visits else 0].name
+            name = self.plan.moving[visits[0] if visits else 0].name
             raise RuntimeError(
                 f"torch.func.grad (or vjp, jacrev, jvp) reached the streamed layer {name!r}: these transforms keep weights "
                 f"where they cannot be streamed. Use torch.autograd.grad(..., create_graph=True), or keep the layer on "
@@ -975,12 +995,6 @@ _DIFFERENTIATING = (
 
 def _kept_raw() -> bool:
     return torch.is_grad_enabled() and not packs()
-
-
-def _is_sparse(found: Found, table: Layer) -> bool:
-    """Whether the embedding gives its weight sparse gradients."""
-    ((_, weight),) = table.parameters
-    return all(getattr(place.module, "sparse", False) for place in found.places[weight])
 
 
 def _warn_unpinned(blocks: Sequence[HostBlock]) -> None:

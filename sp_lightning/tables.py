@@ -13,14 +13,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from sp_lightning.device import Device, PinnedMemory, Stream, Wait
 from sp_lightning.host import HostBlock
 from sp_lightning.memory import normal_mode, strided, unseen
-
-Rows = Callable[[Tensor], Tensor]
-"""Takes row numbers on the host, int64, each once, ascending; returns those rows on the device."""
 
 
 class Table:
@@ -32,15 +29,26 @@ class Table:
         pin: page-lock the memory that rows leave from.
         reading: a context in which the host's weight is up to date and nobody writes it; what it gives says whether rows
             will do, which is so unless the whole weight is on the device.
+        compacted: called in backward where a gradient that would be dense leaves as rows.
+        module: the embedding; whether its gradients are to be sparse may change.
     """
 
     def __init__(
-        self, block: HostBlock, device: Device, *, pin: bool, reading: Callable[[], AbstractContextManager[bool]]
+        self,
+        block: HostBlock,
+        device: Device,
+        *,
+        pin: bool,
+        reading: Callable[[], AbstractContextManager[bool]],
+        compacted: Callable[[], None],
+        module: nn.Embedding,
     ) -> None:
         self._block = block
         self._device = device
         self._pin = pin
         self._reading = reading
+        self.compacted = compacted
+        self.module = module
         self._leaving = PinnedMemory(device, 0, pin=False)
         self._left: Any = None
         self.sent_bytes = 0
@@ -63,6 +71,7 @@ class Table:
         """
         count = weight.shape[0]
         odd = indices.dtype not in (torch.int32, torch.int64) or not -count <= (padding_idx or 0) < count
+        odd = odd or (sparse and not self.module.sparse)  # beside dense ones of the module's own
         if odd or max_norm is not None or torch._C._are_functorch_transforms_active():
             return None
         with self._reading() as possible:
@@ -75,15 +84,19 @@ class Table:
                 if not 0 <= number < count:
                     name = self._block.planned.name
                     raise IndexError(f"index out of range: {name!r} has {count} rows and was asked for row {number}.")
-            rows = _Rows.apply(weight, self._rows, numbers)
+            rows = _Rows.apply(weight, self, numbers)
         padding = None
         if padding_idx is not None:
             (found,) = torch.where(numbers == (padding_idx + count if padding_idx < 0 else padding_idx))
             padding = int(found[0]) if len(found) else None
         return F.embedding(renumbered, rows, padding, None, norm_type, scale_grad_by_freq, sparse)
 
-    def _rows(self, numbers: Tensor) -> Tensor:
-        """Gather rows on the host and send them."""
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Gather rows on the host and send them.
+
+        Args:
+            numbers: on the host, int64, each once, ascending.
+        """
         span = self._block.planned.spans[0]
         width = span.shape[1]
         nbytes = len(numbers) * width * span.dtype.itemsize
@@ -109,9 +122,9 @@ class _Rows(torch.autograd.Function):
     """Some rows of a weight. Its gradient is sparse on its way to the host, which makes a dense one of it."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Any, rows: Rows, numbers: Tensor) -> Tensor:
-        ctx.weight, ctx.numbers = weight._of.hosts[weight._index], numbers
-        return rows(numbers)
+    def forward(ctx: Any, weight: Any, table: Table, numbers: Tensor) -> Tensor:
+        ctx.weight, ctx.table, ctx.numbers = weight._of.hosts[weight._index], table, numbers
+        return table.rows(numbers)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -121,13 +134,13 @@ class _Rows(torch.autograd.Function):
             numbers = ctx.numbers.to(gradient.device)[gradient._indices()[0]]
             return torch.sparse_coo_tensor(numbers[None], gradient._values(), shape, check_invariants=False), None, None
         numbers = ctx.numbers.to(gradient.device)
-        if _is_looked_at(ctx):
+        # Sums of sparse ones are made in another order than with a dense one among them, and not at all of some.
+        unlike = ctx.table.module.sparse or (gradient.dtype is torch.float16 and gradient.device.type == "cpu")
+        if unlike or _is_looked_at(ctx):
             return gradient.new_zeros(shape).index_copy(0, numbers, gradient), None, None
-        return (
-            torch.sparse_coo_tensor(numbers[None], gradient, shape, is_coalesced=True, check_invariants=False),
-            None,
-            None,
-        )
+        ctx.table.compacted()
+        rows = torch.sparse_coo_tensor(numbers[None], gradient, shape, is_coalesced=True, check_invariants=False)
+        return rows, None, None
 
 
 def _is_looked_at(ctx: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sp_lightning.memory import METADATA, normal_mode, unseen
 
@@ -45,6 +45,13 @@ class StandInForWrapped:
     host: Any
     """The user's parameter."""
     _bring: Callable[[], Sequence[Tensor]]
+    _expose: Callable[[], None]
+
+    def __getattr__(self, name: str) -> Any:
+        """What the user hung on the parameter."""
+        if name == "host":
+            raise AttributeError(name)
+        return getattr(self.host, name)
 
     def whole(self) -> Any:
         """The parameter on the device, which holds the slot's memory as long as anybody holds it."""
@@ -65,24 +72,42 @@ class StandInForWrapped:
 
 
 def _with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
-    args, kwargs = tree_map_only(StandInForWrapped, StandInForWrapped.whole, (args, kwargs or {}))
-    return func(*args, **kwargs)
+    """Call a function with the wholes in place of their stand-ins, and note what it writes, or hands on to be written."""
+    wholes: list[tuple[StandInForWrapped, Any, int]] = []
+
+    def whole(each: StandInForWrapped) -> Any:
+        made = each.whole()
+        wholes.append((each, made, made._version))
+        return made
+
+    args, kwargs = tree_map_only(StandInForWrapped, whole, (args, kwargs or {}))
+    result = func(*args, **kwargs)
+    schema = getattr(func, "_schema", None)
+    writes = schema is not None and schema.is_mutable
+    hands_on = any(is_traceable_wrapper_subclass(each) for each in tree_leaves(result))
+    for each, made, version in wholes:
+        if writes or hands_on or made._version != version:
+            each._expose()
+    return result
 
 
-def stand_in(host: Any, away: Iterator[Tensor], bring: Callable[[], Sequence[Tensor]]) -> Any:
+def stand_in(
+    host: Any, away: Iterator[Tensor], bring: Callable[[], Sequence[Tensor]], expose: Callable[[], None]
+) -> Any:
     """A stand-in for a wrapped parameter.
 
     Args:
         host: the user's parameter.
         away: tensors of the same shapes and dtypes on the device, which are never read.
         bring: gives its plain tensors on the device, on lent memory.
+        expose: called where they are written, or may be, and no version will show it.
     """
     with normal_mode(), _Untouched():
         made = rebuild(host, away)
     attributes = tuple(host.__tensor_flatten__()[0])
     kind: Any = type(host)
     made.__class__ = _class_for(kind, attributes)
-    vars(made).update(host=host, _bring=bring, _is_param=True)
+    vars(made).update(host=host, _bring=bring, _expose=expose, _is_param=True)
     return made
 
 
@@ -91,6 +116,12 @@ def _class_for(theirs: Any, attributes: tuple[str, ...]) -> type:
     """Its own plain tensors are those on the device as well."""
 
     def on_the_device(attribute: str) -> property:
-        return property(lambda self: getattr(self.whole(), attribute))
+        def refuse(self: Any, value: Any) -> None:
+            raise RuntimeError(
+                f"{attribute!r} of a wrapped parameter ({theirs.__name__}) was exchanged inside a step. Write it in place "
+                f"({attribute}.copy_(…)), or exchange it between two batches."
+            )
+
+        return property(lambda self: getattr(self.whole(), attribute), refuse)
 
     return type(theirs.__name__, (StandInForWrapped, theirs), {each: on_the_device(each) for each in attributes})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator as operators
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
@@ -186,3 +188,63 @@ def test_predictions_are_bitwise_equal() -> None:
         return trainer_for(strategy).predict(Module(Mixture()), loader(vectors()))
 
     assert_equal(results(superpipeline(k=1)), results("auto"), "predictions")
+
+
+class Inner(nn.Module):
+    """Experts below a part of the block that is compiled by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(16, 16)
+        self.moe = nn.Module()
+        self.moe.experts = nn.ModuleList(Block() for _ in range(2))
+        self.moe.forward = lambda x: sum(expert(x) for expert in self.moe.experts)  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.moe(torch.tanh(self.before(x)))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_no_layers_inside_a_graph() -> None:
+    def make() -> Module:
+        net = nn.Module()
+        net.layers = nn.ModuleList(Inner() for _ in range(3))
+        net.forward = lambda x: net.layers[2](net.layers[1](net.layers[0](x)))  # type: ignore[method-assign]
+        for layer in net.layers:
+            layer.moe.compile(backend="aot_eager")
+        return Module(net)
+
+    torch._dynamo.reset()
+    strategy = superpipeline(k=1)
+    ours = fit(make, vectors(), strategy)
+    torch._dynamo.reset()
+    assert_same(ours, fit(make, vectors()))
+    assert not strategy.plan.experts
+
+
+def of_scripts(x: Tensor, inner: Tensor, outer: Tensor) -> Tensor:
+    return torch.tanh(x @ inner.t()) @ outer.t()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_blocks_that_hand_weights_to_scripts_move_whole() -> None:
+    vars(operators)["of_scripts"] = torch.jit.script(of_scripts)
+
+    class Scripted(Routed):
+        def forward(self, x: Tensor, only: int | None = None) -> Tensor:
+            return x + sum(operators.of_scripts(x, each.inner.weight, each.outer.weight) for each in self.experts)
+
+    net = nn.Sequential(*(Scripted() for _ in range(3)))
+    assert not find_layers(net).experts
+
+
+@pytest.mark.parametrize("activations", ["recompute", {"net.layers.0": "recompute", "**": "keep"}], ids=str)
+def test_blocks_that_are_recomputed_move_whole(activations: Any) -> None:
+    """Their second forward holds all their experts at once: nothing comes on demand, nothing beyond the plan."""
+    strategy = superpipeline(k=1, activations=activations)
+    make, batches = CASES["mixture"]
+    assert_same(fit(make, batches(), strategy), fit(make, batches()))
+    stats = strategy.stats()
+    assert not strategy.plan.experts
+    assert stats.demand_fetches == stats.extra_slots == 0
+    assert stats.peak_device_bytes <= strategy.plan.peak_device_bytes

@@ -165,6 +165,78 @@ def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
     assert set(saved(tmp_path / "a.ckpt")["state_dict"]) == HEAD | {"net.stem.weight", "net.stem.bias"}
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
+def test_resumes_in_other_precisions(precision: Any, tmp_path: Path) -> None:
+    """The module is converted when the trainer has loaded it."""
+    strategy = superpipeline(k=1, save_frozen=False)
+    batches = [
+        batch.to({"bf16-true": torch.bfloat16, "16-true": torch.half, "64-true": torch.double}[precision])
+        for batch in vectors()
+    ]
+    fit(Backbone, batches, strategy, precision=precision).trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert set(saved(tmp_path / "a.ckpt")["state_dict"]) == HEAD
+    again = superpipeline(k=1, save_frozen=False)
+    fit(Backbone, batches, again, precision=precision, ckpt_path=tmp_path / "a.ckpt", max_epochs=2)
+    again.lightning_module.trainer.save_checkpoint(tmp_path / "b.ckpt")
+    assert set(saved(tmp_path / "b.ckpt")["state_dict"]) == HEAD
+
+
+def test_what_an_earlier_fit_trained_is_saved(tmp_path: Path) -> None:
+    pl.seed_everything(7, verbose=False)
+    module = Module(Stack())
+    trainer_for(superpipeline(k=1)).fit(module, loader(vectors()))
+    for child in (module.net.stem, module.net.blocks):
+        child.requires_grad_(False)
+    trainer = trainer_for(superpipeline(k=1, save_frozen=False))
+    trainer.fit(module, loader(vectors()))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert set(saved(tmp_path / "a.ckpt")["state_dict"]) == set(module.state_dict())
+
+
+class FreezesItself(Module):
+    """When its optimizer is made: after a checkpoint has been loaded."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__(Backbone(scale).net.requires_grad_(True))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        for child in (self.net.stem, self.net.blocks):
+            child.requires_grad_(False)
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("validate", [False, True])
+def test_what_came_from_a_checkpoint_before_it_was_frozen_is_saved(validate: bool, tmp_path: Path) -> None:
+    train("auto", tmp_path / "whole.ckpt", lambda: FreezesItself(2.0))
+    strategy, options = superpipeline(k=1, save_frozen=False), {"ckpt_path": tmp_path / "whole.ckpt"}
+    if validate:
+        pl.seed_everything(7, verbose=False)
+        module, trainer = FreezesItself(), trainer_for(strategy)
+        trainer.validate(module, loader(vectors()), verbose=False, **options)
+        trainer.fit(module, loader(vectors()))
+        trainer.save_checkpoint(tmp_path / "b.ckpt")
+    else:
+        train(strategy, tmp_path / "b.ckpt", FreezesItself, max_epochs=2, **options)
+    assert set(saved(tmp_path / "b.ckpt")["state_dict"]) == HEAD | {"net.stem.weight"}
+
+
+def test_another_form_of_a_weight_is_saved(tmp_path: Path) -> None:
+    """A module that saves its weights transposed."""
+
+    def turned() -> Module:
+        def turn(state: dict[str, Any]) -> None:
+            state |= {name: value.t().contiguous() for name, value in state.items() if "stem.weight" in name}
+
+        module = Backbone()
+        module.register_state_dict_post_hook(lambda module, state, prefix, local: turn(state))
+        module.register_load_state_dict_pre_hook(lambda module, state, *_: turn(state))
+        return module
+
+    train(superpipeline(k=1, save_frozen=False), tmp_path / "a.ckpt", turned)
+    assert set(saved(tmp_path / "a.ckpt")["state_dict"]) == HEAD | {"net.stem.weight"}
+    train(superpipeline(k=1), None, turned, ckpt_path=tmp_path / "a.ckpt", max_epochs=2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float64])
 def test_a_digest_tells_values_apart(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -173,6 +245,8 @@ def test_a_digest_tells_values_apart(dtype: torch.dtype) -> None:
     for other, index in zip(others, (0, 70_000, -1), strict=True):
         other[index] = not other[index] if dtype is torch.bool else other[index] + 1
     others += [tensor[1:], tensor[None], tensor.flip(0), torch.zeros_like(tensor)]
+    if dtype.is_floating_point:
+        others += [-tensor, 2 * tensor, tensor * torch.tensor([1, -1]).repeat(len(tensor))[: len(tensor)].to(dtype)]
     found = digest(tensor)
     assert found == digest(tensor.clone())
     assert found == digest(torch.cat([tensor[:1], tensor])[1:]), "wherever it lies"

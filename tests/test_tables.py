@@ -80,6 +80,30 @@ class Frozen(Module):
         net.table.requires_grad_(False)
 
 
+class Thaws(Frozen):
+    """As ``BaseFinetuning`` does it, later."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.net.table.requires_grad_(True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class KeepsGradients(Module):
+    """So that the memory of the last step's gradient is not free."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.kept = [p.grad for p in self.parameters()]
+
+
+class BothWays(Text):
+    """Sparse by the module, dense by the function: dense together, as autograd adds them."""
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return super().forward(numbers) + F.embedding(numbers, self.table.weight)
+
+
 class Sgd(Module):
     """AdamW refuses sparse gradients."""
 
@@ -103,6 +127,9 @@ CASES: dict[str, Callable[[], Module]] = {
     "hooked": lambda: Hooked(Text()),
     "asked-for": lambda: Asks(Text()),
     "frozen": lambda: Frozen(Text()),
+    "thawed": lambda: Thaws(Text()),
+    "kept": lambda: KeepsGradients(Text()),
+    "two-ways": lambda: Sgd(BothWays(sparse=True)),
 }
 
 
@@ -192,13 +219,28 @@ def tied() -> nn.Module:
     return net
 
 
+class Scaled(nn.Embedding):
+    """A forward of its own may do anything with the weight."""
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return super().forward(numbers) * 2
+
+
+def scaled() -> nn.Module:
+    net = Text()
+    net.table = Scaled(ROWS, 16)
+    return net
+
+
 def small() -> nn.Module:
     net = Text()
     net.table = nn.Embedding(10, 16)
     return net
 
 
-@pytest.mark.parametrize("make", [tied, small, lambda: Text(max_norm=1.0)], ids=["tied", "small", "max-norm"])
+@pytest.mark.parametrize(
+    "make", [tied, small, scaled, lambda: Text(max_norm=1.0)], ids=["tied", "small", "scaled", "max-norm"]
+)
 def test_others_move_whole(make: Callable[[], nn.Module]) -> None:
     assert not find_layers(make()).tables
 
@@ -226,3 +268,76 @@ def test_no_rows_at_all() -> None:
     assert_same(
         fit(lambda: Nothing(Text()), batches, superpipeline(k=1)), fit(lambda: Nothing(Text()), batches)
     )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_passes_by_our_stand_ins_gets_the_whole_weight() -> None:
+    """A jagged nested tensor decides on operators before a parameter is asked."""
+
+    class Jagged(Module):
+        def loss(self, batch: Any) -> Tensor:
+            rows = torch.nested.nested_tensor([batch[0], batch[1, :3]], layout=torch.jagged)
+            return self.net.table(rows).values().square().mean() + super().loss(batch)
+
+    with poisoned():
+        ours = fit(lambda: Jagged(Text()), numbers(), superpipeline(k=1))
+    assert_same(ours, fit(lambda: Jagged(Text()), numbers()))
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_call_decides_whether_gradients_are_sparse(dense: bool) -> None:
+    class Functional(Text):
+        def forward(self, numbers: Tensor) -> Tensor:
+            x = F.embedding(numbers, self.table.weight, sparse=not dense)
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    def make() -> Module:
+        return Sgd(Functional(sparse=dense))
+
+    layouts: list[Any] = []
+
+    def results(strategy: Any) -> Any:
+        torch.manual_seed(1)
+        module = make()
+        layouts.append(None)
+        module.on_after_backward = lambda: layouts.__setitem__(-1, module.net.table.weight.grad.layout)  # type: ignore[method-assign]
+        trainer_for(strategy).fit(module, loader(numbers()))
+        return dict(module.state_dict())
+
+    assert_equal(results(superpipeline(k=1)), results("auto"), "functional")
+    assert layouts[0] == layouts[1] == (torch.strided if dense else torch.sparse_coo)
+
+
+def test_half_tables_looked_up_twice() -> None:
+    class Half(Module):
+        def __init__(self) -> None:
+            super().__init__(Text())
+            self.net.table.half()
+
+        def loss(self, batch: Any) -> Tensor:
+            table = self.net.table
+            return (table(batch) + table(batch.flip(0))).float().square().mean()
+
+        def validation_step(self, *_: Any) -> None: ...
+
+    assert_same(fit(Half, numbers(), superpipeline(k=1)), fit(Half, numbers()))
+
+
+def test_sparse_gradients_beside_others_that_leave_with_them() -> None:
+    """A tiny table that stays on the device, and weights beside it: they are added to earlier gradients together."""
+
+    class Tiny(Text):
+        def __init__(self) -> None:
+            super().__init__(sparse=True)
+            self.tiny = nn.Embedding(5, 1, sparse=True)
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, numbers: Tensor) -> Tensor:
+            return super().forward(numbers) * self.scale + self.tiny(numbers % 5)
+
+    strategy = superpipeline(k=1)
+    ours = fit(lambda: Sgd(Tiny()), numbers(), strategy, accumulate_grad_batches=2)
+    assert_same(ours, fit(lambda: Sgd(Tiny()), numbers(), accumulate_grad_batches=2))
+    assert {span.name for span in strategy.plan.residents.spans} >= {"net.tiny.weight", "net.scale"}

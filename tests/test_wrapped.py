@@ -233,3 +233,56 @@ def test_parts_of_nested_subclasses() -> None:
     assert list(parts("weight", plain)) == [("weight", plain)]
     weight = partly_quantised().net.blocks[0].inner.weight
     assert [name for name, _ in parts("weight", weight)] == ["weight.qdata", "weight.scale", "weight.zero_point"]
+
+
+def scaled_in_place(module: Module, step: int) -> None:
+    for block in module.net.blocks:
+        block.inner.weight.scale.mul_(1.1)
+
+
+def copied(module: Module, step: int) -> None:
+    for block, other in zip(module.net.blocks, module.net.blocks[1:], strict=False):
+        block.inner.weight.copy_(other.inner.weight)
+
+
+def loaded(module: Module, step: int) -> None:
+    if step == 1:
+        module.net.blocks.load_state_dict(partly_quantised().net.blocks.state_dict())
+
+
+def through_data(module: Module, step: int) -> None:
+    module.net.blocks[1].inner.weight.data.copy_(module.net.blocks[2].inner.weight)
+
+
+@pytest.mark.parametrize("write", [scaled_in_place, copied, loaded, through_data], ids=lambda write: write.__name__)
+@pytest.mark.parametrize("when", ["training_step", "validation_step"])
+def test_writes_inside_a_step_last(write: Callable[[Module, int], None], when: str) -> None:
+    class Writes(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if when == "training_step":
+                with torch.no_grad():
+                    write(self, batch_idx)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if when == "validation_step":
+                write(self, batch_idx)
+            super().validation_step(batch, batch_idx)
+
+    def make() -> Module:
+        return partly_quantised(Writes)
+
+    assert_same(fit(make, vectors(), superpipeline(k=1), val=vectors()), fit(make, vectors(), val=vectors()))
+
+
+def test_a_part_that_is_exchanged_inside_a_step_is_refused() -> None:
+    class Exchanges(Module):
+        def loss(self, batch: Any) -> Tensor:
+            weight = self.net.blocks[1].inner.weight
+            weight.scale = weight.scale * 2
+            return super().loss(batch)
+
+    with pytest.raises(
+        RuntimeError, match=r"'scale' of a wrapped parameter \(Int8Tensor\) was exchanged inside a step"
+    ):
+        fit(lambda: partly_quantised(Exchanges), vectors(), superpipeline(k=1))
