@@ -161,7 +161,10 @@ def _generating(
 ) -> tuple[Work, Work]:
     """The prompts, and the last token, which has the keys and values of all before it; with the memory of both."""
     if subject.generation is None:
-        raise ValueError(f"{options.model!r} has no cache of keys and values (past_key_values); leave out --generate.")
+        raise ValueError(
+            f"{options.model!r} is no language model of transformers with a cache of keys and values (past_key_values); leave "
+            "out --generate."
+        )
     try:
         with torch.no_grad(), torch.autocast("cpu", autocast) if autocast is not None else nullcontext():
             prompts, token = (estimate(found, run) for run in subject.generation(options.generate))
@@ -307,7 +310,8 @@ def verdict(answer: Answer, options: argparse.Namespace) -> str:
             [] if options.predict or answer.work is None else [mode for mode in MODES if mode != options.activations]
         )
         fitting = [mode for mode in others if least - rest + answer.work.alive(mode) <= options.gpu_memory]  # type: ignore[union-attr]
-        smaller = f"Use a smaller batch, or --activations {' or '.join(fitting)}" if fitting else "Use a smaller batch"
+        smaller = f"Use a smaller batch{_about(least, rest, options)}"
+        smaller += f", or --activations {' or '.join(fitting)}" if fitting else ""
         remedy = f"{smaller}." if rest > least / 2 or fitting else "Cut layers finer with --layers."
         said.append(
             f"It does not fit: the least is {human_bytes(least)} of device memory, of which {human_bytes(rest)} are "
@@ -331,6 +335,13 @@ def verdict(answer: Answer, options: argparse.Namespace) -> str:
         f"{fits}: {choice}, {answer.prompt_seconds:.3g} s for the prompts, then {seconds:.3g} s for each token of "
         f"{options.batch} sequence{'s' * (options.batch > 1)}: {options.batch / seconds:.3g} tokens/s."
     )
+
+
+def _about(least: int, rest: int, options: argparse.Namespace) -> str:
+    """What batch would fit: activations and caches grow with it, weights do not."""
+    room = options.gpu_memory - (least - rest)
+    count = int(options.batch * room / rest) if rest > 0 else 0
+    return f" (about {count} would fit)" if 1 <= count < options.batch else ""
 
 
 def _per(options: argparse.Namespace) -> str:

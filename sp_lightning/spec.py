@@ -204,14 +204,21 @@ def _transformers(spec: str, file: Path, batch: int, tokens: int, image: int | N
 
     def generation(count: int) -> tuple[Callable[[], None], Callable[[], None]]:
         kept = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
-        prompts = {**make()[1], "use_cache": True, **kept}
+        prompts: dict[str, Any] = {**make()[1], "use_cache": True, **kept}
         prompts.pop("labels", None)
-        before = torch.zeros(batch, tokens + count - 1, dtype=torch.long)
-        cache = module(**{**prompts, "input_ids": before}).past_key_values
-        last = {"input_ids": before[:, :1], "past_key_values": cache, "use_cache": True}
+        if config.is_encoder_decoder:  # the prompt is the encoder's, and its output all that the decoder needs of it
+            prompts["decoder_input_ids"] = torch.zeros(batch, 1, dtype=torch.long)
+            before = torch.zeros(batch, max(count - 1, 1), dtype=torch.long)
+            written = module(**{**prompts, "decoder_input_ids": before})
+            last = {"encoder_outputs": (written.encoder_last_hidden_state,), "decoder_input_ids": before[:, :1]}
+        else:
+            before = torch.zeros(batch, tokens + count - 1, dtype=torch.long)
+            written = module(**{**prompts, "input_ids": before})
+            last = {"input_ids": before[:, :1]}
+        last |= {"past_key_values": written.past_key_values, "use_cache": True}
         return lambda: module(**prompts) and None, lambda: module(**last) and None
 
-    caches = with_text and {"past_key_values", "input_ids"} <= taken and not config.is_encoder_decoder
+    caches = with_text and {"past_key_values", "input_ids"} <= taken
     items = [f"{batch} × {tokens} tokens"] if with_text else []
     if isinstance(pixels, int):
         items.append(f"{batch} images of {pixels} × {pixels}")

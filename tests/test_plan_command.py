@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from sp_lightning import offload
@@ -97,7 +98,30 @@ def test_generation_by_models_that_have_no_cache(model: str, capsys: pytest.Capt
     with pytest.raises(SystemExit) as stop:
         main(["plan", model, "--generate", "8"])
     assert stop.value.code == 2
-    assert "has no cache of keys and values (past_key_values); leave out --generate" in capsys.readouterr().err
+    assert "with a cache of keys and values (past_key_values); leave out --generate" in capsys.readouterr().err
+
+
+def test_generation_of_an_encoder_and_a_decoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The decoder reads the encoder's output through keys and values of its own; the prompts are the encoder's."""
+    config = transformers.T5Config(d_model=256, d_kv=64, d_ff=512, num_layers=4, num_heads=4, vocab_size=4096)
+    config.architectures = ["T5ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    options = ["--generate", "16", "--tokens", "128", "--batch", "4", "--k", "1"]
+    found = plan(capsys, str(tmp_path), *options)
+    cache = 4 * (2 * 4 * 256 * (128 + 16)) * 4  # bytes: sequences × (keys and values, layers, width) of both attentions
+    assert cache < found["activation_bytes"]
+    assert "each token of 4 sequences" in found["verdict"]
+
+
+def test_what_batch_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    model, options = (
+        str(SHAPES / "llama-3-8b.json"),
+        ["--precision", "bf16-true", "--generate", "64", "--tokens", "448", "--k", "1"],
+    )
+    found = plan(capsys, model, *options, "--batch", "400", "--gpu-memory", "16GiB")
+    count = int(found["verdict"].partition("(about ")[2].partition(" would fit)")[0])
+    assert plan(capsys, model, *options, "--batch", str(count), "--gpu-memory", "16GiB")["best"]
+    assert plan(capsys, model, *options, "--batch", str(count * 5 // 4), "--gpu-memory", "16GiB")["best"] is None
 
 
 class Known(Module):
