@@ -90,6 +90,8 @@ def check_model(model: str) -> None:
         ValueError: such a path.
     """
     folder = Path(model)
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ValueError(f"--model {model}: the folder has adapters alone. Give the model that they are merged into.")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"--model {model}: the folder has no config.json. Give one that save_pretrained wrote.")
     path_like = folder.is_absolute() or model.startswith((".", "~")) or len(folder.parts) > 2

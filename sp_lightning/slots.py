@@ -12,6 +12,7 @@ another one is used, or an extra one is made.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +106,8 @@ class Slots:
         self.by_address: dict[int, Slot] = {}
         """Every slot that has memory, by the address where it begins."""
         self._planned = [[self._make(index) for _ in range(ring.slots)] for index, ring in enumerate(plan.rings)]
-        self.fetched_layers = 0
+        self.fetched = Counter[int]()
+        """How often each layer was."""
         self.fetched_bytes = 0
         self.transfers = 0
         self.extra_slots = 0
@@ -171,7 +173,7 @@ class Slots:
             slot.layer = layer
             slot.escaped = False
             self._at[layer] = slot
-            self.fetched_layers += 1
+            self.fetched[layer] += 1
             self.fetched_bytes += source.nbytes
         filled = self._latest = self._device.record(Stream.UPLOAD)
         for layer, slot in pairs:

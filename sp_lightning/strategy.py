@@ -139,6 +139,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._tuning: Tuning | None = None
         self._ledger: Ledger | None = None
         self._last_stats: Stats | None = None
+        self._last_fetches: dict[str, int] = {}
         self._frozen: Frozen | None = None
         self._left_out: LeftOut = {}
         self._hooks: list[RemovableHandle] = []
@@ -211,6 +212,15 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         if self._last_stats is None:
             raise RuntimeError("There are no counters yet: they begin in trainer.fit (validate, test, predict).")
         return self._last_stats
+
+    def fetches(self) -> dict[str, int]:
+        """How often each layer was fetched since the last set-up, by name: which experts were, say.
+
+        Raises:
+            RuntimeError: before set-up.
+        """
+        self.stats()
+        return self._last_fetches if self._streamer is None else self._streamer.fetches()
 
     # ------------------------------------------------------------------ what the trainer hands over
 
@@ -670,7 +680,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._hooks = []
         self._quiet.clear()
         if self._streamer is not None:
-            self._last_stats = self._streamer.stats()
+            self._last_stats, self._last_fetches = self._streamer.stats(), self._streamer.fetches()
             self._modes = self.activations
             self._plan = self._streamer.plan
             self._torn = self._streamer.updates.torn

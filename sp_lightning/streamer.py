@@ -462,7 +462,7 @@ class Streamer:
         """The counters now."""
         self._note_peak()
         return Stats(
-            fetched_layers=self._slots.fetched_layers,
+            fetched_layers=self._slots.fetched.total(),
             fetched_bytes=self._slots.fetched_bytes + sum(table.sent_bytes for table in self._tables.values()),
             drained_bytes=self._gradients.drained_bytes,
             transfers=self._slots.transfers,
@@ -476,6 +476,11 @@ class Streamer:
             update_stall_seconds=self._device.stall_seconds(Wait.FETCH_AFTER_UPDATE, Wait.READ_AFTER_UPDATE),
             activation_stall_seconds=self._device.stall_seconds(Wait.REUSE_AFTER_STORE, Wait.USE_AFTER_RETURN),
         )
+
+    def fetches(self) -> dict[str, int]:
+        """How often each layer was fetched since set-up."""
+        fetched = self._slots.fetched
+        return {layer.name: fetched[index] for index, layer in enumerate(self.plan.layers)}
 
     def close(self) -> None:
         """Host parameters stay in the modules as ordinary CPU parameters; device memory and hooks are gone."""

@@ -130,6 +130,8 @@ def test_only_experts_that_were_routed_to_are_fetched(predict: bool) -> None:
     strategy = superpipeline(k=1)
     layers = fetched(strategy, predict=predict, batches=vectors())
     names = {strategy.plan.layers[index].name for index in layers}
+    assert names == {name for name, count in strategy.fetches().items() if count}
+    assert sum(strategy.fetches().values()) == strategy.stats().fetched_layers
     assert names == {f"net.layers.{block}{part}" for block in range(3) for part in ("", ".experts.1")}
 
 
