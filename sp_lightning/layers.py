@@ -179,46 +179,45 @@ def find_layers(
 
     stay = _small(units) | {id(unit) for unit in units if _all_of(unit, kept)}
     residents = _plain(named for unit in units for named in unit.parameters if id(unit) in stay or named[1] in kept)
-    looked_up = _looked_up([unit for unit in units if id(unit) not in stay], places)
-    found: list[Layer] = []
-    tables: list[Layer] = []
-    experts: set[int] = set()
-    owner: dict[nn.Parameter, int] = {}
-    modules: dict[nn.Module, None] = dict.fromkeys(walk.above)
-    for unit in units:
-        if unit.module is not None:
-            modules[unit.module] = None
-        parameters = tuple(named for named in unit.parameters if named[1] not in kept)
-        if parameters and id(unit) not in stay:
-            layer = Layer(
-                unit.name,
-                _plain(named for named in parameters if named[1] not in lowered),
-                tuple(named for named in parameters if named[1] in lowered),
-            )
-            if id(unit) in looked_up:
-                tables.append(layer)
-                continue
-            owner.update((parameter, len(found)) for _, parameter in parameters)
-            if unit.expert:
-                experts.add(len(found))
-            found.append(layer)
-    above = set(walk.above)
-    routed = {unit.module for unit in units if unit.expert}
+    moving = [unit for unit in units if id(unit) not in stay and any(p not in kept for _, p in unit.parameters)]
+    looked_up = _looked_up(moving, places)
+    tables = tuple(_layer(unit, kept, lowered) for unit in moving if id(unit) in looked_up)
+    streamed = [unit for unit in moving if id(unit) not in looked_up]
+    found = tuple(_layer(unit, kept, lowered) for unit in streamed)
     return Found(
-        layers=tuple(found),
+        layers=found,
         residents=Layer("residents", residents),
-        visits={
-            each: () if each in above else _visits(each, owner, () if each in routed else experts) for each in modules
-        },
+        visits=_all_visits(walk, units, streamed, kept),
         places=places,
         aside=tuple((name, each) for each, name in aside.items()),
         notes=_notes(walk, units, (*found, *tables)),
         autocast=autocast,
         wrapped=tuple(p for p in places if is_traceable_wrapper_subclass(p)),
-        tables=tuple(tables),
-        experts=frozenset(experts),
+        tables=tables,
+        experts=frozenset(index for index, unit in enumerate(streamed) if unit.expert),
         units={unit.name: unit.module for unit in units if unit.module is not None and not unit.within},
     )
+
+
+def _layer(unit: _Unit, kept: set[nn.Parameter], lowered: set[nn.Parameter]) -> Layer:
+    parameters = [named for named in unit.parameters if named[1] not in kept]
+    return Layer(
+        unit.name,
+        _plain(named for named in parameters if named[1] not in lowered),
+        tuple(named for named in parameters if named[1] in lowered),
+    )
+
+
+def _all_visits(
+    walk: _Walk, units: list[_Unit], streamed: list[_Unit], kept: set[nn.Parameter]
+) -> dict[nn.Module, tuple[int, ...]]:
+    owner = {p: index for index, unit in enumerate(streamed) for _, p in unit.parameters if p not in kept}
+    experts = {index for index, unit in enumerate(streamed) if unit.expert}
+    visits: dict[nn.Module, tuple[int, ...]] = dict.fromkeys(walk.above, ())
+    for unit in units:
+        if unit.module is not None:
+            visits[unit.module] = _visits(unit.module, owner, () if unit.expert else experts)
+    return visits
 
 
 def _units(module: nn.Module, name: str, walk: _Walk, *, block: bool = False, expert: bool = False) -> Iterator[_Unit]:

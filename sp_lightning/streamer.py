@@ -189,23 +189,14 @@ class Streamer:
             )
             for index, block in enumerate(self._blocks)
         ]
-        modules_of_tables: dict[int, Any] = {
-            index: found.places[table.parameters[0][1]][0].module
-            for index, table in zip(tables, found.tables, strict=True)
-        }
-        self._tables = {
-            index: Table(
-                self._blocks[index],
-                device,
-                pin=pin,
-                reading=partial(self._reading_rows, index),
-                compacted=partial(self._gradients.compacted.add, index),
-                module=modules_of_tables[index],
-            )
-            for index in tables
-        }
-        for index, table in self._tables.items():
+        self._tables: dict[int, Table] = {}
+        for index, layer in zip(tables, found.tables, strict=True):
+            embedding: Any = found.places[layer.parameters[0][1]][0].module
+            reading = partial(self._reading_rows, index)
+            compacted = partial(self._gradients.compacted.add, index)
+            table = Table(embedding, self._blocks[index], device, pin=pin, reading=reading, compacted=compacted)
             self._parameters[index].look_up = table.look_up
+            self._tables[index] = table
         self._residents = len(plan.moving)
         self._resident_memory = device.empty(plan.residents.nbytes)
         self._attach_residents()
@@ -226,7 +217,7 @@ class Streamer:
         self._packing = Packing(
             self._parameters, self._slots.by_address, self._casts, self.activations.offload, self._reach
         )
-        of_tables = {module: (index,) for index, module in modules_of_tables.items()}
+        of_tables: dict[nn.Module, tuple[int, ...]] = {table.module: (index,) for index, table in self._tables.items()}
         self._gates = attach_gates(self, {**found.visits, **of_tables})
         # the batch: which trace, which phase was expected, whether modules hold device parameters
         self._prefetch = Prefetch(plan, self._slots, self.updates.ready)

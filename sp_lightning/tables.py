@@ -24,24 +24,24 @@ class Table:
     """One embedding.
 
     Args:
+        module: the embedding; whether its gradients are to be sparse may change.
         block: its weight on the host.
         device: the seam.
         pin: page-lock the memory that rows leave from.
         reading: a context in which the host's weight is up to date and nobody writes it; what it gives says whether rows
             will do, which is so unless the whole weight is on the device.
         compacted: called in backward where a gradient that would be dense leaves as rows.
-        module: the embedding; whether its gradients are to be sparse may change.
     """
 
     def __init__(
         self,
+        module: nn.Embedding,
         block: HostBlock,
         device: Device,
         *,
         pin: bool,
         reading: Callable[[], AbstractContextManager[bool]],
         compacted: Callable[[], None],
-        module: nn.Embedding,
     ) -> None:
         self._block = block
         self._device = device
