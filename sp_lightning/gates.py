@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 
 class Gatekeeper(Protocol):
@@ -48,47 +49,13 @@ class Gate:
         return Gate, (None, None, ())
 
 
-class _AroundCompiled:
-    """A gate around a module's compiled call: hooks would be inside, where they break the graph into others than plain's."""
-
-    def __init__(self, module: nn.Module, gate: Gate) -> None:
-        self._module = module
-        self._compiled: Any = module._compiled_call_impl
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            output = None
-            gate.before(module, args)
-            try:
-                output = self._compiled(*args, **kwargs)
-            finally:
-                gate.after(module, args, output)
-            return output
-
-        self._call = module._compiled_call_impl = call
-
-    def remove(self) -> None:
-        """The compiled call is as it was, unless somebody has compiled anew."""
-        if vars(self._module).get("_compiled_call_impl") is self._call:
-            self._module._compiled_call_impl = self._compiled
-
-
-class Removable(Protocol):
-    """A hook, or what stands for one."""
-
-    def remove(self) -> None:
-        """It is not called any more."""
-
-
-def attach_gates(keeper: Gatekeeper, visits: dict[nn.Module, tuple[int, ...]]) -> list[Removable]:
+def attach_gates(keeper: Gatekeeper, visits: dict[nn.Module, tuple[int, ...]]) -> list[RemovableHandle]:
     """Attach a gate to every module. Ours run first before, and last after the module.
 
     ``nn.TransformerEncoderLayer`` leaves its fast path when a module has hooks, which changes the last bits in
     evaluation; where one is among the modules, all gates are global hooks, which it does not see.
     """
     gates = {module: Gate(keeper, module, used) for module, used in _peeking(visits).items()}
-    handles: list[Removable] = []
-    for module in [each for each in gates if getattr(each, "_compiled_call_impl", None) is not None]:
-        handles.append(_AroundCompiled(module, gates.pop(module)))
     if any(isinstance(module, nn.TransformerEncoderLayer) for root in visits for module in root.modules()):
 
         def dispatch(method: str) -> Callable[..., None]:
@@ -100,10 +67,10 @@ def attach_gates(keeper: Gatekeeper, visits: dict[nn.Module, tuple[int, ...]]) -
             return hook
 
         return [
-            *handles,
             register_module_forward_pre_hook(dispatch("before")),
             register_module_forward_hook(dispatch("after"), always_call=True),
         ]
+    handles = []
     for module, gate in gates.items():
         handles.append(module.register_forward_pre_hook(gate.before, prepend=True))
         handles.append(module.register_forward_hook(gate.after, always_call=True))

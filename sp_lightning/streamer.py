@@ -268,6 +268,8 @@ class Streamer:
             self._manual = manual
             self._ends_with_backward = False
             self._slots.idle_since = None
+            for table in self._tables.values():
+                table.used_whole = False
             if training:
                 self.activations.begin()
             self._activate()
@@ -589,6 +591,8 @@ class Streamer:
                 self._refresh_residents()
                 self._parameters[self._residents].ask(before_use=False)
             self._hold(layers)
+        for table in [self._tables[layer] for layer in layers if layer in self._tables]:
+            table.used_whole = table.used_whole or torch.is_grad_enabled()
         if self._tasks:
             self._gradients.make_room(layers)
         try:

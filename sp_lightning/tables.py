@@ -49,6 +49,8 @@ class Table:
         self._reading = reading
         self.compacted = compacted
         self.module = module
+        self.used_whole = False
+        """Whether, in this step, anything has computed with the whole weight."""
         self._leaving = PinnedMemory(device, 0, pin=False)
         self._left: Any = None
         self.sent_bytes = 0
@@ -134,8 +136,9 @@ class _Rows(torch.autograd.Function):
             numbers = ctx.numbers.to(gradient.device)[gradient._indices()[0]]
             return torch.sparse_coo_tensor(numbers[None], gradient._values(), shape, check_invariants=False), None, None
         numbers = ctx.numbers.to(gradient.device)
-        # Sums of sparse ones are made in another order than with a dense one among them, and not at all of some.
-        unlike = ctx.table.module.sparse or (gradient.dtype is torch.float16 and gradient.device.type == "cpu")
+        # With a gradient of another kind among them, sparse ones are summed in another order; some cannot be summed.
+        unlike = ctx.table.used_whole or ctx.table.module.sparse
+        unlike = unlike or (gradient.dtype is torch.float16 and gradient.device.type == "cpu")
         if unlike or _is_looked_at(ctx):
             return gradient.new_zeros(shape).index_copy(0, numbers, gradient), None, None
         ctx.table.compacted()

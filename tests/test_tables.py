@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from sp_lightning.layers import find_layers
@@ -98,10 +99,10 @@ class KeepsGradients(Module):
 
 
 class BothWays(Text):
-    """Sparse by the module, dense by the function: dense together, as autograd adds them."""
+    """By the module one way, by the function the other: dense together, as autograd adds them."""
 
     def forward(self, numbers: Tensor) -> Tensor:
-        return super().forward(numbers) + F.embedding(numbers, self.table.weight)
+        return super().forward(numbers) + F.embedding(numbers, self.table.weight, sparse=not self.table.sparse)
 
 
 class Sgd(Module):
@@ -129,7 +130,8 @@ CASES: dict[str, Callable[[], Module]] = {
     "frozen": lambda: Frozen(Text()),
     "thawed": lambda: Thaws(Text()),
     "kept": lambda: KeepsGradients(Text()),
-    "two-ways": lambda: Sgd(BothWays(sparse=True)),
+    "sparse-and-dense": lambda: Sgd(BothWays(sparse=True)),
+    "dense-and-sparse": lambda: Sgd(BothWays()),
 }
 
 
@@ -168,6 +170,19 @@ def test_on_a_device_of_its_own(name: str) -> None:
     with simulated():
         ours = fit(CASES[name], numbers(), superpipeline(k=1), val=numbers(2), accumulate_grad_batches=2)
     assert_same(ours, fit(CASES[name], numbers(), val=numbers(2), accumulate_grad_batches=2))
+
+
+def test_tables_are_updated_first() -> None:
+    """The next forward begins with them."""
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            streamer = trainer.strategy._streamer
+            self.order = [streamer._blocks[index].planned.name for index in streamer.update_order()]
+
+    looks = Looks()
+    fit(fused(CASES["looked-up"]), numbers(), superpipeline(k=1), gradients=False, callbacks=[looks])
+    assert looks.order == ["residents", "net.table", *(f"net.blocks.{i}" for i in range(4))]
 
 
 def test_only_rows_travel() -> None:
