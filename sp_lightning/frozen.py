@@ -2,7 +2,7 @@
 
 A checkpoint that lacks weights is only worth something if they can be had again. So a weight is left out only where the
 module had its values by itself: nobody has trained it, no checkpoint has given it others, and it is what it was when
-training began. The file has a digest of each, and whoever loads it is told if the module's own weights are others.
+the first run began. The file has a digest of each, and whoever loads it is told if the module's own weights are others.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from sp_lightning.wrapped import parts
 FROZEN = "superpipeline_frozen"
 """Of a checkpoint: names of the weights that it leaves out, with their digests and dtypes."""
 
+_first: Any = WeakIdKeyDictionary()
+"""The digest of each parameter when a run found it frozen first."""
+
 LeftOut = dict[str, tuple[str, str]]
 
 _acquired: Any = WeakIdKeyDictionary()
@@ -32,7 +35,7 @@ def digest(tensor: Tensor) -> str:
     """What tells a weight's values, shape and dtype from others; one pass over its memory."""
     found = hashlib.sha256(usedforsecurity=False)
     for _, part in parts("", tensor.detach()):
-        memory = part.cpu().contiguous()
+        memory = part.cpu().resolve_conj().resolve_neg().contiguous()
         found.update(repr((part.dtype, tuple(part.shape))).encode())
         if memory.nbytes:
             found.update((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr()))
@@ -63,7 +66,8 @@ class Frozen:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._digests = self._now()
+        own = dict(_named(module))
+        self._digests = {name: _first.setdefault(own[name], found) for name, found in self._now().items()}
 
     def _now(self) -> dict[str, str]:
         frozen = {name: p for name, p in _named(self._module) if not p.requires_grad and p not in _acquired}
@@ -84,8 +88,8 @@ class Frozen:
         return left_out
 
 
-def fill_in(module: nn.Module, state: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
-    """A checkpoint's state with the module's own weights where it leaves some out.
+def fill_in(module: nn.Module, state: Mapping[str, Any], left_out: LeftOut, *, copies: bool = False) -> dict[str, Any]:
+    """A checkpoint's state with the module's own weights, or copies of them, where it leaves some out.
 
     Raises:
         RuntimeError: the module does not have them, or others.
@@ -102,7 +106,9 @@ def fill_in(module: nn.Module, state: Mapping[str, Any], left_out: LeftOut) -> d
             )
         if digest(_cast(own[name], dtype)) != expected:
             others.append(name)
-        filled[name] = own[name]
+        filled[name] = _cast(own[name], dtype).detach()
+        if copies:
+            filled[name] = filled[name].clone()
     if others:
         raise RuntimeError(
             f"This checkpoint leaves out the frozen weight {others[0]!r}{f' and {len(others) - 1} more' * (len(others) > 1)} "

@@ -416,7 +416,9 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             note_loaded(self.lightning_module, checkpoint["state_dict"])
         for key in ("state_dict", _BESIDE_AVERAGES):
             if key in checkpoint and FROZEN in checkpoint:
-                cast(Any, checkpoint)[key] = fill_in(self.lightning_module, checkpoint[key], checkpoint[FROZEN])
+                copies = key == _BESIDE_AVERAGES  # the averages are loaded in between
+                filled = fill_in(self.lightning_module, checkpoint[key], checkpoint[FROZEN], copies=copies)
+                cast(Any, checkpoint)[key] = filled
         super().load_model_state_dict(checkpoint, strict)
 
     def expect_next_batch(self) -> None:

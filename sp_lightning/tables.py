@@ -86,12 +86,8 @@ class Table:
                 if not 0 <= number < count:
                     name = self._block.planned.name
                     raise IndexError(f"index out of range: {name!r} has {count} rows and was asked for row {number}.")
-            rows = _Rows.apply(weight, self, numbers)
-        padding = None
-        if padding_idx is not None:
-            (found,) = torch.where(numbers == (padding_idx + count if padding_idx < 0 else padding_idx))
-            padding = int(found[0]) if len(found) else None
-        return F.embedding(renumbered, rows, padding, None, norm_type, scale_grad_by_freq, sparse)
+            padding = -1 if padding_idx is None else padding_idx + count * (padding_idx < 0)
+            return _LookUp.apply(weight, self, indices, renumbered, numbers, (padding, scale_grad_by_freq, sparse))
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Gather rows on the host and send them.
@@ -120,30 +116,42 @@ class Table:
             return strided(arrived, 0, span.dtype, (len(numbers), width), (width, 1))
 
 
-class _Rows(torch.autograd.Function):
-    """Some rows of a weight. Its gradient is sparse on its way to the host, which makes a dense one of it."""
+class _LookUp(torch.autograd.Function):
+    """``embedding`` of the rows alone. Its gradient is sparse on its way to the host, which makes a dense one of it."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Any, table: Table, numbers: Tensor) -> Tensor:
-        ctx.weight, ctx.table, ctx.numbers = weight._of.hosts[weight._index], table, numbers
-        return table.rows(numbers)
+    def forward(
+        ctx: Any,
+        weight: Any,
+        table: Table,
+        indices: Tensor,
+        renumbered: Tensor,
+        numbers: Tensor,
+        how: tuple[int, bool, bool],
+    ) -> Tensor:
+        ctx.save_for_backward(indices)  # as embedding does: a second forward (a checkpoint's) may have the whole weight
+        ctx.weight, ctx.table, ctx.numbers, ctx.how = weight._of.hosts[weight._index], table, numbers, how
+        return F.embedding(renumbered, table.rows(numbers))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
-        shape = ctx.weight.shape
-        if gradient.is_sparse:  # nn.Embedding(sparse=True): as it would be, but for the numbers
-            numbers = ctx.numbers.to(gradient.device)[gradient._indices()[0]]
-            return torch.sparse_coo_tensor(numbers[None], gradient._values(), shape, check_invariants=False), None, None
-        numbers = ctx.numbers.to(gradient.device)
+        (gradient,), (indices,) = gradients, ctx.saved_tensors
+        padding, by_frequency, sparse = ctx.how
         # With a gradient of another kind among them, sparse ones are summed in another order; some cannot be summed.
         unlike = ctx.table.used_whole or ctx.table.module.sparse
         unlike = unlike or (gradient.dtype is torch.float16 and gradient.device.type == "cpu")
+        backward = torch.ops.aten.embedding_backward
         if unlike or _is_looked_at(ctx):
-            return gradient.new_zeros(shape).index_copy(0, numbers, gradient), None, None
-        ctx.table.compacted()
-        rows = torch.sparse_coo_tensor(numbers[None], gradient, shape, is_coalesced=True, check_invariants=False)
-        return rows, None, None
+            found = backward(gradient, indices, len(ctx.weight), padding, by_frequency, sparse)
+        else:
+            ctx.table.compacted()
+            numbers = ctx.numbers.to(gradient.device)
+            renumbered = torch.searchsorted(numbers, indices.to(numbers.dtype).contiguous())
+            padding = int(torch.searchsorted(ctx.numbers, padding)) if padding in ctx.numbers else -1
+            rows = backward(gradient, renumbered, len(numbers), padding, by_frequency, False)
+            shape = ctx.weight.shape
+            found = torch.sparse_coo_tensor(numbers[None], rows, shape, is_coalesced=True, check_invariants=False)
+        return found, None, None, None, None, None
 
 
 def _is_looked_at(ctx: Any) -> bool:

@@ -122,6 +122,10 @@ def _class_for(theirs: Any, attributes: tuple[str, ...]) -> type:
                 f"({attribute}.copy_(…)), or exchange it between two batches."
             )
 
-        return property(lambda self: getattr(self.whole(), attribute), refuse)
+        def read(self: Any) -> Any:
+            self._expose()  # whoever has it may write it through .data
+            return getattr(self.whole(), attribute)
+
+        return property(read, refuse)
 
     return type(theirs.__name__, (StandInForWrapped, theirs), {each: on_the_device(each) for each in attributes})

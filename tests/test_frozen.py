@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 
 from sp_lightning.frozen import FROZEN, digest
 from tests.support.models import Module, Stack, lora, tokens, vectors
@@ -140,18 +140,44 @@ def test_plain_lightning_says_what_is_missing(tmp_path: Path) -> None:
     module.load_state_dict(saved(tmp_path / "a.ckpt")["state_dict"], strict=False)
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")  # ModelCheckpoint, which is resumed into another folder
 def test_averaged_weights(tmp_path: Path) -> None:
-    """The callback saves averages of all weights beside the run's own."""
+    """The callback saves averages of all weights beside the run's own, and puts them into the module at the end."""
 
-    def run(**options: Any) -> Any:
-        strategy = superpipeline(k=1, save_frozen=False)
-        callbacks = [WeightAveraging(device="cpu"), ModelCheckpoint(tmp_path, "a")]
+    def run(folder: str, save_frozen: bool, **options: Any) -> Any:
+        callbacks = [EMAWeightAveraging(device="cpu"), ModelCheckpoint(tmp_path / folder, "a")]
+        strategy = superpipeline(k=1, save_frozen=save_frozen)
         return fit(Backbone, vectors(), strategy, callbacks=callbacks, enable_checkpointing=True, **options)
 
-    run()
-    file = tmp_path / "a.ckpt"
-    assert set(saved(file)["current_model_state"]) == HEAD
-    run(ckpt_path=file, max_epochs=2)
+    resumed = []
+    for folder, save_frozen in (("whole", True), ("small", False)):
+        run(folder, save_frozen)
+        resumed.append(run(f"{folder}-again", save_frozen, ckpt_path=tmp_path / folder / "a.ckpt", max_epochs=2))
+    assert set(saved(tmp_path / "small" / "a.ckpt")["current_model_state"]) == HEAD
+    assert_same(*resumed)
+
+
+def test_what_an_earlier_fit_changed_is_saved(tmp_path: Path) -> None:
+    module = Backbone()
+    trainer_for(superpipeline(k=1, save_frozen=False), callbacks=[WritesFrozen()]).fit(module, loader(vectors()))
+    trainer = trainer_for(superpipeline(k=1, save_frozen=False))
+    trainer.fit(module, loader(vectors()))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert set(saved(tmp_path / "a.ckpt")["state_dict"]) == HEAD | {"net.blocks.2.inner.weight"}
+
+
+def test_a_half_file_in_a_whole_run(tmp_path: Path) -> None:
+    """Plain Lightning loads what the file has: weights that were rounded."""
+    batches = [batch.bfloat16() for batch in vectors()]
+    losses = []
+    for save_frozen in (True, False):
+        strategy, file = superpipeline(k=1, save_frozen=save_frozen), tmp_path / f"{save_frozen}.ckpt"
+        fit(Backbone, batches, strategy, precision="bf16-true").trainer.save_checkpoint(file)
+        pl.seed_everything(7, verbose=False)
+        losses.append(
+            trainer_for(superpipeline(k=1)).validate(Backbone(), loader(vectors()), ckpt_path=file, verbose=False)
+        )
+    assert losses[0] == losses[1]
 
 
 def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
@@ -251,3 +277,8 @@ def test_a_digest_tells_values_apart(dtype: torch.dtype) -> None:
     assert found == digest(tensor.clone())
     assert found == digest(torch.cat([tensor[:1], tensor])[1:]), "wherever it lies"
     assert found not in [digest(other) for other in others]
+
+
+def test_a_digest_of_a_conjugate_is_that_of_its_values() -> None:
+    tensor = torch.randn(5, dtype=torch.complex64)
+    assert digest(tensor.conj()) == digest(tensor.conj().resolve_conj()) != digest(tensor)

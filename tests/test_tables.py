@@ -57,6 +57,18 @@ class Checkpointed(Text):
         return torch.utils.checkpoint.checkpoint(super().forward, numbers, use_reentrant=False)
 
 
+class CheckpointedWithHead(Text):
+    """The second forward finds the whole weight there, the first did not."""
+
+    def body(self, numbers: Tensor) -> Tensor:
+        return self.table(numbers) @ self.table.weight.t()
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return super().forward(numbers).mean() + torch.utils.checkpoint.checkpoint(
+            self.body, numbers, use_reentrant=False
+        )
+
+
 class Hooked(Module):
     """The user's hook sees the dense gradient that it would see on plain Lightning."""
 
@@ -125,6 +137,7 @@ CASES: dict[str, Callable[[], Module]] = {
     "whole-as-well": lambda: Module(OutputsByTable()),
     "written": lambda: Module(WrittenInForward()),
     "checkpointed": lambda: Module(Checkpointed()),
+    "checkpointed-with-head": lambda: Module(CheckpointedWithHead()),
     "hooked": lambda: Hooked(Text()),
     "asked-for": lambda: Asks(Text()),
     "frozen": lambda: Frozen(Text()),

@@ -254,7 +254,13 @@ def through_data(module: Module, step: int) -> None:
     module.net.blocks[1].inner.weight.data.copy_(module.net.blocks[2].inner.weight)
 
 
-@pytest.mark.parametrize("write", [scaled_in_place, copied, loaded, through_data], ids=lambda write: write.__name__)
+def through_data_of_a_part(module: Module, step: int) -> None:
+    module.net.blocks[1].inner.weight.scale.data.mul_(1.2)
+
+
+@pytest.mark.parametrize(
+    "write", [scaled_in_place, copied, loaded, through_data, through_data_of_a_part], ids=lambda write: write.__name__
+)
 @pytest.mark.parametrize("when", ["training_step", "validation_step"])
 def test_writes_inside_a_step_last(write: Callable[[Module, int], None], when: str) -> None:
     class Writes(Module):
