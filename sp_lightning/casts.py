@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sp_lightning.device import Device, Stream
 from sp_lightning.host import HostBlock
-from sp_lightning.memory import Span, normal_mode, strided
+from sp_lightning.memory import normal_mode, part, strided
 
 LOWERED_FUNCTIONS: frozenset[Any] = frozenset({
     torch.nn.functional.linear, torch.conv1d, torch.conv2d, torch.conv3d,
@@ -153,12 +153,7 @@ class Casts:
 
     def _cast_into(self, wire: Tensor) -> None:
         for cast, master in self._spans:
-            _at(wire, cast).copy_(_at(self._masters.weights, master))
+            part(wire, cast).copy_(part(self._masters.weights, master))
 
     def _state(self) -> list[tuple[int, int]]:
         return [(master._version, master.data_ptr()) for master in self._masters.parameters]
-
-
-def _at(block: Tensor, span: Span) -> Tensor:
-    """As :func:`~sp_lightning.memory.view`, of memory that need not begin its storage."""
-    return block[span.offset : span.offset + span.nbytes].view(span.dtype).as_strided(span.shape, span.stride)

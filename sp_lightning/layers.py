@@ -228,9 +228,9 @@ def _units(module: nn.Module, name: str, walk: _Walk, *, block: bool = False, ex
         return
     if module in walk.chosen or not _is_cut(module, walk, block=block):
         chosen = module in walk.chosen
-        # Scripts read the memory of what they are given without asking: everything is to be there.
-        whole = chosen or _is_compiled(module) or walk.whole_blocks or any(map(_uses_scripts, module.modules()))
-        experts = [] if whole else [*_experts(module, name)]
+        experts = [] if chosen or _is_compiled(module) or walk.whole_blocks else [*_experts(module, name)]
+        if experts and any(map(_uses_scripts, module.modules())):  # they read memory without asking: all is to be there
+            experts = []
         within = [_Unit(key, each, _own(each, key, walk), expert=True, within=True) for key, each in experts]
         yield _Unit(name, module, _own(module, name, walk), chosen, expert)
         yield from within

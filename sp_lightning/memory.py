@@ -126,6 +126,11 @@ def view(memory: Tensor, span: Span) -> Tensor:
     return strided(memory, span.offset, span.dtype, span.shape, span.stride)
 
 
+def part(memory: Tensor, span: Span) -> Tensor:
+    """As :func:`view`, of memory that need not begin its storage."""
+    return memory[span.offset : span.offset + span.nbytes].view(span.dtype).as_strided(span.shape, span.stride)
+
+
 def strided(memory: Tensor, offset: int, dtype: torch.dtype, shape: Iterable[int], stride: Iterable[int]) -> Tensor:
     """A view ``offset`` bytes into the storage of ``memory``; ``stride`` in elements of ``dtype``."""
     result = torch.empty(0, dtype=dtype, device=memory.device)

@@ -161,12 +161,7 @@ class Streamer:
             _warn_unpinned([block for index, block in enumerate(self._blocks) if index not in self._on_demand])
         self._slots = Slots(plan, self._blocks, device)
         self._gradients = Gradients(
-            self._blocks,
-            self._owners,
-            device,
-            staging,
-            in_flight=plan.k_prime + 1,
-            complete=self._layer_complete,
+            self._blocks, self._owners, device, staging, in_flight=plan.k_prime + 1, complete=self._layer_complete
         )
         self.updates = Updates(self._blocks, self._owners, device)
         self.on_complete: Callable[[int], None] | None = None
@@ -806,7 +801,7 @@ class Streamer:
         if layer in self._masters:
             self._parameters[self._masters[layer]].casts = None
         if layer in self._on_demand:
-            if slot.escaped:  # views of the masters may be written at any time
+            if slot.escaped:  # views of them may be written at any time
                 group.casts = None
             else:
                 self._slots.forget([layer])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sp_lightning.device import Device, PinnedMemory, Stream, Wait
 from sp_lightning.host import HostBlock
-from sp_lightning.memory import normal_mode, strided, unseen
+from sp_lightning.memory import normal_mode, part, strided, unseen
 
 
 class Table:
@@ -106,10 +106,7 @@ class Table:
             leaving = self._leaving.bytes[:nbytes]
             device.access(source, None, write=False)
             device.access(leaving, None, write=True)
-            weight = (
-                source[span.offset : span.offset + span.nbytes].view(span.dtype).as_strided(span.shape, span.stride)
-            )
-            torch.index_select(weight, 0, numbers, out=leaving.view(span.dtype).view(len(numbers), width))
+            torch.index_select(part(source, span), 0, numbers, out=leaving.view(span.dtype).view(len(numbers), width))
             arrived = device.send(leaving)
             self._left = device.record(Stream.UPLOAD)
             self.sent_bytes += nbytes
