@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -101,6 +102,13 @@ class Thaws(Frozen):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Replaced(Module):
+    """Between two steps, where nothing but its rows is read afterwards."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.net.table.weight.data = self.net.table.weight.data * 0.5
 
 
 class KeepsGradients(Module):
@@ -260,15 +268,19 @@ def scaled() -> nn.Module:
     return net
 
 
+def patched() -> nn.Module:
+    net = Text()
+    net.table.forward = lambda numbers: net.table.weight[numbers]  # type: ignore[method-assign,assignment]
+    return net
+
+
 def small() -> nn.Module:
     net = Text()
     net.table = nn.Embedding(10, 16)
     return net
 
 
-@pytest.mark.parametrize(
-    "make", [tied, small, scaled, lambda: Text(max_norm=1.0)], ids=["tied", "small", "scaled", "max-norm"]
-)
+@pytest.mark.parametrize("make", [tied, small, scaled, patched, lambda: Text(max_norm=1.0)])
 def test_others_move_whole(make: Callable[[], nn.Module]) -> None:
     assert not find_layers(make()).tables
 
@@ -369,3 +381,83 @@ def test_sparse_gradients_beside_others_that_leave_with_them() -> None:
     ours = fit(lambda: Sgd(Tiny()), numbers(), strategy, accumulate_grad_batches=2)
     assert_same(ours, fit(lambda: Sgd(Tiny()), numbers(), accumulate_grad_batches=2))
     assert {span.name for span in strategy.plan.residents.spans} >= {"net.tiny.weight", "net.scale"}
+
+
+def test_rows_are_gathered_after_the_update_in_the_background() -> None:
+    strategy = superpipeline(k=1, optimizer_overlap="forward", fused_optimizer=True)
+    with simulated():
+        ours = fit(fused(CASES["looked-up"]), numbers(), strategy, gradients=False)
+    assert_same(ours, fit(fused(CASES["looked-up"]), numbers(), gradients=False))
+
+
+def test_rows_of_the_next_step_are_refused() -> None:
+    """A look-up in the same backward that has updated the table already."""
+
+    class Again(Module):
+        def loss(self, batch: Any) -> Tensor:
+            streamer = self.trainer.strategy._streamer
+            streamer.updated_early.add(len(streamer.plan.layers))
+            return super().loss(batch)
+
+    with pytest.raises(RuntimeError, match=r"had updated layer 'net.table' when.*its weights were needed again"):
+        fit(lambda: Again(Text()), numbers(), superpipeline(k=1))
+
+
+def test_one_whole_use_does_not_last() -> None:
+    """In the step after it only rows' gradients leave again."""
+
+    class Once(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.loss(batch) + (self.net.table.weight.square().sum() if batch_idx == 0 else 0)
+
+    drained = []
+    for count in (1, 2):
+        strategy = superpipeline(k=1)
+        fit(lambda: Once(Text()), numbers(count), strategy)
+        drained.append(strategy.stats().drained_bytes)
+    assert drained[1] - drained[0] < drained[0] - ROWS * 64 / 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_module_changes_its_mind(fails: bool) -> None:
+    """Dense gradients first, sparse ones then; also after a backward that has failed between."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            raise KeyError("in backward")
+
+    class Changes(Module):
+        def __init__(self) -> None:
+            super().__init__(Text())
+            self.automatic_optimization = False
+            self.layouts: list[Any] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            table = self.net.table
+            if fails and batch_idx == 0:
+                with contextlib.suppress(KeyError):
+                    self.manual_backward(Fails.apply(self.net.blocks[0](torch.ones(16))).sum() + self.loss(batch))
+            else:
+                self.manual_backward(self.loss(batch))
+            self.zero_grad()
+            table.sparse = True
+            self.manual_backward(self.loss(batch))
+            self.layouts.append(table.weight.grad.layout)
+            self.zero_grad()
+            table.sparse = False
+
+        def validation_step(self, *_: Any) -> None: ...
+
+    layouts = [fit(Changes, numbers(2), strategy).module.layouts for strategy in (superpipeline(k=1), "auto")]
+    assert layouts[0] == layouts[1] == [torch.sparse_coo] * 2
+
+
+def test_a_weight_that_is_replaced_between_batches_is_taken_in() -> None:
+    """Not in poisoned memory, which hides what the block has when the new weight lies elsewhere."""
+    ours = fit(lambda: Replaced(Text()), numbers(), superpipeline(k=1))
+    assert_same(ours, fit(lambda: Replaced(Text()), numbers()))

@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
 
@@ -292,3 +293,38 @@ def test_a_part_that_is_exchanged_inside_a_step_is_refused() -> None:
         RuntimeError, match=r"'scale' of a wrapped parameter \(Int8Tensor\) was exchanged inside a step"
     ):
         fit(lambda: partly_quantised(Exchanges), vectors(), superpipeline(k=1))
+
+
+def test_a_part_that_is_exchanged_between_batches_is_taken_in() -> None:
+    class Exchanges(Module):
+        def on_train_batch_end(self, *_: Any) -> None:
+            weight = self.net.blocks[1].inner.weight
+            weight.scale = weight.scale * 2
+
+    def make() -> Module:
+        return partly_quantised(Exchanges)
+
+    assert_same(fit(make, vectors(), superpipeline(k=1)), fit(make, vectors()))
+
+
+def test_a_weight_that_is_to_be_trained_later_is_refused_by_name() -> None:
+    class Thaws(Module):
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.net.blocks[1].inner.weight.requires_grad_(True)
+
+    with pytest.raises(ValueError, match=r"'net.blocks.1.inner.weight' is of class Int8Tensor.*Freeze it"):
+        fit(lambda: partly_quantised(Thaws), vectors(), superpipeline(k=1))
+
+
+def test_parts_are_not_waited_for() -> None:
+    """Nobody updates them: while their layer's adapters are updated in the background they are what they were."""
+    kinds = []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            layer = pl_module.net.base_model.model.model.layers[3]
+            kinds.append(type(vars(layer.mlp.up_proj.weight)["qdata"]))
+
+    strategy = superpipeline(k=1, optimizer_overlap="forward", fused_optimizer=True)
+    fit(fused(adapted(Int8WeightOnlyConfig)), tokens(), strategy, gradients=False, callbacks=[Looks()])
+    assert set(kinds) == {Tensor}
