@@ -139,7 +139,9 @@ class SuperpipelineCallback(Callback):
         self, trainer: Any, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._strategy.expect_next_batch()
-        due = (trainer.global_step + 1) % max(trainer.log_every_n_steps, 1) == 0
+        loop = trainer.fit_loop
+        accumulates = pl_module.automatic_optimization and loop._should_accumulate()
+        due = trainer._logger_connector.should_update_logs and not accumulates  # as Lightning logs its own
         if not (due and trainer.loggers) and not self._progress_bar:
             return
         stats = self._strategy.stats()
@@ -147,7 +149,7 @@ class SuperpipelineCallback(Callback):
         if due and trainer.loggers:
             metrics = {f"superpipeline/{name}": float(value) for name, value in {**vars(stats), **rates}.items()}
             for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+                logger.log_metrics(metrics, step=loop.epoch_loop._batches_that_stepped)
         if self._progress_bar:
             shown = {f"superpipeline/{name}": rates[name] for name in ("stall_fraction", "window")}
             pl_module.log_dict(shown, prog_bar=True, logger=False)

@@ -9,9 +9,11 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.init import _EmptyInit
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import (
     BitsandbytesPrecision,
     MixedPrecision,
@@ -20,13 +22,16 @@ from lightning.pytorch.plugins.precision import (
 )
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.callback import SuperpipelineCallback
 from sp_lightning.capacity import check_host, spare_bytes
+from sp_lightning.checkpoints import AtomicCheckpointIO
 from sp_lightning.device import device_for
 from sp_lightning.frozen import FROZEN, Frozen, LeftOut, fill_in, note_loaded, note_trained
 from sp_lightning.layered import LayeredStep
@@ -251,6 +256,19 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             )
 
     @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The one that was given, or wrapped; else an :class:`~sp_lightning.checkpoints.AtomicCheckpointIO`."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # which changes nothing where it has one
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    @property
     def precision_plugin(self) -> Precision:
         return super().precision_plugin
 
@@ -267,10 +285,12 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
-        trainer = model.trainer
-        if self._callback and not any(isinstance(each, SuperpipelineCallback) for each in trainer.callbacks):  # type: ignore[attr-defined]
+        trainer: Any = model._trainer  # none yet, where it is connected by hand; the trainer does it again
+        if trainer is None or not self._callback:
+            return
+        if not any(isinstance(each, SuperpipelineCallback) for each in trainer.callbacks):
             connector = trainer._callback_connector
-            trainer.callbacks = connector._reorder_callbacks([*trainer.callbacks, SuperpipelineCallback()])  # type: ignore[attr-defined]
+            trainer.callbacks = connector._reorder_callbacks([*trainer.callbacks, SuperpipelineCallback()])
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -329,7 +349,19 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict(tree_map_only(Tensor, Tensor.clone, state))  # what is loaded lies in the file
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to a run, which may be under way."""
+        run: dict[str, Any] = {
+            "_streamer": None,
+            "_hooks": [],
+            "_fused": {},
+            "_layered": {},
+            "_tuning": None,
+            "_deferring": None,
+        }
+        return {**super().__getstate__(), **run}
 
     def teardown(self) -> None:
         if self._streamer is not None and self._ledger is not None:
@@ -363,6 +395,11 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._run("predict", super().predict_step, *args, **kwargs)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._streamer is not None:
+            self._streamer.end_without_backward()  # the module's own backward may do nothing
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
@@ -407,8 +444,28 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        # Quantised weights cannot be loaded with a callable map_location, which is the default.
-        return self.checkpoint_io.load_checkpoint(checkpoint_path, map_location="cpu", weights_only=weights_only)
+        base: Any = self.checkpoint_io
+        while isinstance(base, _WrappingCheckpointIO):
+            base = base.checkpoint_io
+        theirs = getattr(base.load_checkpoint, "__func__", None) is TorchCheckpointIO.load_checkpoint
+        # Quantised weights cannot be loaded with a callable map_location, which is Lightning's default.
+        options = {"map_location": "cpu"} if theirs else {}
+        found = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only, **options)
+        if isinstance(base, AtomicCheckpointIO) and self._somebody_keeps_what_is_loaded():
+            found = tree_map_only(Tensor, Tensor.clone, found)
+        return found
+
+    def _somebody_keeps_what_is_loaded(self) -> bool:
+        """Whether user code sees tensors that lie in the file, which others may write."""
+        module = self.lightning_module
+        if module is None or type(module).load_state_dict is not nn.Module.load_state_dict:
+            return True
+        callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+        return is_overridden("on_load_checkpoint", module) or any(
+            is_overridden("on_load_checkpoint", each, parent=pl.Callback)
+            for each in callbacks
+            if not isinstance(each, WeightAveraging)
+        )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
@@ -428,6 +485,9 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     def _run(self, phase: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A step, and once more where the window was too large for it and nothing else has happened."""
+        if self._streamer is None and not self._hooks:
+            self._refuse_torn()
+            return step(*args, **kwargs)  # called by hand, outside of a run: the weights are whole, on the host
         if phase != "train":
             self._current()  # on_train_batch_start has looked
             self._tune(phase, args)

@@ -18,9 +18,9 @@ ORDER = (
     "device", "host", "tables", "casts", "parameters", "places", "gates", "slots", "changes", "recompute",
     "offload", "activations", "packing", "prefetch", "prediction", "balance", "estimate", "spec", "window",
     "capacity", "gradients", "updates", "streamer", "tuning", "step", "layered", "repeat", "quiet", "overlap",
-    "picture", "callback", "strategy", "__init__", "__main__",
+    "picture", "callback", "checkpoints", "strategy", "__init__", "__main__",
 )  # fmt: skip
-MAY_IMPORT_LIGHTNING = {"__main__", "repeat", "quiet", "overlap", "callback", "strategy", "__init__"}
+MAY_IMPORT_LIGHTNING = {"__main__", "repeat", "quiet", "overlap", "callback", "checkpoints", "strategy", "__init__"}
 
 
 def imports(source: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -43,6 +44,33 @@ def test_counters_go_to_the_users_logger(tmp_path: Path) -> None:
     assert "superpipeline/fetched_layers" in header
     assert "superpipeline/peak_device_bytes" in header
     assert len(rows) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"log_every_n_steps": 4}, [3, 7, 11]),
+        ({"log_every_n_steps": 1, "accumulate_grad_batches": 4}, [0, 1, 2]),
+        ({"log_every_n_steps": 0}, []),
+    ],
+)
+def test_counters_come_with_what_lightning_logs(options: dict[str, Any], steps: list[int], tmp_path: Path) -> None:
+    class Logs(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            return loss
+
+    logged: dict[str, list[int | None]] = {"loss": [], "superpipeline/window": []}
+
+    class Notes(CSVLogger):
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            for name in logged.keys() & metrics.keys():
+                logged[name].append(step)
+
+    trainer = trainer_for("superpipeline", logger=Notes(tmp_path), **options)
+    trainer.fit(Logs(Stack()), loader(vectors(12)))
+    assert logged == {"loss": steps, "superpipeline/window": steps}
 
 
 def test_attached_once_and_only_if_wanted() -> None:

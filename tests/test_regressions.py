@@ -945,3 +945,48 @@ def test_a_step_that_weight_averaging_leaves_without_a_backward_is_over() -> Non
     with simulated():
         ours = run(superpipeline(k=1))
     assert_same(ours, run("auto"))
+
+
+def test_a_backward_that_does_nothing_ends_its_step() -> None:
+    """With accumulation no optimizer's step came to end it, and the engine was built anew for the next batch."""
+
+    class Skips(Module):
+        def __init__(self) -> None:
+            super().__init__(Stack())
+            self.hosts: list[bool] = []
+
+        def backward(self, loss: Tensor) -> None:  # type: ignore[override]
+            if self.trainer.fit_loop.epoch_loop.batch_idx % 3 != 1:
+                loss.backward()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.hosts.append(all(type(p) is nn.Parameter for p in self.parameters()))
+
+    def run(strategy: Any) -> Outcome:
+        return fit(Skips, vectors(9), strategy, accumulate_grad_batches=4)
+
+    ours, plain = run(superpipeline(k=1)), run("auto")
+    assert_same(ours, plain)
+    assert ours.module.hosts == plain.module.hosts == [True] * 9
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_batch_end"])
+def test_a_trainer_is_copied_during_its_run(hook: str) -> None:
+    """Locks of the engine cannot be copied, and callbacks lead to the trainer."""
+    copied: list[pl.Trainer] = []
+    callback = pl.Callback()
+    setattr(callback, hook, lambda trainer, *_: copied.append(copy.deepcopy(trainer)) if not copied else None)
+    ours = fit(lambda: Module(Stack()), vectors(), superpipeline(), callbacks=[callback])
+    assert_same(ours, fit(lambda: Module(Stack()), vectors()))
+    module = copied[0].lightning_module
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+    assert type(copied[0].strategy) is type(ours.trainer.strategy)
+
+
+def test_steps_outside_of_a_run_are_plain() -> None:
+    trainer = trainer_for(superpipeline(k=1))
+    module = Module(Stack())
+    trainer.fit(module, loader(vectors()))
+    module.eval()  # without dropout
+    found = trainer.strategy.predict_step(vectors()[0], 0)
+    assert torch.equal(found, module.predict_step(vectors()[0], 0))

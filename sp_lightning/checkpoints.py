@@ -1,0 +1,130 @@
+"""Checkpoint files: written aside and exchanged whole, read through a map of the file.
+
+Lightning's own way writes the checkpoint to memory first, a second copy of model and optimizer state, and reads all of a
+file to memory. A model that fills the host leaves room for neither.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.plugins import TorchCheckpointIO
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+# What is copied out of the file by whoever restores it; everything else is kept by somebody as it is.
+_COPIED_WHEN_RESTORED = ("state_dict", "optimizer_states", "current_model_state")
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's ``TorchCheckpointIO``, its files and errors, without copies in host memory. The strategy's default.
+
+    A file is there as a whole or not at all, whatever happens while it is written: it is written to ``.NAME.part`` beside
+    it, brought to the disk, and renamed. Files that are not on this machine go Lightning's way.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write a file.
+
+        Raises:
+            OSError: it could not be written; a previous file of this name is as it was.
+        """
+        file = _local(path)
+        if file is None or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f".{file.name[:200]}.part")  # names have their limit
+        handled = sys.exception()  # a checkpoint may be taken because of an error
+        try:
+            with part.open("wb") as stream:
+                torch.save(checkpoint, stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            part.replace(file)
+        except BaseException as error:
+            part.unlink(missing_ok=True)
+            cause = _cause(error, handled)
+            if not isinstance(cause, OSError):
+                if cause is error:
+                    raise
+                raise cause from None
+            kept = "; the previous file of this name is as it was" if file.exists() else ""
+            said = f"The checkpoint could not be written: {cause.strerror}{kept}"
+            raise OSError(cause.errno, said, str(file)) from error
+        _sync_folder(file.parent)
+
+    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a file; weights and optimizer state stay in it until they are copied to where they belong.
+
+        Args:
+            path: of the file.
+            map_location: as in ``torch.load``.
+            weights_only: None is True, for files of other machines, too; False runs whatever code the file holds.
+
+        Raises:
+            FileNotFoundError: there is none.
+            pickle.UnpicklingError: it holds other objects than tensors and plain values.
+            ValueError: it ends too early.
+        """
+        file = _local(path)
+        try:
+            if file is None or not file.is_file():
+                weights_only = True if file is None and weights_only is None else weights_only
+                return super().load_checkpoint(path, map_location, weights_only)
+            mapped = zipfile.is_zipfile(file)
+            if not mapped and _begins_as_zip(file):
+                raise ValueError(
+                    f"{file} ends too early ({file.stat().st_size} bytes): whoever wrote it was stopped. Take an earlier one."
+                )
+            found = torch.load(file, map_location=map_location, weights_only=weights_only, mmap=mapped)
+        except pickle.UnpicklingError as error:
+            error.add_note(
+                "Checkpoints are read with weights_only=True, because others can run code when they are read. If you trust "
+                f"this one: trainer.fit(model, ckpt_path={str(path)!r}, weights_only=False)."
+            )
+            raise
+        if mapped and isinstance(found, dict):
+            found.update(
+                (key, tree_map_only(Tensor, Tensor.clone, value))
+                for key, value in found.items()
+                if key not in _COPIED_WHEN_RESTORED
+            )
+        return found
+
+
+def _local(path: Any) -> Path | None:
+    """The path on this machine, if it is one."""
+    system, name = url_to_fs(str(path))
+    return Path(name) if isinstance(system, LocalFileSystem) else None
+
+
+def _begins_as_zip(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(4) == b"PK\x03\x04"
+
+
+def _cause(error: BaseException, handled: BaseException | None) -> BaseException:
+    """What stopped torch, which tells of a file with another length than it should have."""
+    while isinstance(error, RuntimeError) and error.__context__ not in (None, handled):
+        error = error.__context__
+    return error
+
+
+def _sync_folder(folder: Path) -> None:
+    """The new name, too, survives a loss of power."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

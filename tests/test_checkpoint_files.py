@@ -1,0 +1,402 @@
+"""Checkpoint files: whole or not there, without a second copy in host memory, read with care."""
+
+from __future__ import annotations
+
+import errno
+import io
+import multiprocessing
+import os
+import pickle
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from torch import nn
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.checkpoints import AtomicCheckpointIO
+from tests.support.models import Module, Stack, vectors
+from tests.support.runs import assert_equal, assert_same, fit, fused, loader, superpipeline, trainer_for
+
+CONTENT = {"state_dict": {"weight": torch.arange(2**18, dtype=torch.float32)}, "note": "kept"}
+
+
+def make() -> Module:
+    return Module(Stack())
+
+
+def each_step(folder: Path) -> dict[str, Any]:
+    """Options of a trainer that writes ``last.ckpt`` after each step."""
+    saver = ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=1)
+    return {"callbacks": [saver], "enable_checkpointing": True}
+
+
+# ---------------------------------------------------------------------- whole or not there
+
+
+def by_quota(folder: Path) -> Iterator[Callable[[int], Any]]:
+    """No file may become larger."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def by_disk(folder: Path) -> Iterator[Callable[[int], Any]]:
+    """A small file system of its own is full."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", folder], capture_output=True).returncode:
+        pytest.skip("only root can mount")
+    yield lambda nbytes: (folder / "filler").write_bytes(b"x" * (shutil.disk_usage(folder).free - nbytes))
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.fixture(params=[by_quota, by_disk])
+def room(request: Any, tmp_path: Path) -> Iterator[Callable[[int], Any]]:
+    """Call it with the bytes that still go into a file in ``tmp_path``."""
+    yield from request.param(tmp_path)
+
+
+def test_a_full_disk_leaves_the_previous_file(room: Any, tmp_path: Path) -> None:
+    last = tmp_path / "last.ckpt"
+
+    class FillsUp(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                room(last.stat().st_size // 2)
+
+    options = each_step(tmp_path)
+    options["callbacks"].insert(0, FillsUp())
+    with pytest.raises(OSError, match=r"could not be written: .*; the previous file of this name is as it was") as told:
+        fit(make, vectors(5), superpipeline(), **options)
+    assert told.value.errno in (errno.ENOSPC, errno.EFBIG)
+    assert told.value.filename == str(last)
+    assert {each.name for each in tmp_path.iterdir()} <= {"last.ckpt", "filler"}
+    assert_equal(torch.load(last)["state_dict"], fit(make, vectors(2)).state, "the second step's file")
+
+
+def test_the_first_file_of_a_name_leaves_nothing_behind(tmp_path: Path) -> None:
+    def fails(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    content = {"state_dict": CONTENT["state_dict"], "raises": type("Raises", (), {"__reduce__": fails})()}
+    with pytest.raises(OSError, match="could not be written: No space") as told:
+        AtomicCheckpointIO().save_checkpoint(content, tmp_path / "new.ckpt")
+    assert "previous" not in str(told.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, pickle.PicklingError])
+def test_whatever_stops_the_writer_is_what_is_raised(error: type[BaseException], tmp_path: Path) -> None:
+    """torch tells of a file with another length than it should have; a checkpoint may be taken while another error is handled."""
+    io_, file = AtomicCheckpointIO(), tmp_path / "one.ckpt"
+    io_.save_checkpoint(CONTENT, file)
+    before = file.read_bytes()
+
+    class Stream(io.FileIO):
+        def write(self, data: Any) -> int:
+            if len(data) > 2**16:
+                raise error("while it is written")
+            return super().write(data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", lambda path, mode="r": Stream(path, mode))
+        try:
+            raise OSError(errno.EIO, "something that is handled")
+        except OSError:
+            with pytest.raises(error, match="while it is written"):
+                io_.save_checkpoint({**CONTENT, "note": "new"}, file)
+    assert [each.name for each in tmp_path.iterdir()] == ["one.ckpt"]
+    assert file.read_bytes() == before
+
+
+def _dies_while_writing(file: Path) -> None:
+    os.fsync = lambda descriptor: os._exit(9)  # type: ignore[assignment]
+    AtomicCheckpointIO().save_checkpoint({**CONTENT, "note": "new"}, file)
+
+
+def test_a_process_that_dies_while_it_writes_leaves_the_previous_file(tmp_path: Path) -> None:
+    file = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint(CONTENT, file)
+    process = multiprocessing.get_context("fork").Process(target=_dies_while_writing, args=(file,))
+    process.start()
+    process.join()
+    assert process.exitcode == 9
+    assert (tmp_path / ".last.ckpt.part").exists()
+    assert AtomicCheckpointIO().load_checkpoint(file)["note"] == "kept"
+    AtomicCheckpointIO().save_checkpoint({**CONTENT, "note": "new"}, file)
+    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
+    assert AtomicCheckpointIO().load_checkpoint(file)["note"] == "new"
+
+
+def test_a_file_that_is_mapped_may_be_exchanged(tmp_path: Path) -> None:
+    file = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint(CONTENT, file)
+    mapped = AtomicCheckpointIO().load_checkpoint(file)["state_dict"]["weight"]
+    AtomicCheckpointIO().save_checkpoint({"state_dict": {"weight": torch.zeros(2**18)}}, file)
+    assert torch.equal(mapped, CONTENT["state_dict"]["weight"])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("through", ["callback", "module"])
+def test_what_is_restored_does_not_stay_in_the_file(through: str, tmp_path: Path) -> None:
+    """Others may write into a file in place; a run that came from it must not notice."""
+
+    class Overwrites(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            with file.open("r+b") as stream:  # the same inode
+                stream.write(b"\xff" * file.stat().st_size)
+
+    class Keeps(Callback):
+        kept: torch.Tensor | None = None
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"kept": torch.ones(2**16)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.kept = state["kept"]
+
+    class Remembers(Module):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.remembered = checkpoint["state_dict"]
+
+    kind = Remembers if through == "module" else Module
+    file = tmp_path / "one.ckpt"
+    first = fit(make, vectors(2), superpipeline(), callbacks=[Keeps()])
+    first.trainer.save_checkpoint(file)
+    reference = fit(
+        make, vectors(3), callbacks=[Keeps()], max_epochs=2, ckpt_path=Path(shutil.copy(file, tmp_path / "copy"))
+    )
+    keeps = Keeps()
+    callbacks = [keeps, Overwrites()]
+    resumed = fit(lambda: kind(Stack()), vectors(3), superpipeline(), callbacks=callbacks, max_epochs=2, ckpt_path=file)
+    assert keeps.kept is not None
+    assert keeps.kept.eq(1).all()
+    assert_same(resumed, reference)
+    if through == "module":
+        assert_equal(resumed.module.remembered, first.state, "what the module remembers")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+def test_asynchronous_checkpoints_are_those_of_their_step(overlap: str, tmp_path: Path) -> None:
+    class Slow(TorchCheckpointIO):
+        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            time.sleep(0.05)  # training goes on meanwhile
+            super().save_checkpoint(*args, **kwargs)
+
+    saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+    strategy = SuperpipelineStrategy(k=1, optimizer_overlap=overlap)  # type: ignore[arg-type]
+    plugin = AsyncCheckpointIO(Slow())
+    fit(make, vectors(4), strategy, callbacks=[saver], enable_checkpointing=True, plugins=[plugin], gradients=False)
+    for step in (1, 2, 3, 4):
+        saved = torch.load(tmp_path / f"step={step}.ckpt")
+        plain = fit(fused(make), vectors(4), max_steps=step)
+        assert_equal(saved["state_dict"], plain.state, f"step {step}")
+        assert_equal(saved["optimizer_states"][0]["state"], plain.optimizers[0]["state"], f"step {step}")
+
+
+def test_the_callers_plugins_are_kept() -> None:
+    mine = TorchCheckpointIO()
+    assert superpipeline(checkpoint_io=mine).checkpoint_io is mine
+    assert type(superpipeline().checkpoint_io) is AtomicCheckpointIO
+    wrapped = superpipeline(checkpoint_io=AsyncCheckpointIO())
+    assert type(wrapped.checkpoint_io.checkpoint_io) is AtomicCheckpointIO  # type: ignore[attr-defined]
+    wrapped = superpipeline(checkpoint_io=AsyncCheckpointIO(mine))
+    assert wrapped.checkpoint_io.checkpoint_io is mine  # type: ignore[attr-defined]
+
+
+def test_plugins_that_know_no_map_location(tmp_path: Path) -> None:
+    class Own(TorchCheckpointIO):
+        def load_checkpoint(self, path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+            return torch.load(path, weights_only=weights_only)
+
+    fit(make, vectors(1)).trainer.save_checkpoint(tmp_path / "one.ckpt")
+    resumed = fit(make, vectors(1), superpipeline(checkpoint_io=Own()), max_epochs=2, ckpt_path=tmp_path / "one.ckpt")
+    assert resumed.trainer.current_epoch == 2
+
+
+def test_a_checkpoint_without_a_run(tmp_path: Path) -> None:
+    trainer = trainer_for(superpipeline())
+    module = make()
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "new.ckpt")
+    assert_equal(torch.load(tmp_path / "new.ckpt")["state_dict"], dict(module.state_dict()), "state")
+
+
+def test_options_of_storage_are_refused_as_by_lightning(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="storage_options"):
+        AtomicCheckpointIO().save_checkpoint(CONTENT, tmp_path / "one.ckpt", storage_options={"a": 1})
+
+
+def test_files_elsewhere_go_lightnings_way(monkeypatch: Any) -> None:
+    path = "memory://checkpoints/one.ckpt"
+    AtomicCheckpointIO().save_checkpoint(CONTENT, path)
+    assert_equal(AtomicCheckpointIO().load_checkpoint(path), CONTENT, "content")
+    asked: dict[str, Any] = {}
+    there = SimpleNamespace(exists=lambda _: True)
+    monkeypatch.setattr("lightning.fabric.plugins.io.torch_io.get_filesystem", lambda _: there)
+    monkeypatch.setattr("lightning.fabric.plugins.io.torch_io.pl_load", lambda _, **options: asked.update(options))
+    AtomicCheckpointIO().load_checkpoint("https://example.com/one.ckpt")
+    assert asked["weights_only"] is True
+
+
+# ---------------------------------------------------------------------- read with care
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return exec, ("raise SystemError('code of a checkpoint was run')",)
+
+
+def test_a_file_that_holds_code_is_refused_and_says_how_to_trust_it(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}, "harmful": Harmful()}, tmp_path / "harmful.ckpt")
+    trainer = trainer_for(superpipeline())
+    with pytest.raises(pickle.UnpicklingError) as told:
+        trainer.fit(make(), loader(vectors()), ckpt_path=tmp_path / "harmful.ckpt")
+    assert "weights_only=False" in told.value.__notes__[0]
+    with pytest.raises(SystemError, match="code of a checkpoint was run"):
+        trainer.fit(make(), loader(vectors()), ckpt_path=tmp_path / "harmful.ckpt", weights_only=False)
+
+
+def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "last.ckpt"
+    torch.save(CONTENT, file)
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match=r"last.ckpt ends too early \(\d+ bytes\)"):
+        AtomicCheckpointIO().load_checkpoint(file)
+
+
+def test_files_of_old_versions_of_torch(tmp_path: Path) -> None:
+    torch.save(CONTENT, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    assert_equal(AtomicCheckpointIO().load_checkpoint(tmp_path / "old.ckpt"), CONTENT, "content")
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none.ckpt"):
+        AtomicCheckpointIO().load_checkpoint(tmp_path / "none.ckpt")
+
+
+# ---------------------------------------------------------------------- host memory
+
+LIMITED = """
+import resource, sys, threading, time
+import torch
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import nn
+from torch.utils.data import DataLoader
+from sp_lightning import SuperpipelineStrategy
+
+LAYERS, WIDTH = 12, 2048  # 16 MiB each
+folder, how = sys.argv[1:]
+
+def status(key):
+    return int(open("/proc/self/status").read().split(key + ":")[1].split()[0]) * 1024
+
+class Model(pl.LightningModule):
+    def configure_model(self):
+        if hasattr(self, "net"):
+            return
+        if how == "from_pretrained":
+            from transformers import AutoModel
+            self.net = AutoModel.from_pretrained(folder + "/pretrained")
+            return
+        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+        if how == "safetensors":
+            from safetensors.torch import load_model
+            load_model(self.net, folder + "/model.safetensors")
+        if how == "mapped":
+            self.net.load_state_dict(torch.load(folder + "/model.pt", mmap=True), assign=True)
+
+    def validation_step(self, batch, batch_idx):
+        if how == "from_pretrained":
+            output = self.net(torch.arange(8)[None]).last_hidden_state
+        else:
+            output = self.net(batch)
+        print("output", output.double().abs().sum().item())
+
+def trainer(**options):
+    strategy = SuperpipelineStrategy(k=1, k_prime=1, **options)
+    return pl.Trainer(
+        strategy=strategy, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, default_root_dir=folder,
+    )
+
+data = DataLoader(torch.ones(1, WIDTH), batch_size=1)
+if how == "from_pretrained":
+    import transformers.models.gpt2
+torch.ones(64, 64) @ torch.ones(64, 64)
+torch.save({"warm": torch.ones(4)}, folder + "/warm.pt")
+before, mapped, layer = status("RssAnon"), status("VmSize"), WIDTH * WIDTH * 4
+model = LAYERS * layer
+peak, over = 0, False
+
+def watch():
+    global peak
+    while not over:
+        peak = max(peak, status("RssAnon"))
+        time.sleep(0.001)
+
+watcher = threading.Thread(target=watch, daemon=True)
+watcher.start()
+file = {"save": 0, "plain save": 0, "safetensors": 2 * model}.get(how, model)  # is mapped; by safetensors twice
+allowed = mapped + 2**26 + model + 4 * layer + file
+resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
+runner = trainer(checkpoint_io=TorchCheckpointIO() if how.startswith("plain") else None)
+runner.validate(Model(), data, ckpt_path=folder + "/model.ckpt" if how.endswith("checkpoint") else None, verbose=False)
+if how.endswith("save"):
+    runner.save_checkpoint(folder + "/saved.ckpt")
+over = True
+watcher.join()
+print("layers", (peak - before - model) / layer)
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: Any) -> Path:
+    """One model, as its files: of torch, of Lightning, of safetensors, of transformers."""
+    from safetensors.torch import save_model
+    from transformers import AutoModel, GPT2Config
+
+    folder = tmp_path_factory.mktemp("models")
+    net = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(12)))
+    torch.save(net.state_dict(), folder / "model.pt")
+    save_model(net, str(folder / "model.safetensors"))
+    state = {f"net.{name}": value for name, value in net.state_dict().items()}
+    torch.save({"state_dict": state, "pytorch-lightning_version": pl.__version__}, folder / "model.ckpt")
+    config = GPT2Config(n_embd=592, n_layer=12, vocab_size=50, n_head=8, n_positions=32, bos_token_id=1, eos_token_id=1)
+    AutoModel.from_config(config).save_pretrained(folder / "pretrained")
+    return folder
+
+
+def limited(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
+    """Run in a process that may have the model, its file mapped, four layers and little more."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("reads the memory of a process from /proc")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "100000"}
+    command = [sys.executable, "-W", "ignore", "-c", LIMITED, str(folder), how]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "safetensors", "mapped", "from_pretrained", "save"])
+def test_the_model_is_there_once(how: str, models: Path) -> None:
+    """While it is loaded, set up, run and saved. On this host the two slots are host memory, too."""
+    ran = limited(models, how)
+    assert ran.returncode == 0, ran.stderr
+    said = dict(line.split() for line in ran.stdout.splitlines())
+    assert float(said["layers"]) <= 2 + 1 + (2 if how == "from_pretrained" else 0.5)  # transformers imports much
+    assert float(said["output"]) > 0
+
+
+@pytest.mark.parametrize("how", ["plain checkpoint", "plain save"])
+def test_the_limit_notices_a_second_copy(how: str, models: Path) -> None:
+    ran = limited(models, how)
+    assert ran.returncode or float(ran.stdout.split("layers")[1]) > 12
