@@ -20,8 +20,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-# What is copied out of the file by whoever restores it; everything else is kept by somebody as it is.
-_COPIED_WHEN_RESTORED = ("state_dict", "optimizer_states", "current_model_state")
+# What is copied out of the file by whoever restores it; everything else, optimizer state too, is kept by somebody as it is.
+_COPIED_WHEN_RESTORED = ("state_dict", "current_model_state")
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -63,7 +63,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         _sync_folder(file.parent)
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a file; weights and optimizer state stay in it until they are copied to where they belong.
+        """Read a file; weights stay in it until they are copied to where they belong.
 
         Args:
             path: of the file.

@@ -349,7 +349,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(tree_map_only(Tensor, Tensor.clone, state))  # what is loaded lies in the file
+            optimizer.load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to a run, which may be under way."""
