@@ -13,6 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 from sp_lightning.options import Overlap
 from sp_lightning.quiet import hooks_of_users
 from sp_lightning.step import BARS_FUSED, FusedStep
+from sp_lightning.twins import is_a, path
 
 
 def choose_overlap(asked: Overlap, trainer: Any, optimizers: Sequence[Optimizer]) -> tuple[Overlap, str]:
@@ -78,7 +79,7 @@ def _against_early_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> str
         return f"clipping (gradient_clip_val={trainer.gradient_clip_val}) needs all gradients at once"
     if scaler_of(trainer) is not None:
         return "the gradient scaler of 16-mixed needs all gradients at once"
-    if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):
+    if any(is_a(each, StochasticWeightAveraging) for each in trainer.callbacks):
         return (
             "StochasticWeightAveraging steps without a backward to adapt BatchNorm, and gradients are freed before that"
         )
@@ -95,7 +96,8 @@ def _against_background(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
         return "the model runs on the CPU too"
     if not trainer.lightning_module.automatic_optimization:
         return "optimization is manual"
-    if type(trainer.precision_plugin) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
+    tried = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+    if path(type(trainer.precision_plugin)) not in {path(each) for each in tried}:
         return f"{type(trainer.precision_plugin).__name__} is not among the precision plugins that were tried"
     hooks = [hook for phase in ("train", "gradients", "optimizer") for hook in hooks_of_users(trainer, phase)]
     if hooks:

@@ -25,6 +25,8 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from sp_lightning.twins import base_of, path
+
 # Callbacks that were read and write no weights, in any of their hooks. Subclasses may, and do not count.
 WRITE_NO_WEIGHTS: set[type[Callback]] = {
     DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, ModelCheckpoint, ModelSummary, ProgressBar,
@@ -60,13 +62,15 @@ def is_quiet(trainer: Any, phase: str) -> bool:
 
 def hooks_of_users(trainer: Any, phase: str) -> list[str]:
     """The hooks that run at a certain point, by name: ``EMA.on_train_batch_end``."""
+    known = {path(each) for each in WRITE_NO_WEIGHTS}
     owners: list[tuple[object, type]] = [(trainer.lightning_module, pl.LightningModule)]
     if trainer.datamodule is not None:
         owners.append((trainer.datamodule, pl.LightningDataModule))
-    owners += [(each, Callback) for each in trainer.callbacks if type(each) not in WRITE_NO_WEIGHTS]
+    owners += [(each, Callback) for each in trainer.callbacks if path(type(each)) not in known]
+    bases: list[tuple[object, type]] = [(owner, base_of(owner, kind)) for owner, kind in owners]
     return [
         f"{type(owner).__name__}.{hook}"
-        for owner, parent in owners
+        for owner, base in bases
         for hook in _HOOKS[phase]
-        if hasattr(parent, hook) and is_overridden(hook, owner, parent=parent)
+        if hasattr(base, hook) and is_overridden(hook, owner, parent=base)
     ]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -57,12 +57,19 @@ from sp_lightning.step import FusedStep, HostGradScaler
 from sp_lightning.streamer import Stats, Streamer
 from sp_lightning.timeline import Timeline
 from sp_lightning.tuning import Tuning
+from sp_lightning.twins import base_of, is_a
 from sp_lightning.window import Window
 
 log = logging.getLogger("lightning.pytorch.superpipeline")
 
 
-class SuperpipelineStrategy(SingleDeviceStrategy):
+if TYPE_CHECKING:
+    _Base = SingleDeviceStrategy
+else:
+    _Base = object  # whose namesake it will be, the subclasses say
+
+
+class StreamingStrategy(_Base):
     """Streams the layers of an unchanged LightningModule through a few slots of device memory.
 
     Weights, gradients and optimizer state are on the host; the model's layers pass through ``k + k_prime`` slots on
@@ -102,6 +109,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     """
 
     strategy_name = "superpipeline"
+    callback_class: type[SuperpipelineCallback] = SuperpipelineCallback
 
     def __init__(
         self,
@@ -260,7 +268,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         """The one that was given, or wrapped; else an :class:`~sp_lightning.checkpoints.AtomicCheckpointIO`."""
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+        elif is_a(self._checkpoint_io, _WrappingCheckpointIO):
             self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # which changes nothing where it has one
         return self._checkpoint_io
 
@@ -274,12 +282,12 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        if isinstance(plugin, (TransformerEnginePrecision, BitsandbytesPrecision)):
+        if is_a(plugin, TransformerEnginePrecision) or is_a(plugin, BitsandbytesPrecision):
             raise ValueError(
                 f"superpipeline cannot work with {type(plugin).__name__}: it replaces layers by ones whose weights cannot "
                 'be streamed. Use precision="bf16-mixed" or "bf16-true".'
             )
-        if isinstance(plugin, MixedPrecision) and type(plugin.scaler) is torch.amp.GradScaler:
+        if is_a(plugin, MixedPrecision) and type(plugin.scaler) is torch.amp.GradScaler:
             plugin.scaler = _host_scaler(plugin.scaler)
         self._precision_plugin = plugin
 
@@ -290,7 +298,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             return
         if not any(isinstance(each, SuperpipelineCallback) for each in trainer.callbacks):
             connector = trainer._callback_connector
-            trainer.callbacks = connector._reorder_callbacks([*trainer.callbacks, SuperpipelineCallback()])
+            trainer.callbacks = connector._reorder_callbacks([*trainer.callbacks, self.callback_class()])
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -445,9 +453,9 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         base: Any = self.checkpoint_io
-        while isinstance(base, _WrappingCheckpointIO):
+        while is_a(base, _WrappingCheckpointIO):
             base = base.checkpoint_io
-        theirs = getattr(base.load_checkpoint, "__func__", None) is TorchCheckpointIO.load_checkpoint
+        theirs = getattr(base.load_checkpoint, "__func__", None) is base_of(base, TorchCheckpointIO).load_checkpoint
         # Quantised weights cannot be loaded with a callable map_location, which is Lightning's default.
         options = {"map_location": "cpu"} if theirs else {}
         found = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only, **options)
@@ -461,10 +469,11 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         if module is None or type(module).load_state_dict is not nn.Module.load_state_dict:
             return True
         callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
-        return is_overridden("on_load_checkpoint", module) or any(
-            is_overridden("on_load_checkpoint", each, parent=pl.Callback)
-            for each in callbacks
-            if not isinstance(each, WeightAveraging)
+        owners = [(module, pl.LightningModule), *((each, pl.Callback) for each in callbacks)]
+        return any(
+            is_overridden("on_load_checkpoint", owner, parent=base_of(owner, kind))
+            for owner, kind in owners
+            if not is_a(owner, WeightAveraging)
         )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -649,7 +658,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         """While this is active the optimizer's step, and the clipping before it, are submitted to the background."""
         plugin: Any = self.precision_plugin
         theirs = (type(plugin).clip_grad_by_norm, type(plugin).clip_grad_by_value)
-        lightnings = (Precision.clip_grad_by_norm, Precision.clip_grad_by_value)
+        base = base_of(plugin, Precision)
+        lightnings = (base.clip_grad_by_norm, base.clip_grad_by_value)
         fold = theirs == lightnings and self._is_quiet("gradients")
         self._deferring = optimizer
         if fold:
@@ -697,9 +707,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         assert module is not None
         device = device_for(self.root_device)
-        autocast = (
-            _AUTOCAST.get(plugin.precision) if isinstance(plugin := self.precision_plugin, MixedPrecision) else None
-        )
+        plugin: Any = self.precision_plugin
+        autocast = _AUTOCAST.get(plugin.precision) if is_a(plugin, MixedPrecision) else None
         found = find_layers(module, layers=self._layers, resident=self._resident, autocast=autocast)
         plan = self._plan = self._window.begin(found, device)
         balanced = self._activations == "auto" and self._window.room is not None
@@ -720,7 +729,6 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._tuning = None
         if self._window.auto or balanced:
             self._tuning = Tuning(self._window, self._streamer, device, balanced=balanced)
-        _update_properties(module, device=self.root_device)
 
     @contextmanager
     def _unlogged(self) -> Generator[None, None, None]:
@@ -767,6 +775,10 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         if cls.strategy_name not in strategy_registry:
             strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
+
+
+class SuperpipelineStrategy(StreamingStrategy, SingleDeviceStrategy):
+    __doc__ = StreamingStrategy.__doc__
 
 
 _BESIDE_AVERAGES = "current_model_state"  # where Lightning's WeightAveraging keeps the model's own state
@@ -836,6 +848,8 @@ def _move_the_rest(module: nn.Module, found: Found, device: torch.device) -> Non
     for child in bare:
         child.to(device)  # metrics have states that are no buffers
     for child in module.modules():
+        if is_a(child, _DeviceDtypeModuleMixin):
+            cast(Any, child)._device = device  # what self.device says
         if child not in bare:
             for name, buffer in child._buffers.items():
                 if buffer is not None and buffer.device != device:

@@ -1,0 +1,26 @@
+"""The strategy and its callback for those who import ``pytorch_lightning``; importing this registers the strategy there.
+
+``import sp_lightning`` does so where ``pytorch_lightning`` is of version 2.6 or later; ``lightning`` installs it.
+"""
+
+from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.strategies import SingleDeviceStrategy, StrategyRegistry
+
+from sp_lightning.callback import SuperpipelineCallback as LightningsCallback
+from sp_lightning.quiet import WRITE_NO_WEIGHTS
+from sp_lightning.strategy import StreamingStrategy
+
+__all__ = ["SuperpipelineCallback", "SuperpipelineStrategy"]
+
+
+class SuperpipelineCallback(LightningsCallback, Callback):  # type: ignore[misc]
+    __doc__ = LightningsCallback.__doc__
+
+
+class SuperpipelineStrategy(StreamingStrategy, SingleDeviceStrategy):  # type: ignore[misc]
+    __doc__ = StreamingStrategy.__doc__
+    callback_class = SuperpipelineCallback
+
+
+WRITE_NO_WEIGHTS.add(SuperpipelineCallback)
+SuperpipelineStrategy.register_strategies(StrategyRegistry)
