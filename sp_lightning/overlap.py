@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
@@ -29,6 +30,8 @@ def choose_overlap(asked: Overlap, trainer: Any, optimizers: Sequence[Optimizer]
     """
     if asked == "off":
         return "off", ""
+    if all(is_a(each, _MockOptimizer) for each in optimizers):
+        return "off", "there is no optimizer"
     never = _against_layered_steps(optimizers)
     if asked == "auto":
         why = never or _against_background(trainer, optimizers)
@@ -54,8 +57,6 @@ def scaler_of(trainer: Any) -> Any:
 
 def _against_layered_steps(optimizers: Sequence[Optimizer]) -> str:
     """Why no step can be taken apart by layers, if so."""
-    if not optimizers:
-        return "there is no optimizer"
     for optimizer in optimizers:
         name = type(optimizer).__name__
         if not FusedStep.suits(optimizer):

@@ -327,6 +327,7 @@ class Streamer:
             self.abandon_backward()
             self.end()
             self.forget()
+            self._synchronize_uploads()  # whoever caught the error may write weights
 
     def abandon_backward(self) -> None:
         """A backward that failed leaves no gradients behind on their way."""
@@ -493,7 +494,7 @@ class Streamer:
         """A module is called: its layers come and stay until :meth:`leave`. Returns which, for that."""
         if visits and visits[0] in self._tables and not hides_stand_ins(inputs):
             visits = ()  # its rows will do
-        self._refuse_transforms(visits)
+        self._refuse_transforms_and_traces(visits)
         if self._masters and hides_stand_ins(inputs):
             visits = (*visits, *(self._masters[layer] for layer in visits if layer in self._masters))
         with self._lock, unseen():
@@ -966,7 +967,12 @@ class Streamer:
             if packs():  # else a nested backward that failed has taken them off
                 hooks.__exit__(None, None, None)
 
-    def _refuse_transforms(self, visits: Sequence[int]) -> None:
+    def _refuse_transforms_and_traces(self, visits: Sequence[int]) -> None:
+        if torch._C._get_tracing_state() is not None:
+            raise RuntimeError(
+                "torch.jit.trace was called during a run: a trace would hold memory through which other layers pass. Trace the "
+                "module before or after the run; in loggers, TensorBoardLogger(log_graph=False)."
+            )
         stack = torch._C._functorch.get_interpreter_stack() or ()
         if self.plan.layers and any(level.key() in _DIFFERENTIATING for level in stack):
             name = self.plan.moving[visits[0] if visits else 0].name

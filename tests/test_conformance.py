@@ -1045,7 +1045,7 @@ def test_tensorboard_logger(tmp_path: Path) -> None:
 @pytest.mark.xfail(
     strict=True,
     raises=RuntimeError,
-    reason="`fit` fails: Lightning traces the module, and streamed layers cannot be traced",
+    reason="refused by name: a trace would hold memory through which other layers pass",
 )
 def test_tensorboard_graph(tmp_path: Path) -> None:
     assert len(compare(partial(board, graph=True), tmp_path, ["off"])["graph"]) > 20

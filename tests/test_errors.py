@@ -316,6 +316,20 @@ def test_torch_func_grad_outside_a_step_names_the_layer() -> None:
         start(superpipeline(), Transforms(Stack()))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace.*` is deprecated:FutureWarning", "ignore::DeprecationWarning")
+def test_a_trace_in_a_run_is_refused() -> None:
+    class Traces(Module):
+        def on_fit_start(self) -> None:
+            torch.jit.trace(self.net, torch.ones(2, 16))
+
+    with pytest.raises(RuntimeError, match=r"torch\.jit\.trace was called during a run.*log_graph=False"):
+        start(superpipeline(), Traces(Stack()))
+    module = Module(Stack())
+    start(superpipeline(), module)
+    net, x = module.net.eval(), torch.ones(2, 16)
+    assert torch.equal(torch.jit.trace(net, x)(x), net(x))
+
+
 def test_gradients_with_a_graph_of_their_own() -> None:
     class Graph(Module):
         automatic_optimization = False

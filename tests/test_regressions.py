@@ -990,3 +990,42 @@ def test_steps_outside_of_a_run_are_plain() -> None:
     module.eval()  # without dropout
     found = trainer.strategy.predict_step(vectors()[0], 0)
     assert torch.equal(found, module.predict_step(vectors()[0], 0))
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+def test_overlap_without_an_optimizer_has_nothing_to_do(overlap: Any) -> None:
+    class Fixed(Module):
+        def configure_optimizers(self) -> None:  # type: ignore[override]
+            return None
+
+    ours = fit(lambda: Fixed(Stack()), vectors(), superpipeline(k=1, optimizer_overlap=overlap))
+    assert_same(ours, fit(lambda: Fixed(Stack()), vectors()))
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
+def test_weights_may_be_written_as_soon_as_a_step_has_failed(fails_in: str) -> None:
+    """Uploads that the step began may be under way still; on this device a write under them is an error."""
+
+    class Fails(Module):
+        def loss(self, batch: Any) -> Tensor:
+            loss = super().loss(batch)
+            if fails_in == "forward":
+                raise KeyError(fails_in)
+            return loss
+
+        def on_after_backward(self) -> None:
+            raise KeyError(fails_in)
+
+    class Restores(pl.Callback):
+        def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+            pl_module.load_state_dict(before)
+            trainer.restored = True  # type: ignore[attr-defined]
+
+    module = Fails(Stack())
+    before = copy.deepcopy(module.state_dict())
+    trainer = trainer_for(superpipeline(k=2), callbacks=[Restores()])
+    with simulated(), pytest.raises(KeyError, match=fails_in):
+        trainer.fit(module, loader(vectors()))
+    assert trainer.restored  # type: ignore[attr-defined]
+    assert_equal(module.state_dict(), before, "weights")
