@@ -782,6 +782,8 @@ class SuperpipelineStrategy(StreamingStrategy, SingleDeviceStrategy):
 
 
 _BESIDE_AVERAGES = "current_model_state"  # where Lightning's WeightAveraging keeps the model's own state
+# Other modules than averages have as many buffers as a small module has weights, too.
+_FEW = 2
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
@@ -841,12 +843,20 @@ def _hold_hosts(optimizer: Any) -> None:
 
 
 def _move_the_rest(module: nn.Module, found: Found, device: torch.device) -> None:
-    """Buffers, torchmetrics and modules that keep their parameters to themselves go to the device."""
+    """Buffers, torchmetrics and modules that keep their parameters to themselves go to the device.
+
+    But buffers that are copies of a model's weights, of their average, say, stay where the weights are between steps.
+    """
     for _, aside in found.aside:
         aside.to(device)
     bare = {child for child in module.modules() if not any(True for _ in child.parameters())}
+    models = [child for child in module.modules() if child not in bare and not found.visits.get(child)]
+    weights = {tuple(p.shape for p in each.parameters()) for each in models}
+    weights |= {tuple(p.shape for p in each.parameters() if p.requires_grad) for each in models}
     for child in bare:
-        child.to(device)  # metrics have states that are no buffers
+        copies = tuple(buffer.shape for buffer in child.buffers() if buffer.dim())
+        if len(copies) <= _FEW or copies not in weights:
+            child.to(device)  # metrics have states that are no buffers
     for child in module.modules():
         if is_a(child, _DeviceDtypeModuleMixin):
             cast(Any, child)._device = device  # what self.device says
