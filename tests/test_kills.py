@@ -126,8 +126,9 @@ def test_a_training_that_is_killed_ends_as_if_nothing_had_happened(way: str, tmp
     assert outcome.ends >= 1
 
 
-def main() -> None:
-    """Fifty kills, and a file about them."""
+@pytest.mark.long
+def test_fifty_kills() -> None:
+    """And a file about them."""
     logging.disable(logging.INFO)
     folder = Path(tempfile.mkdtemp())
     reference = undisturbed(folder / "plain")
@@ -159,4 +160,4 @@ process goes on from `last.ckpt`. Weights and optimizer state at the end are com
 
 
 if __name__ == "__main__":
-    main()
+    test_fifty_kills()

@@ -198,8 +198,10 @@ def rewritten(folder: Path) -> None:
         file.write_text(text)
 
 
-def main() -> None:
-    """In a venv of its own; a few minutes."""
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_in_a_venv_of_its_own() -> None:
+    """The tests that use Lightning most, and a file about them."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rewritten(folder)
@@ -222,8 +224,8 @@ def main() -> None:
 """
     print(found.stdout[-3000:])
     (ROOT / f"tests/results/{date.today()}-pytorch-lightning-cpu.md").write_text(text)
-    sys.exit(found.returncode)
+    assert found.returncode == 0
 
 
 if __name__ == "__main__":
-    main()
+    test_in_a_venv_of_its_own()
