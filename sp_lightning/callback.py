@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -164,7 +164,7 @@ class SuperpipelineCallback(Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._counted:
             stats = self._strategy.stats()
-            said = bottleneck(stats, time.perf_counter() - self._began, self._strategy.plan)
+            said = bottleneck(stats, perf_counter() - self._began, self._strategy.plan)
             log.info("%s\n%s", counters_line(stats), said)
             self._counted = False
         self._intervals = None
@@ -183,7 +183,7 @@ class SuperpipelineCallback(Callback):
 
     def _begin(self, *, training: bool = False) -> None:
         if not self._counted:
-            self._began = self._last_time = time.perf_counter()
+            self._began = self._last_time = perf_counter()
         self._counted = True
         if self._shown != self._strategy.plan:
             self._shown = self._strategy.plan
@@ -191,7 +191,7 @@ class SuperpipelineCallback(Callback):
 
     def _rates(self, stats: Stats) -> dict[str, float]:
         """Since the last call: the share of the time that was waited, device memory, traffic, the window."""
-        now, before = time.perf_counter(), self._last_stats
+        now, before = perf_counter(), self._last_stats
         seconds = max(now - self._last_time, 1e-9)
         self._last_time, self._last_stats = now, stats
         waited = stats.waited_seconds - (before.waited_seconds if before else 0.0)

@@ -39,7 +39,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         file = _local(path)
         if file is None or storage_options is not None:
-            super().save_checkpoint(checkpoint, path, storage_options)
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_name(f".{file.name[:200]}.part")  # names have their limit

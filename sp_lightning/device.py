@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -107,12 +107,12 @@ class Device:
         Args:
             why: the wait that a synchronous copy counts as; None for that of weights or gradients.
         """
-        start = time.perf_counter()
+        start = perf_counter()
         with normal_mode():
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
         usual = Wait.USE_AFTER_FETCH if stream is Stream.UPLOAD else Wait.REUSE_AFTER_DRAIN
-        self._stalled[why or usual] += time.perf_counter() - start
+        self._stalled[why or usual] += perf_counter() - start
 
     def send(self, source: Tensor) -> Tensor:
         """Fresh device memory with the bytes of ``source``, which is flat host memory; compute waits for them."""
@@ -144,11 +144,11 @@ class Device:
         Raises:
             BaseException: whatever the work raised.
         """
-        start = time.perf_counter()
+        start = perf_counter()
         try:
             work.result()
         finally:
-            self._stalled[why] += time.perf_counter() - start
+            self._stalled[why] += perf_counter() - start
 
     def access(self, memory: Tensor, by: Stream | None, *, write: bool) -> None:
         """Say that ``memory`` is read or written by a stream (None: the host) now. Nothing but a declaration.
@@ -158,7 +158,7 @@ class Device:
 
     def mark(self, stream: Stream) -> Any:
         """The moment when ``stream`` comes here; None while there is no timeline."""
-        return time.perf_counter() if self.timelines else None
+        return perf_counter() if self.timelines else None
 
     def note(self, kind: Kind, layer: int | None, begun: Any, stream: Stream, nbytes: int = 0) -> None:
         """Something that began at a mark ends when ``stream`` comes here."""
@@ -277,7 +277,7 @@ class Accelerator(Device):
         zero = torch.Event(self.device, enable_timing=True)
         zero.record(torch.accelerator.current_stream(self.device))
         zero.synchronize()
-        start = time.perf_counter()
+        start = perf_counter()
 
         def seconds(mark: Any) -> float | None:
             if isinstance(mark, float):
