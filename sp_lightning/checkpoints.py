@@ -10,8 +10,11 @@ import os
 import pickle
 import sys
 import zipfile
+from contextlib import suppress
+from hashlib import blake2s
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO
+from uuid import uuid4
 
 import torch
 from fsspec.core import url_to_fs
@@ -20,15 +23,20 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-# What is copied out of the file by whoever restores it; everything else, optimizer state too, is kept by somebody as it is.
-_COPIED_WHEN_RESTORED = ("state_dict", "current_model_state")
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+# The weights are copied out of the file by whoever restores them; everything else, optimizer state too, is kept as it is.
+STAY_IN_THE_FILE = frozenset({"state_dict", "current_model_state"})
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's ``TorchCheckpointIO``, its files and errors, without copies in host memory. The strategy's default.
 
-    A file is there as a whole or not at all, whatever happens while it is written: it is written to ``.NAME.part`` beside
-    it, brought to the disk, and renamed. Files that are not on this machine go Lightning's way.
+    A file is there as a whole or not at all, whatever happens while it is written: it is written to a
+    ``.part`` beside it, brought to the disk, and renamed. Files that are not on this machine go Lightning's way.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -42,14 +50,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f".{file.name[:200]}.part")  # names have their limit
+        part, stream = _create_part(file)
         handled = sys.exception()  # a checkpoint may be taken because of an error
         try:
-            with part.open("wb") as stream:
+            with stream:
                 torch.save(checkpoint, stream)
                 stream.flush()
                 os.fsync(stream.fileno())
-            part.replace(file)
+                if fcntl is None:
+                    stream.close()  # Windows renames no open file
+                part.replace(file)
         except BaseException as error:
             part.unlink(missing_ok=True)
             cause = _cause(error, handled)
@@ -85,7 +95,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 raise ValueError(
                     f"{file} ends too early ({file.stat().st_size} bytes): whoever wrote it was stopped. Take an earlier one."
                 )
-            found = torch.load(file, map_location=map_location, weights_only=weights_only, mmap=mapped)
+            found = _load(file, map_location=map_location, weights_only=weights_only, mmap=mapped)
         except pickle.UnpicklingError as error:
             error.add_note(
                 "Checkpoints are read with weights_only=True, because others can run code when they are read. If you trust "
@@ -96,7 +106,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             found.update(
                 (key, tree_map_only(Tensor, Tensor.clone, value))
                 for key, value in found.items()
-                if key not in _COPIED_WHEN_RESTORED
+                if key not in STAY_IN_THE_FILE
             )
         return found
 
@@ -105,6 +115,52 @@ def _local(path: Any) -> Path | None:
     """The path on this machine, if it is one."""
     system, name = url_to_fs(str(path))
     return Path(name) if isinstance(system, LocalFileSystem) else None
+
+
+def _create_part(file: Path) -> tuple[Path, BinaryIO]:
+    """A file beside it that nobody else writes. What writers left who were killed goes: their locks went with them."""
+    name = blake2s(os.fsencode(file.name), digest_size=8).hexdigest()  # names have their limit
+    for left in file.parent.glob(f".{name}.*.part"):
+        with suppress(FileNotFoundError), left.open("rb") as old:
+            if _locked(old):
+                left.unlink()
+    while True:
+        part = file.with_name(f".{name}.{uuid4().hex}.part")
+        stream = part.open("xb")
+        _locked(stream)
+        if part.exists():  # else somebody took it for one that was left
+            return part, stream
+        stream.close()
+
+
+def _locked(stream: IO[bytes]) -> bool:
+    """Whether the file is locked now until it is closed; False where files cannot be locked."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _load(file: Path, **options: Any) -> Any:
+    """torch opens a file twice to map it: if another took its name in between, once more."""
+    while True:
+        before = _identity(file)
+        try:
+            found = torch.load(file, **options)
+        except Exception:
+            if before == _identity(file):
+                raise
+        else:
+            if before == _identity(file):
+                return found
+
+
+def _identity(file: Path) -> tuple[int, ...]:
+    status = file.stat()
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _begins_as_zip(file: Path) -> bool:

@@ -55,6 +55,12 @@ class LayeredStep:
         self._groups = self._none = list[dict[str, Any]]()
         self._known: set[nn.Parameter] | None = None  # which had state before this step
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "The trainer was copied inside an optimizer's step, whose updates are under way in the background. Copy it "
+            'between batches, in on_train_batch_end, say, or use SuperpipelineStrategy(optimizer_overlap="off").'
+        )
+
     @property
     def begun(self) -> bool:
         """Whether this step has begun to update layers."""

@@ -86,7 +86,7 @@ def _against_early_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> str
         )
     if any(p._post_accumulate_grad_hooks for p in module.parameters()):
         return "parameters have post-accumulate hooks, which may write other gradients than their own"
-    if _step_hooks(trainer, optimizers):
+    if _step_hooks(optimizers):
         return "the optimizer has step hooks, and gradients are freed before they run"
     return f"gradients are freed before {hooks[0]} could see them" if hooks else ""
 
@@ -105,7 +105,7 @@ def _against_background(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
         return f"{hooks[0]} may look at weights or gradients"
     if _parameter_hooks(trainer):
         return "parameters have hooks"
-    return "the optimizer has step hooks" if _step_hooks(trainer, optimizers) else ""
+    return "the optimizer has step hooks" if _step_hooks(optimizers) else ""
 
 
 def _computes_on_host(trainer: Any) -> bool:
@@ -116,7 +116,7 @@ def _parameter_hooks(trainer: Any) -> bool:
     return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in trainer.lightning_module.parameters())
 
 
-def _step_hooks(trainer: Any, optimizers: Sequence[Optimizer]) -> bool:
+def _step_hooks(optimizers: Sequence[Optimizer]) -> bool:
     """Whether anybody but this package has hooks on optimizers' steps."""
     hooks = [
         *torch_optimizer._global_optimizer_pre_hooks.values(),
@@ -124,5 +124,4 @@ def _step_hooks(trainer: Any, optimizers: Sequence[Optimizer]) -> bool:
     ]
     for each in optimizers:
         hooks += [*each._optimizer_step_pre_hooks.values(), *each._optimizer_step_post_hooks.values()]
-    ours = (FusedStep, type(trainer.strategy))
-    return any(not isinstance(getattr(hook, "__self__", None), ours) for hook in hooks)
+    return any(not getattr(hook, "__module__", "").startswith("sp_lightning.") for hook in hooks)

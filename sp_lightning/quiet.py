@@ -34,6 +34,7 @@ WRITE_NO_WEIGHTS: set[type[Callback]] = {
 }  # fmt: skip
 
 _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_LOADERS = ("train_dataloader", "val_dataloader")
 _HOOKS = {
     # between the end of a batch, as the callbacks hear of it, and the next step
     "train": (
@@ -68,9 +69,17 @@ def hooks_of_users(trainer: Any, phase: str) -> list[str]:
         owners.append((trainer.datamodule, pl.LightningDataModule))
     owners += [(each, Callback) for each in trainer.callbacks if path(type(each)) not in known]
     bases: list[tuple[object, type]] = [(owner, base_of(owner, kind)) for owner, kind in owners]
-    return [
+    hooks = (*_HOOKS[phase], *(_LOADERS if phase == "train" and trainer.reload_dataloaders_every_n_epochs else ()))
+    found = [
         f"{type(owner).__name__}.{hook}"
         for owner, base in bases
-        for hook in _HOOKS[phase]
+        for hook in hooks
         if hasattr(base, hook) and is_overridden(hook, owner, parent=base)
     ]
+    return found + (_late_schedulers(trainer) if phase == "train" else [])
+
+
+def _late_schedulers(trainer: Any) -> list[str]:
+    """Plateau schedulers of users; the other schedulers step before ``on_train_batch_end``."""
+    late = [config.scheduler for config in trainer.strategy.lr_scheduler_configs if config.reduce_on_plateau]
+    return [f"{type(each).__name__}.step" for each in late if not type(each).step.__module__.startswith("torch.")]

@@ -50,10 +50,10 @@ class FusedStep:
     def switch_on(self) -> bool:
         """Fuse every group that can be now; gradients may have become sparse, groups may have been added.
 
-        Returns whether any is.
+        Returns whether any runs fused that was not to.
         """
         self._look()
-        return any(group.get("fused") for group in self._optimizer.param_groups)
+        return any(group is ours for ours in self._fused for group in self._optimizer.param_groups)
 
     def close(self) -> None:
         """The optimizer is as the user configured it."""

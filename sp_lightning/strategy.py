@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.callback import SuperpipelineCallback
 from sp_lightning.capacity import check_host, spare_bytes
-from sp_lightning.checkpoints import AtomicCheckpointIO
+from sp_lightning.checkpoints import STAY_IN_THE_FILE, AtomicCheckpointIO
 from sp_lightning.device import device_for
 from sp_lightning.frozen import FROZEN, Frozen, LeftOut, fill_in, note_loaded, note_trained
 from sp_lightning.layered import LayeredStep
@@ -444,6 +444,8 @@ class StreamingStrategy(_Base):
         with nullcontext() if self._streamer is None else self._streamer.reading():
             state = super().lightning_module_state_dict()
             self._left_out = {} if self._frozen is None else self._frozen.leave_out(state)
+        if self._streamer is not None:
+            self._streamer.settle()  # on_save_checkpoint follows
         return state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -459,14 +461,29 @@ class StreamingStrategy(_Base):
         # Quantised weights cannot be loaded with a callable map_location, which is Lightning's default.
         options = {"map_location": "cpu"} if theirs else {}
         found = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only, **options)
-        if isinstance(base, AtomicCheckpointIO) and self._somebody_keeps_what_is_loaded():
-            found = tree_map_only(Tensor, Tensor.clone, found)
+        if isinstance(base, AtomicCheckpointIO):
+            self._copy_what_is_kept(found)
         return found
 
-    def _somebody_keeps_what_is_loaded(self) -> bool:
-        """Whether user code sees tensors that lie in the file, which others may write."""
+    def _copy_what_is_kept(self, checkpoint: dict[str, Any]) -> None:
+        """Only weights that torch's own code copies to their place stay in the file: others may write it, or cut it off."""
         module = self.lightning_module
-        if module is None or type(module).load_state_dict is not nn.Module.load_state_dict:
+        weights = dict[str, Any]()
+        if module is not None and not self._somebody_keeps_what_is_loaded(module):
+            weights.update(module.named_parameters(remove_duplicate=False))
+        for state in (checkpoint[key] for key in STAY_IN_THE_FILE & checkpoint.keys()):
+            for name in state.keys() - weights.keys():
+                state[name] = tree_map_only(Tensor, Tensor.clone, state[name])
+
+    def _somebody_keeps_what_is_loaded(self, module: pl.LightningModule) -> bool:
+        """Whether user code sees the weights that are loaded, instead of torch's code, which copies them."""
+        if type(module).load_state_dict is not nn.Module.load_state_dict:
+            return True
+        if any(
+            child._load_state_dict_pre_hooks or not type(child)._load_from_state_dict.__module__.startswith("torch.")
+            for child in module.modules()
+            if any(True for _ in child.parameters())
+        ):
             return True
         callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
         owners = [(module, pl.LightningModule), *((each, pl.Callback) for each in callbacks)]
@@ -485,6 +502,8 @@ class StreamingStrategy(_Base):
                 copies = key == _BESIDE_AVERAGES  # the averages are loaded in between
                 filled = fill_in(self.lightning_module, checkpoint[key], checkpoint[FROZEN], copies=copies)
                 cast(Any, checkpoint)[key] = filled
+        if self._streamer is not None:
+            self._streamer.settle()
         super().load_model_state_dict(checkpoint, strict)
 
     def expect_next_batch(self) -> None:

@@ -382,6 +382,13 @@ class Streamer:
             if self._in_step and self._manual:
                 self._activate()  # the step goes on after the optimizer's
 
+    def settle(self) -> None:
+        """Between steps: user code may write weights now, which no transfer may be reading, and none has read."""
+        with self._lock:
+            if not self._in_step:
+                self.forget()
+                self._synchronize_uploads()
+
     def layer_of(self, parameter: nn.Parameter) -> int | None:
         """The layer of a host parameter; None if it is none of the module's."""
         return self._layer_of.get(id(parameter))

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,7 +132,7 @@ def test_a_process_that_dies_while_it_writes_leaves_the_previous_file(tmp_path: 
     process.start()
     process.join()
     assert process.exitcode == 9
-    assert (tmp_path / ".last.ckpt.part").exists()
+    assert len(list(tmp_path.glob(".*.part"))) == 1
     assert AtomicCheckpointIO().load_checkpoint(file)["note"] == "kept"
     AtomicCheckpointIO().save_checkpoint({**CONTENT, "note": "new"}, file)
     assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
@@ -183,6 +184,76 @@ def test_what_is_restored_does_not_stay_in_the_file(through: str, tmp_path: Path
     assert_same(resumed, reference)
     if through == "module":
         assert_equal(resumed.module.remembered, first.state, "what the module remembers")  # type: ignore[arg-type]
+
+
+class Own(nn.Linear):
+    """Keeps a weight that it is given."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        self.kept = state[f"{prefix}weight"]
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+class Keeping(nn.Module):
+    """Has something beside weights in the state, and keeps what it is given."""
+
+    kept = torch.ones(2**16)
+
+    def get_extra_state(self) -> Any:
+        return {"kept": self.kept}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state["kept"]
+
+
+@pytest.mark.parametrize("kind", [Keeping, partial(Own, 256, 256)])
+def test_nothing_that_is_kept_stays_in_the_file(kind: Any, tmp_path: Path) -> None:
+    class With(Module):
+        def __init__(self) -> None:
+            super().__init__(Stack())
+            self.own = kind()
+            self.register_buffer("seen", torch.ones(2**16))
+
+    file = tmp_path / "one.ckpt"
+    fit(With, vectors(1), superpipeline()).trainer.save_checkpoint(file)
+    size = file.stat().st_size
+
+    class CutsOff(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            maps = Path("/proc/self/maps")
+            assert not maps.exists() or str(file) not in maps.read_text()
+            os.truncate(file, 0)
+
+    resumed = fit(With, vectors(2), superpipeline(), callbacks=[CutsOff()], max_epochs=2, ckpt_path=file)
+    assert size > file.stat().st_size
+    assert all(bool(value.isfinite().all()) for value in resumed.state.values())
+
+
+def _saves_often(file: Path, number: int) -> None:
+    for _ in range(20):
+        AtomicCheckpointIO().save_checkpoint({"numbers": torch.full((10_000 * (number + 1),), number)}, file)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_two_writers_of_one_file_leave_one_of_theirs(tmp_path: Path) -> None:
+    file = tmp_path / "last.ckpt"
+    _saves_often(file, 0)
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_saves_often, args=(file, number)) for number in (1, 2)]
+    for each in writers:
+        each.start()
+    while any(each.is_alive() for each in writers):
+        found = AtomicCheckpointIO().load_checkpoint(file)["numbers"]
+        assert len(found) == 10_000 * (int(found[0]) + 1)
+        assert found.eq(found[0]).all()
+    assert [each.exitcode for each in writers] == [0, 0]
+    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_names_of_any_length(tmp_path: Path) -> None:
+    file = tmp_path / ("名" * 83 + ".ckpt")  # 254 bytes, one less than the limit
+    AtomicCheckpointIO().save_checkpoint(CONTENT, file)
+    assert AtomicCheckpointIO().load_checkpoint(file)["note"] == "kept"
 
 
 @pytest.mark.parametrize("overlap", ["off", "forward", "backward"])

@@ -119,7 +119,10 @@ class Reads(BoringModel):
 def test_hooks_are_seen_where_they_are() -> None:
     """What is not overridden is quiet; were classes mixed up, all hooks would be users', or none."""
     known = [EarlyStopping("x"), SuperpipelineCallback(), LambdaCallback(on_train_start=print)]
-    trainer = SimpleNamespace(lightning_module=Deep(), datamodule=BoringDataModule(), callbacks=known)
+    trainer = SimpleNamespace(
+        lightning_module=Deep(), datamodule=BoringDataModule(), callbacks=known, reload_dataloaders_every_n_epochs=0,
+        strategy=SimpleNamespace(lr_scheduler_configs=[]),
+    )  # fmt: skip
     assert hooks_of_users(trainer, "train") == []
     assert hooks_of_users(trainer, "optimizer") == []
     trainer.callbacks = [LambdaCallback(on_train_batch_end=lambda *_: None), WeightAveraging()]

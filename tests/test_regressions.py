@@ -9,17 +9,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.data import DataLoader
 
+from sp_lightning import SuperpipelineStrategy
 from sp_lightning.layers import find_layers
 from sp_lightning.strategy import _move_the_rest
 from sp_lightning.streamer import Streamer
@@ -1054,3 +1058,115 @@ def test_averages_in_buffers_stay_where_the_weights_are(fixed: bool) -> None:
     _move_the_rest(module, find_layers(module), torch.device("meta"))
     assert all(buffer.device.type == "cpu" for buffer in module.average.buffers())
     assert all(buffer.is_meta for buffer in module.norm.buffers())
+
+
+def writes(module: nn.Module) -> None:
+    """Weights, in a way that no version shows."""
+    for p in module.parameters():
+        p.data.mul_(0.9)
+
+
+class Plateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    """Steps after ``on_train_batch_end``, unlike others."""
+
+    def step(self, *args: Any) -> None:  # type: ignore[override]
+        super().step(*args)
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                p.data.mul_(0.9)
+
+
+class WritesLate(Module):
+    """Weights are written after the callbacks have heard of the batch's end."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(Stack())
+        self.where = where
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        if self.where == "on_save_checkpoint":
+            writes(self)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        if self.where != "scheduler":
+            return optimizer
+        plateau = {"scheduler": Plateau(optimizer), "interval": "step", "monitor": "loss"}
+        return {"optimizer": optimizer, "lr_scheduler": plateau}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+class Reloads(WritesLate):
+    def train_dataloader(self) -> Any:
+        writes(self)
+        return loader(vectors())
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")
+@pytest.mark.parametrize("simulation", [nullcontext, simulated])
+@pytest.mark.parametrize("where", ["on_save_checkpoint", "scheduler", "train_dataloader"])
+def test_weights_written_after_the_callbacks_are_seen(where: str, simulation: Any, tmp_path: Path) -> None:
+    def run(strategy: Any, folder: Path) -> Any:
+        pl.seed_everything(3, verbose=False)
+        module = Reloads(where) if where == "train_dataloader" else WritesLate(where)
+        saves = where == "on_save_checkpoint"
+        trainer = trainer_for(
+            strategy, max_epochs=2, enable_checkpointing=saves,
+            callbacks=[ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)] if saves else [],
+            reload_dataloaders_every_n_epochs=int(where == "train_dataloader"),
+        )  # fmt: skip
+        trainer.fit(module, None if where == "train_dataloader" else loader(vectors()))
+        return module.state_dict(), trainer.optimizers[0].state_dict()
+
+    with simulation():
+        ours = run(superpipeline(k=2), tmp_path / "ours")
+    assert_equal(ours, run("auto", tmp_path / "plain"), where)
+
+
+def test_the_batch_size_finder_restores_what_nothing_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scaled(Module):
+        batch_size = 1
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(torch.cat(vectors()), batch_size=self.batch_size, drop_last=True)
+
+        def val_dataloader(self) -> Any:
+            return loader(vectors(1))
+
+    monkeypatch.chdir(tmp_path)
+    module = Scaled(Stack())
+    before = copy.deepcopy(module.state_dict())
+    with simulated():
+        trainer = trainer_for(superpipeline(k=2), default_root_dir=tmp_path)
+        found = Tuner(trainer).scale_batch_size(module, max_trials=2, init_val=2)
+    assert found == 4  # rows of the batches there are
+    assert_equal(module.state_dict(), before, "weights")
+
+
+def test_a_copy_inside_a_step_in_the_background_is_refused() -> None:
+    class Copies(Module):
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            copy.deepcopy(self.trainer)
+
+    fit(lambda: Copies(Stack()), vectors(), SuperpipelineStrategy(optimizer_overlap="off"))
+    with pytest.raises(TypeError, match=r"inside an optimizer's step.*on_train_batch_end.*optimizer_overlap=\"off\""):
+        fit(lambda: Copies(Stack()), vectors(), SuperpipelineStrategy(optimizer_overlap="forward"), gradients=False)
+
+
+def test_early_updates_beside_another_run() -> None:
+    """Each run has hooks on all optimizers' steps; those of others are not users'."""
+
+    class Other(SuperpipelineStrategy):
+        pass
+
+    class Nested(Module):
+        def on_train_start(self) -> None:
+            fit(
+                lambda: Module(Stack()), vectors(), SuperpipelineStrategy(optimizer_overlap="backward"), gradients=False
+            )
+
+    fit(lambda: Nested(Stack()), vectors(), Other(k=1))
