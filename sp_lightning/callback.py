@@ -20,8 +20,8 @@ from sp_lightning.timeline import Interval, Timeline, chrome_trace
 # A child of Lightning's own logger: shown where its messages are shown.
 log = logging.getLogger("lightning.pytorch.superpipeline")
 
-# Waiting for less than this share of the time is not worth a word.
-_LITTLE = 0.05
+# Waiting for less than this share of the time, or so few seconds, is not worth a word.
+_LITTLE, _SHORT = 0.05, 1.0
 
 
 class Partner(Protocol):
@@ -270,7 +270,7 @@ def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
     }
     what, (most, remedy) = max(waits.items(), key=lambda each: each[1][0])
     share = most / max(seconds, 1e-9)
-    if share < _LITTLE:
+    if share < _LITTLE or most < _SHORT:
         return f"Superpipeline: of {seconds:.1f} s, {stats.waited_seconds:.2f} s were waited: nothing to gain there."
     return f"Superpipeline: of {seconds:.1f} s, {share:.0%} were waited for {what}; {remedy}."
 

@@ -94,7 +94,7 @@ def _against_early_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> str
 def _against_background(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
     """User code that would wait for the updates, or something else that makes overlap no gain."""
     if _computes_on_host(trainer):
-        return "the model runs on the CPU too"
+        return "they would compete with the model for the CPU"
     if not trainer.lightning_module.automatic_optimization:
         return "optimization is manual"
     tried = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
