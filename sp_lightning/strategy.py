@@ -635,6 +635,7 @@ class StreamingStrategy(_Base):
         try:
             if self._streamer is not None:
                 self._streamer.abort()
+                self._streamer.settle()  # whoever catches the error may write weights
         except Exception:
             log.exception("Superpipeline could not put the host's parameters back after the error that follows.")
 

@@ -327,7 +327,6 @@ class Streamer:
             self.abandon_backward()
             self.end()
             self.forget()
-            self._synchronize_uploads()  # whoever caught the error may write weights
 
     def abandon_backward(self) -> None:
         """A backward that failed leaves no gradients behind on their way."""
