@@ -174,6 +174,7 @@ class LayeredStep:
         if by_layer is None:
             self._clip_at_once()
         else:
+            self._updates.torn = "the optimizer's step was interrupted, and may have updated some layers"
             for layer in self._streamer.update_order():
                 if layer in by_layer:
                     self._submit(layer, by_layer[layer])

@@ -54,12 +54,12 @@ class Places:
 
     def hold_host(self) -> None:
         """The host's parameters into the modules."""
-        self.on_device = False
         _swap((place, host, device) for place, device, host in self._swaps)
         for module in self._modules:  # user code may have tied weights meanwhile: b.weight = a.weight
             for attribute, parameter in module._parameters.items():
                 if isinstance(parameter, (DeviceParameter, StandInForWrapped)):
                     module._parameters[attribute] = parameter.host
+        self.on_device = False  # now: who was interrupted before this does it again
 
     def replace(self, replaced: Sequence[tuple[DeviceParameter, DeviceParameter]]) -> None:
         """Other device parameters take the places of some."""

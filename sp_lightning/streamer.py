@@ -321,7 +321,7 @@ class Streamer:
         with self._lock:
             if self._closed:
                 return
-            self.updates.join()
+            self.updates.recover()
             self._depth = 0
             self._pop_hooks(all_calls=True)
             self.abandon_backward()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache
 from typing import Any
@@ -133,17 +133,19 @@ class Updates:
             while self._afterwards:
                 self._afterwards.pop()()
 
+    def recover(self) -> None:
+        """As :meth:`join`, after an error that may have come in the middle of submitting one."""
+        self.join()
+        _restore_classes(self._blocks)
+
     def _finish(self, layer: int, why: Wait) -> None:
         if layer in self._work:
-            self._device.finish(self._work[layer], why)  # it may be interrupted: nothing is forgotten before
-            del self._work[layer]
-            for block in self.blocks_of(layer):
-                for parameter in block.parameters:
-                    if type(parameter) is not Tensor:
-                        parameter.__class__ = type(parameter).__bases__[1]
-            then = self._then.pop(layer)
+            self._device.finish(self._work[layer], why)
+            _restore_classes(self.blocks_of(layer))
+            then = self._then.pop(layer, None)
             if then is not None:
                 then()
+            del self._work[layer]  # last: who is interrupted before this does it again
 
     def _raise(self) -> None:
         if self._failure is not None:
@@ -152,6 +154,13 @@ class Updates:
 
     def _make_class(self, theirs: type[nn.Parameter]) -> type[nn.Parameter]:
         return type(theirs.__name__, (_BeingUpdated, theirs), {"_updates": self, "__module__": theirs.__module__})
+
+
+def _restore_classes(blocks: Iterable[HostBlock]) -> None:
+    for block in blocks:
+        for parameter in block.parameters:
+            if issubclass(type(parameter), _BeingUpdated):
+                parameter.__class__ = type(parameter).__bases__[1]
 
 
 _all: WeakSet[Updates] = WeakSet()

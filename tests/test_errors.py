@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,8 +16,9 @@ from lightning.pytorch.plugins.precision import BitsandbytesPrecision, Transform
 from torch import Tensor, nn
 
 import sp_lightning
-from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
+from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy, places, updates
 from sp_lightning.device import Device
+from sp_lightning.layered import LayeredStep
 from tests.support.models import Block, Module, Stack, llama, tokens, vectors
 from tests.support.runs import assert_equal, fit, loader, superpipeline, trainer_for
 
@@ -525,3 +529,60 @@ def test_data_of_another_kind_inside_a_step_is_refused(dtype: torch.dtype | None
     ):
         trainer_for(superpipeline(k=1)).fit(module, loader(vectors()))
     assert module.net.blocks[1].inner.weight.shape == (32, 16)
+
+
+def at(original: Any, number: int, error: BaseException) -> Any:
+    """A function that raises the first time it has been called so often."""
+    calls = count(1)
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        if next(calls) == number:
+            raise error
+        return original(*args, **options)
+
+    return wrapped
+
+
+def half_swapped(number: int) -> Any:
+    """Places are exchanged one after the other, and in one of the exchanges Ctrl-C comes in the middle."""
+    original, calls = places._swap, count(1)
+
+    def swap(swaps: Any) -> None:
+        struck = next(calls) == number
+        for index, each in enumerate(swaps):
+            if struck and index == 3:
+                raise KeyboardInterrupt
+            original([each])
+
+    return swap
+
+
+INTERRUPTED: dict[str, Callable[[], Any]] = {
+    "while layers are submitted": lambda: mock.patch.object(
+        LayeredStep, "_submit", at(LayeredStep._submit, 10, KeyboardInterrupt())
+    ),
+    "while one is handed over": lambda: mock.patch.object(Device, "later", at(Device.later, 12, KeyboardInterrupt())),
+    "when one has been waited for": lambda: mock.patch.object(
+        updates, "_restore_classes", at(updates._restore_classes, 3, KeyboardInterrupt())
+    ),
+    "while device parameters come": lambda: mock.patch.object(places, "_swap", half_swapped(3)),
+    "while device parameters go": lambda: mock.patch.object(places, "_swap", half_swapped(4)),
+}
+
+
+@pytest.mark.parametrize("when", INTERRUPTED)
+def test_ctrl_c_inside_the_engine_leaves_a_whole_module(when: str, tmp_path: Path) -> None:
+    module = Module(Stack())
+    trainer = trainer_for(SuperpipelineStrategy(k=1, optimizer_overlap="forward"))
+    with INTERRUPTED[when](), pytest.raises(SystemExit):
+        trainer.fit(module, loader(vectors(6)))
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+    state = trainer.optimizers[0].state
+    steps = {float(state[p]["step"]) if p in state else 0.0 for p in module.parameters()}
+    if len(steps) == 1:
+        trainer.save_checkpoint(tmp_path / "whole.ckpt")
+    else:
+        with pytest.raises(RuntimeError, match="not those of any whole step"):
+            trainer.save_checkpoint(tmp_path / "torn.ckpt")
+    assert ("submitted" in when or "handed" in when) == (len(steps) > 1)
+    trainer_for(SuperpipelineStrategy(k=1)).fit(module, loader(vectors()))

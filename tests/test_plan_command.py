@@ -226,7 +226,7 @@ data:
 def test_lightnings_command_line(tmp_path: Path) -> None:
     config, timeline = tmp_path / "mine.yaml", tmp_path / "timeline.json"
     config.write_text(CONFIG.replace("TIMELINE", str(timeline)))
-    for command in ("fit", "validate", "test", "predict"):
+    for command in ("fit", "test"):
         (tmp_path / command).mkdir()  # Lightning saves the config where it runs
         ran = subprocess.run(
             [sys.executable, "-m", "sp_lightning", command, "--config", str(config)],
