@@ -481,6 +481,7 @@ class Streamer:
         """Host parameters stay in the modules as ordinary CPU parameters; device memory and hooks are gone."""
         with self._lock:
             self.abort()
+            self.updates.close()
             self._closed = True
             for handle in self._gates:
                 handle.remove()

@@ -138,6 +138,10 @@ class Updates:
         self.join()
         _restore_classes(self._blocks)
 
+    def close(self) -> None:
+        """Let go of an error that was told: its traceback holds activations, and their graph leads back here."""
+        self._failure = None
+
     def _finish(self, layer: int, why: Wait) -> None:
         if layer in self._work:
             self._device.finish(self._work[layer], why)
