@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
@@ -509,7 +510,8 @@ class StreamingStrategy(_Base):
     def expect_next_batch(self) -> None:
         """The batch is over: where nothing writes weights before the next one, its first layers may come now."""
         if self._streamer is not None and self._is_quiet("train"):
-            self._streamer.expect("train", training=True)
+            with self._whole_after_failure():
+                self._streamer.expect("train", training=True)
 
     def _run(self, phase: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A step, and once more where the window was too large for it and nothing else has happened."""
@@ -700,6 +702,9 @@ class StreamingStrategy(_Base):
     def _refuse_torn(self) -> None:
         torn = self._torn if self._streamer is None else self._streamer.updates.torn
         if torn is not None:
+            if sys.exception() is not None:  # a checkpoint on exception: Lightning tears nothing down if that fails
+                self._close_streamer()
+                self._unfuse()
             raise RuntimeError(
                 f"These weights are not those of any whole step and are not saved: {torn}. Go on from the last checkpoint."
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -12,6 +13,7 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import BitsandbytesPrecision, TransformerEnginePrecision
 from torch import Tensor, nn
 
@@ -586,3 +588,24 @@ def test_ctrl_c_inside_the_engine_leaves_a_whole_module(when: str, tmp_path: Pat
             trainer.save_checkpoint(tmp_path / "torn.ckpt")
     assert ("submitted" in when or "handed" in when) == (len(steps) > 1)
     trainer_for(SuperpipelineStrategy(k=1)).fit(module, loader(vectors()))
+
+
+def test_a_checkpoint_on_exception_that_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Lightning skips its teardown when a callback fails in ``on_exception``; the first error stays in sight."""
+    module = Module(Stack())
+    trainer = trainer_for(
+        SuperpipelineStrategy(k=1, optimizer_overlap="forward"),
+        callbacks=[ModelCheckpoint(tmp_path, save_on_exception=True)],
+        enable_checkpointing=True,
+    )
+    error = KeyError("in the update")
+    adam: Any = sys.modules["torch.optim.adam"]  # torch hides its name
+    with (
+        mock.patch.object(adam, "adam", at(adam.adam, 10, error)),
+        pytest.raises(RuntimeError, match=r"not saved: .*in the update.*Go on from the last checkpoint") as raised,
+    ):
+        trainer.fit(module, loader(vectors()))
+    assert raised.value.__context__ is error
+    assert trainer.strategy._streamer is None  # type: ignore[attr-defined]
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+    assert not list(tmp_path.iterdir())
