@@ -390,6 +390,7 @@ class Trial:
     def __init__(self, name: str, way: str, asynchronous: bool, seed: int, folder: Path) -> None:
         self.fault, self.way, self.folder = FAULTS[name], way, folder
         self.error: tuple[type[BaseException] | None, str] = (None, "")
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)}
         chance = random.Random(f"{name} {way} {asynchronous} {seed}")
         step = chance.choice([2, 3, 4])
