@@ -50,9 +50,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         file.parent.mkdir(parents=True, exist_ok=True)
-        part, stream = _create_part(file)
         handled = sys.exception()  # a checkpoint may be taken because of an error
+        part: Path | None = None
         try:
+            part, stream = _create_part(file)
             with stream:
                 torch.save(checkpoint, stream)
                 stream.flush()
@@ -61,7 +62,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                     stream.close()  # Windows renames no open file
                 part.replace(file)
         except BaseException as error:
-            part.unlink(missing_ok=True)
+            if part is not None:
+                part.unlink(missing_ok=True)
             cause = _cause(error, handled)
             if not isinstance(cause, OSError):
                 if cause is error:

@@ -14,7 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 from sp_lightning.options import Overlap
 from sp_lightning.quiet import hooks_of_users
 from sp_lightning.step import BARS_FUSED, FusedStep
-from sp_lightning.twins import is_a, path
+from sp_lightning.twins import is_a, is_exactly
 
 
 def choose_overlap(asked: Overlap, trainer: Any, optimizers: Sequence[Optimizer]) -> tuple[Overlap, str]:
@@ -97,8 +97,7 @@ def _against_background(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
         return "they would compete with the model for the CPU"
     if not trainer.lightning_module.automatic_optimization:
         return "optimization is manual"
-    tried = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
-    if path(type(trainer.precision_plugin)) not in {path(each) for each in tried}:
+    if not is_exactly(trainer.precision_plugin, (Precision, MixedPrecision, HalfPrecision, DoublePrecision)):
         return f"{type(trainer.precision_plugin).__name__} is not among the precision plugins that were tried"
     hooks = [hook for phase in ("train", "gradients", "optimizer") for hook in hooks_of_users(trainer, phase)]
     if hooks:

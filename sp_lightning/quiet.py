@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from sp_lightning.twins import base_of, path
+from sp_lightning.twins import base_of, is_exactly
 
 # Callbacks that were read and write no weights, in any of their hooks. Subclasses may, and do not count.
 WRITE_NO_WEIGHTS: set[type[Callback]] = {
@@ -63,11 +63,10 @@ def is_quiet(trainer: Any, phase: str) -> bool:
 
 def hooks_of_users(trainer: Any, phase: str) -> list[str]:
     """The hooks that run at a certain point, by name: ``EMA.on_train_batch_end``."""
-    known = {path(each) for each in WRITE_NO_WEIGHTS}
     owners: list[tuple[object, type]] = [(trainer.lightning_module, pl.LightningModule)]
     if trainer.datamodule is not None:
         owners.append((trainer.datamodule, pl.LightningDataModule))
-    owners += [(each, Callback) for each in trainer.callbacks if path(type(each)) not in known]
+    owners += [(each, Callback) for each in trainer.callbacks if not is_exactly(each, WRITE_NO_WEIGHTS)]
     bases: list[tuple[object, type]] = [(owner, base_of(owner, kind)) for owner, kind in owners]
     hooks = (*_HOOKS[phase], *(_LOADERS if phase == "train" and trainer.reload_dataloaders_every_n_epochs else ()))
     found = [

@@ -5,6 +5,7 @@ What is imported here from ``lightning`` stands for its namesake, too; which of 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeGuard, TypeVar
 
 T = TypeVar("T")
@@ -21,6 +22,11 @@ def path(kind: type) -> str:
 def is_a(value: object, kind: type[T]) -> TypeGuard[T]:
     """As ``isinstance``, of the kind or its namesake."""
     return any(path(each) == path(kind) for each in type(value).__mro__)
+
+
+def is_exactly(value: object, kinds: Iterable[type]) -> bool:
+    """Whether the value's class is one of them or of their namesakes; a subclass is not."""
+    return path(type(value)) in {path(each) for each in kinds}
 
 
 def base_of(value: object, kind: type[T]) -> type[T]:

@@ -144,12 +144,12 @@ class Updates:
 
     def _finish(self, layer: int, why: Wait) -> None:
         if layer in self._work:
-            self._device.finish(self._work[layer], why)
+            self._device.finish(self._work[layer], why)  # it may be interrupted: nothing is forgotten before
+            del self._work[layer]
             _restore_classes(self.blocks_of(layer))
-            then = self._then.pop(layer, None)
+            then = self._then.pop(layer)
             if then is not None:
                 then()
-            del self._work[layer]  # last: who is interrupted before this does it again
 
     def _raise(self) -> None:
         if self._failure is not None:

@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
 
-from sp_lightning import SuperpipelineStrategy
+from sp_lightning import SuperpipelineStrategy, checkpoints
 from sp_lightning.checkpoints import AtomicCheckpointIO
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_equal, assert_same, fit, fused, loader, superpipeline, trainer_for
@@ -364,7 +364,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
 from torch.utils.data import DataLoader
-from sp_lightning import SuperpipelineStrategy
+from sp_lightning import SuperpipelineStrategy, checkpoints
 
 LAYERS, WIDTH = 12, 2048  # 16 MiB each
 folder, how = sys.argv[1:]
@@ -471,3 +471,43 @@ def test_the_model_is_there_once(how: str, models: Path) -> None:
 def test_the_limit_notices_a_second_copy(how: str, models: Path) -> None:
     ran = limited(models, how)
     assert ran.returncode or float(ran.stdout.split("layers")[1]) > 12
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a folder in which nobody can write, root neither")
+def test_a_folder_that_takes_no_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"The checkpoint could not be written: .*one\.ckpt"):
+        AtomicCheckpointIO().save_checkpoint(CONTENT, "/proc/one.ckpt")
+
+
+def test_a_part_that_is_taken_for_one_that_was_left_is_made_anew(tmp_path: Path, monkeypatch: Any) -> None:
+    locked, taken = checkpoints._locked, list[Path]()
+
+    def another_was_faster(stream: Any) -> bool:
+        if not taken:
+            taken.append(Path(stream.name))
+            taken[0].unlink()
+        return locked(stream)
+
+    monkeypatch.setattr(checkpoints, "_locked", another_was_faster)
+    AtomicCheckpointIO().save_checkpoint(CONTENT, tmp_path / "one.ckpt")
+    assert taken
+    assert AtomicCheckpointIO().load_checkpoint(tmp_path / "one.ckpt")["note"] == "kept"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_file_that_is_exchanged_while_it_is_read_is_read_again(fails: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    file, load, read = tmp_path / "one.ckpt", torch.load, list[Any]()
+    AtomicCheckpointIO().save_checkpoint(CONTENT, file)
+
+    def exchanged(*args: Any, **options: Any) -> Any:
+        found = load(*args, **options)
+        if not read:
+            AtomicCheckpointIO().save_checkpoint({**CONTENT, "note": "new"}, file)
+        read.append(found)
+        if fails and len(read) == 1:
+            raise RuntimeError("half of each")
+        return found
+
+    monkeypatch.setattr(torch, "load", exchanged)
+    assert AtomicCheckpointIO().load_checkpoint(file)["note"] == "new"
+    assert len(read) == 2

@@ -21,6 +21,7 @@ import sp_lightning
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy, places, updates
 from sp_lightning.device import Device
 from sp_lightning.layered import LayeredStep
+from sp_lightning.streamer import Streamer
 from tests.support.models import Block, Module, Stack, llama, tokens, vectors
 from tests.support.runs import assert_equal, fit, loader, superpipeline, trainer_for
 
@@ -609,3 +610,19 @@ def test_a_checkpoint_on_exception_that_is_refused_leaves_nothing_behind(tmp_pat
     assert trainer.strategy._streamer is None  # type: ignore[attr-defined]
     assert all(type(p) is nn.Parameter for p in module.parameters())
     assert not list(tmp_path.iterdir())
+
+
+def test_after_an_error_between_two_batches_nothing_is_under_way() -> None:
+    """``on_exception`` of callbacks comes before the strategy's."""
+    seen: list[set[type]] = []
+
+    class Looks(pl.Callback):
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            seen.append({type(p) for p in pl_module.parameters()})
+
+    strategy = SuperpipelineStrategy(k=1, optimizer_overlap="forward")
+    trainer = trainer_for(strategy, callbacks=[Looks()])
+    failing = mock.patch.object(Streamer, "expect", at(Streamer.expect, 4, KeyError("between")))
+    with failing, pytest.raises(KeyError, match="between"):
+        trainer.fit(Module(Stack()), loader(vectors()))
+    assert seen == [{nn.Parameter}]

@@ -401,9 +401,7 @@ class Trial:
             self.scene = scene = Scene(way, step, chance, asynchronous, devices, whole=[step])
             with self.fault.inject(scene) or nullcontext():
                 self.witness = Witness()
-                # A failed update says so again to whoever looks, and it is the strategy that has to wait for the others.
-                looks = [self.witness] if self.fault.inject is not fails_in_the_optimizer else []
-                self.trainer = trainer_of(way, folder, [*scene.callbacks, *looks], **scene.options)
+                self.trainer = trainer_of(way, folder, [*scene.callbacks, self.witness], **scene.options)
                 try:
                     self.trainer.fit(scene.module, scene.batches)
                 except (Exception, SystemExit, KeyboardInterrupt) as error:

@@ -1058,6 +1058,7 @@ def test_averages_in_buffers_stay_where_the_weights_are(fixed: bool) -> None:
     _move_the_rest(module, find_layers(module), torch.device("meta"))
     assert all(buffer.device.type == "cpu" for buffer in module.average.buffers())
     assert all(buffer.is_meta for buffer in module.norm.buffers())
+    assert module.device.type == "meta"
 
 
 def writes(module: nn.Module) -> None:
