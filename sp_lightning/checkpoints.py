@@ -122,7 +122,9 @@ def _local(path: Any) -> Path | None:
 def _create_part(file: Path) -> tuple[Path, BinaryIO]:
     """A file beside it that nobody else writes. What writers left who were killed goes: their locks went with them."""
     name = blake2s(os.fsencode(file.name), digest_size=8).hexdigest()  # names have their limit
-    for left in file.parent.glob(f".{name}.*.part"):
+    for left in file.parent.iterdir():  # glob keeps every pattern it has seen
+        if not (left.name.startswith(f".{name}.") and left.suffix == ".part"):
+            continue
         with suppress(FileNotFoundError), left.open("rb") as old:
             if _locked(old):
                 left.unlink()
