@@ -10,8 +10,8 @@ from lightning_utilities.core.imports import RequirementCache
 from sp_lightning._version import __version__
 from sp_lightning.callback import SuperpipelineCallback
 from sp_lightning.plan import Plan, PlannedLayer
+from sp_lightning.stats import Stats
 from sp_lightning.strategy import SuperpipelineStrategy
-from sp_lightning.streamer import Stats
 
 __all__ = ["Plan", "PlannedLayer", "Stats", "SuperpipelineCallback", "SuperpipelineStrategy", "__version__"]
 

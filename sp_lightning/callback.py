@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from sp_lightning.picture import draw_timeline, supported_formats
 from sp_lightning.plan import Plan, human_bytes
 from sp_lightning.quiet import WRITE_NO_WEIGHTS
-from sp_lightning.streamer import Stats
+from sp_lightning.stats import Stats
 from sp_lightning.timeline import Interval, Timeline, chrome_trace
 
 # A child of Lightning's own logger: shown where its messages are shown.

@@ -16,20 +16,28 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 from uuid import uuid4
 
+import lightning.pytorch as pl
 import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import TorchCheckpointIO
-from torch import Tensor
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+
+from sp_lightning.twins import base_of, is_a
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+BESIDE_AVERAGES = "current_model_state"
+"""Where Lightning's ``WeightAveraging`` keeps the model's own state."""
 # The weights are copied out of the file by whoever restores them; everything else, optimizer state too, is kept as it is.
-STAY_IN_THE_FILE = frozenset({"state_dict", "current_model_state"})
+_STAY_IN_THE_FILE = frozenset({"state_dict", BESIDE_AVERAGES})
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -108,9 +116,56 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             found.update(
                 (key, tree_map_only(Tensor, Tensor.clone, value))
                 for key, value in found.items()
-                if key not in STAY_IN_THE_FILE
+                if key not in _STAY_IN_THE_FILE
             )
         return found
+
+
+def load(path: Any, io: Any, module: pl.LightningModule | None, weights_only: bool | None) -> dict[str, Any]:
+    """What a trainer loads for a module.
+
+    Only weights that torch's own code copies to their place stay in the file: others may write it, or cut it off.
+
+    Args:
+        path: of the file.
+        io: whoever reads it, a ``CheckpointIO`` or a wrapper around one.
+        module: whose weights are in the file.
+        weights_only: as in :meth:`AtomicCheckpointIO.load_checkpoint`.
+    """
+    base = io
+    while is_a(base, _WrappingCheckpointIO):
+        base = base.checkpoint_io
+    theirs = getattr(base.load_checkpoint, "__func__", None) is base_of(base, TorchCheckpointIO).load_checkpoint
+    # Quantised weights cannot be loaded with a callable map_location, which is Lightning's default.
+    options = {"map_location": "cpu"} if theirs else {}
+    found: dict[str, Any] = io.load_checkpoint(path, weights_only=weights_only, **options)
+    if isinstance(base, AtomicCheckpointIO):
+        weights = dict[str, Any]()
+        if module is not None and not _somebody_keeps_what_is_loaded(module):
+            weights.update(module.named_parameters(remove_duplicate=False))
+        for state in (found[key] for key in _STAY_IN_THE_FILE & found.keys()):
+            for name in state.keys() - weights.keys():
+                state[name] = tree_map_only(Tensor, Tensor.clone, state[name])
+    return found
+
+
+def _somebody_keeps_what_is_loaded(module: pl.LightningModule) -> bool:
+    """Whether user code sees the weights that are loaded, instead of torch's code, which copies them."""
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
+        return True
+    if any(
+        child._load_state_dict_pre_hooks or not type(child)._load_from_state_dict.__module__.startswith("torch.")
+        for child in module.modules()
+        if any(True for _ in child.parameters())
+    ):
+        return True
+    callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+    owners = [(module, pl.LightningModule), *((each, pl.Callback) for each in callbacks)]
+    return any(
+        is_overridden("on_load_checkpoint", owner, parent=base_of(owner, kind))
+        for owner, kind in owners
+        if not is_a(owner, WeightAveraging)
+    )
 
 
 def _local(path: Any) -> Path | None:

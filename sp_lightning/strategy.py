@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.init import _EmptyInit
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import (
     BitsandbytesPrecision,
@@ -23,16 +22,16 @@ from lightning.pytorch.plugins.precision import (
 )
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
+from sp_lightning.advice import LESS_HOST_MEMORY, RUN_AGAIN_DIFFERED, TRANSFORMS, after_out_of_memory
+from sp_lightning.averages import find_averages
 from sp_lightning.callback import SuperpipelineCallback
 from sp_lightning.capacity import check_host, spare_bytes
-from sp_lightning.checkpoints import STAY_IN_THE_FILE, AtomicCheckpointIO
+from sp_lightning.checkpoints import BESIDE_AVERAGES, AtomicCheckpointIO, load
 from sp_lightning.device import device_for
 from sp_lightning.frozen import FROZEN, Frozen, LeftOut, fill_in, note_loaded, note_trained
 from sp_lightning.layered import LayeredStep
@@ -51,11 +50,12 @@ from sp_lightning.options import (
 )
 from sp_lightning.overlap import Overlap, choose_overlap, may_measure_early, scaler_of
 from sp_lightning.parameters import DeviceParameter
-from sp_lightning.plan import Plan, human_bytes, make_plan
+from sp_lightning.plan import Plan, make_plan
 from sp_lightning.quiet import is_quiet
 from sp_lightning.repeat import Snapshot
+from sp_lightning.stats import Stats
 from sp_lightning.step import FusedStep, HostGradScaler
-from sp_lightning.streamer import Stats, Streamer
+from sp_lightning.streamer import Streamer
 from sp_lightning.timeline import Timeline
 from sp_lightning.tuning import Tuning
 from sp_lightning.twins import base_of, is_a
@@ -323,7 +323,7 @@ class StreamingStrategy(_Base):
             self._arrange_overlap()
             assert self._ledger is not None
             needed = {"for gradients": self._ledger.gradients, "for the optimizer's state": self._ledger.state or 0}
-            check_host(needed, _LIGHTER)
+            check_host(needed, LESS_HOST_MEMORY)
             assert self._streamer is not None
             self._streamer.activations.ring.limit = self._host_room = spare_bytes(needed)
             assert self.lightning_module is not None
@@ -455,52 +455,15 @@ class StreamingStrategy(_Base):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        base: Any = self.checkpoint_io
-        while is_a(base, _WrappingCheckpointIO):
-            base = base.checkpoint_io
-        theirs = getattr(base.load_checkpoint, "__func__", None) is base_of(base, TorchCheckpointIO).load_checkpoint
-        # Quantised weights cannot be loaded with a callable map_location, which is Lightning's default.
-        options = {"map_location": "cpu"} if theirs else {}
-        found = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only, **options)
-        if isinstance(base, AtomicCheckpointIO):
-            self._copy_what_is_kept(found)
-        return found
-
-    def _copy_what_is_kept(self, checkpoint: dict[str, Any]) -> None:
-        """Only weights that torch's own code copies to their place stay in the file: others may write it, or cut it off."""
-        module = self.lightning_module
-        weights = dict[str, Any]()
-        if module is not None and not self._somebody_keeps_what_is_loaded(module):
-            weights.update(module.named_parameters(remove_duplicate=False))
-        for state in (checkpoint[key] for key in STAY_IN_THE_FILE & checkpoint.keys()):
-            for name in state.keys() - weights.keys():
-                state[name] = tree_map_only(Tensor, Tensor.clone, state[name])
-
-    def _somebody_keeps_what_is_loaded(self, module: pl.LightningModule) -> bool:
-        """Whether user code sees the weights that are loaded, instead of torch's code, which copies them."""
-        if type(module).load_state_dict is not nn.Module.load_state_dict:
-            return True
-        if any(
-            child._load_state_dict_pre_hooks or not type(child)._load_from_state_dict.__module__.startswith("torch.")
-            for child in module.modules()
-            if any(True for _ in child.parameters())
-        ):
-            return True
-        callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
-        owners = [(module, pl.LightningModule), *((each, pl.Callback) for each in callbacks)]
-        return any(
-            is_overridden("on_load_checkpoint", owner, parent=base_of(owner, kind))
-            for owner, kind in owners
-            if not is_a(owner, WeightAveraging)
-        )
+        return load(checkpoint_path, self.checkpoint_io, self.lightning_module, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         if not self._save_frozen:
             note_loaded(self.lightning_module, checkpoint["state_dict"])
-        for key in ("state_dict", _BESIDE_AVERAGES):
+        for key in ("state_dict", BESIDE_AVERAGES):
             if key in checkpoint and FROZEN in checkpoint:
-                copies = key == _BESIDE_AVERAGES  # the averages are loaded in between
+                copies = key == BESIDE_AVERAGES  # the averages are loaded in between
                 filled = fill_in(self.lightning_module, checkpoint[key], checkpoint[FROZEN], copies=copies)
                 cast(Any, checkpoint)[key] = filled
         if self._streamer is not None:
@@ -571,7 +534,7 @@ class StreamingStrategy(_Base):
             )  # fmt: skip
             snapshot.restore()
             return True
-        error.add_note(_advice(plan, self.plan, obstacle, balanced=self._activations == "auto"))
+        error.add_note(after_out_of_memory(plan, self.plan, obstacle, balanced=self._activations == "auto"))
         return False
 
     def _is_quiet(self, phase: str) -> bool:
@@ -627,9 +590,9 @@ class StreamingStrategy(_Base):
         except BaseException as error:
             self._abort()
             if isinstance(error, RuntimeError) and "don't yet support saved tensor hooks" in str(error):
-                raise RuntimeError(_TRANSFORMS) from error
+                raise RuntimeError(TRANSFORMS) from error
             if isinstance(error, CheckpointError) and self._streamer is not None and self._streamer.run_again:
-                error.add_note(_OTHERWISE.format(unit=self._streamer.run_again))
+                error.add_note(RUN_AGAIN_DIFFERED.format(unit=self._streamer.run_again))
             raise
 
     def _abort(self) -> None:
@@ -746,10 +709,13 @@ class StreamingStrategy(_Base):
             plan = self._plan = self._window.begin(found, device)
         if choice != "keep":
             log.info("Superpipeline: activations: %s.", "measured first" if balanced else summary(modes))
-        check_host(_absorbing(plan), _LIGHTER)
-        _move_the_rest(module, found, self.root_device)
+        check_host(_absorbing(plan), LESS_HOST_MEMORY)
+        averages = find_averages(module, found)
+        _move_the_rest(module, found, averages, self.root_device)
         pin = self._pin_memory and self.root_device.type != "cpu"
-        self._streamer = Streamer(module, found, plan, device, pin=pin, modes=modes, host_room=self._host_room)
+        self._streamer = Streamer(
+            module, found, plan, device, pin=pin, modes=modes, host_room=self._host_room, averages=averages
+        )
         self._streamer.unseen_again = self._unlogged
         self._tuning = None
         if self._window.auto or balanced:
@@ -806,43 +772,7 @@ class SuperpipelineStrategy(StreamingStrategy, SingleDeviceStrategy):
     __doc__ = StreamingStrategy.__doc__
 
 
-_BESIDE_AVERAGES = "current_model_state"  # where Lightning's WeightAveraging keeps the model's own state
-# Other modules than averages have as many buffers as a small module has weights, too.
-_FEW = 2
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-
-
-def _advice(plan: Plan, smaller: Plan, obstacle: str, *, balanced: bool) -> str:
-    found = f"Superpipeline streamed with k={plan.k} and k_prime={plan.k_prime}"
-    if smaller is not plan:
-        return (
-            f"{found}. The step cannot be repeated by itself: {obstacle}. With SuperpipelineStrategy(k={smaller.k}, "
-            f"k_prime={smaller.k_prime}) there would be {human_bytes(plan.peak_device_bytes - smaller.peak_device_bytes)} more."
-        )
-    if plan.k > 1 or plan.k_prime > 1:
-        return f'{found}. Use less: SuperpipelineStrategy(k={max(1, plan.k // 2)}, k_prime=1), or k="auto".'
-    return (
-        f"{found}, which is the least: weights and gradients take {human_bytes(plan.peak_device_bytes)}, the rest are "
-        "activations. Use a smaller batch" + ("." if balanced else ', or SuperpipelineStrategy(activations="auto").')
-    )
-
-
-_LIGHTER = (
-    'Use less: precision="bf16-true", an optimizer with less state, frozen layers or adapters, or '
-    'SuperpipelineStrategy(optimizer_overlap="backward"), which holds no gradients.'
-)
-
-_OTHERWISE = (
-    'Superpipeline ran the forward of {unit!r} again (activations="recompute"), and it did something else than before: it '
-    "depends on a global variable, a file, or random numbers that are not torch's. Keep or offload what it saves: "
-    'SuperpipelineStrategy(activations={{"{unit}": "offload", "**": "recompute"}}).'
-)
-
-_TRANSFORMS = (
-    "torch.func.grad (or vjp, jacrev, hessian) was called inside a step: it does not support saved-tensor hooks, which "
-    "streamed layers need. Use torch.autograd.grad(..., create_graph=True), or keep every layer on the device: "
-    'SuperpipelineStrategy(resident=["**"]).'
-)
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
@@ -867,21 +797,11 @@ def _hold_hosts(optimizer: Any) -> None:
             ]
 
 
-def _move_the_rest(module: nn.Module, found: Found, device: torch.device) -> None:
-    """Buffers, torchmetrics and modules that keep their parameters to themselves go to the device.
-
-    But buffers that are copies of a model's weights, of their average, say, stay where the weights are between steps.
-    """
+def _move_the_rest(module: nn.Module, found: Found, averages: Sequence[nn.Module], device: torch.device) -> None:
+    """Buffers, torchmetrics and modules that keep their parameters to themselves go to the device."""
     for _, aside in found.aside:
         aside.to(device)
     bare = {child for child in module.modules() if not any(True for _ in child.parameters())}
-    models = [child for child in module.modules() if child not in bare and not found.visits.get(child)]
-    weights = {tuple(p.shape for p in each.parameters()) for each in models}
-    weights |= {tuple(p.shape for p in each.parameters() if p.requires_grad) for each in models}
-    for child in bare:
-        copies = tuple(buffer.shape for buffer in child.buffers() if buffer.dim())
-        if len(copies) <= _FEW or copies not in weights:
-            child.to(device)  # metrics have states that are no buffers
     for child in module.modules():
         if is_a(child, _DeviceDtypeModuleMixin):
             cast(Any, child)._device = device  # what self.device says
@@ -889,6 +809,8 @@ def _move_the_rest(module: nn.Module, found: Found, device: torch.device) -> Non
             for name, buffer in child._buffers.items():
                 if buffer is not None and buffer.device != device:
                     child._buffers[name] = buffer.to(device)
+        elif child not in averages:
+            child.to(device)  # metrics have states that are no buffers
 
 
 def _host_scaler(scaler: torch.amp.GradScaler) -> HostGradScaler:

@@ -31,7 +31,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,6 +39,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from sp_lightning.activations import Activations
+from sp_lightning.averages import OnTheHost
 from sp_lightning.casts import Casts
 from sp_lightning.device import Device, Stream, Wait
 from sp_lightning.gates import attach_gates
@@ -54,48 +54,12 @@ from sp_lightning.parameters import DeviceParameter, DeviceParameters, hides_sta
 from sp_lightning.places import Places
 from sp_lightning.plan import Plan
 from sp_lightning.prefetch import Prefetch
+from sp_lightning.residents import Residents
 from sp_lightning.slots import Slot, Slots
+from sp_lightning.stats import Stats
 from sp_lightning.tables import Table
 from sp_lightning.updates import Updates
 from sp_lightning.wrapped import parts, stand_in
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Counters since set-up.
-
-    Attributes:
-        fetched_layers: layers copied to the device.
-        fetched_bytes, drained_bytes: copied to the device, rows of embeddings included, and gradients copied to the host.
-        transfers: groups of layers that were fetched as one.
-        demand_fetches: layers that were needed before the trace had asked for them; each stalls compute.
-        extra_slots: slots made beyond the plan because views of weights had escaped.
-        peak_device_bytes: most device memory that weights and gradients took.
-        stored_bytes, returned_bytes: activations copied to the host, and back.
-        stall_seconds: seconds that compute waited for fetches.
-        drain_stall_seconds: seconds that compute waited for gradients to leave.
-        update_stall_seconds: seconds that the host waited for updates in the background.
-        activation_stall_seconds: seconds that compute waited for activations to leave and to come back.
-    """
-
-    fetched_layers: int
-    fetched_bytes: int
-    drained_bytes: int
-    transfers: int
-    demand_fetches: int
-    extra_slots: int
-    peak_device_bytes: int
-    stored_bytes: int
-    returned_bytes: int
-    stall_seconds: float
-    drain_stall_seconds: float
-    update_stall_seconds: float
-    activation_stall_seconds: float
-
-    @property
-    def waited_seconds(self) -> float:
-        """Seconds that anything was waited for."""
-        return self.stall_seconds + self.drain_stall_seconds + self.update_stall_seconds + self.activation_stall_seconds
 
 
 class _BackwardEnd:
@@ -126,6 +90,7 @@ class Streamer:
         pin: page-lock host memory.
         modes: what becomes of the activations of each unit; None keeps all.
         host_room: bytes of host memory that activations may take; None for no end.
+        averages: modules whose calls find the host's parameters.
     """
 
     def __init__(
@@ -138,6 +103,7 @@ class Streamer:
         pin: bool,
         modes: Mapping[str, Mode] | None = None,
         host_room: int | None = None,
+        averages: Sequence[nn.Module] = (),
     ) -> None:
         self.plan = plan
         self._module = module
@@ -192,21 +158,24 @@ class Streamer:
             table = Table(embedding, self._blocks[index], device, pin=pin, reading=reading, compacted=compacted)
             self._parameters[index].look_up = table.look_up
             self._tables[index] = table
-        self._residents = len(plan.moving)
-        self._resident_memory = device.empty(plan.residents.nbytes)
-        self._attach_residents()
-        self._resident_current = False
-        self._residents_sent: Any = None
+        self._residents = Residents(
+            self._parameters[-1],
+            self._blocks[-1],
+            self.updates,
+            device,
+            adopt=self._adopt,
+            write_back=self._write_back,
+        )
         self._places = Places(module, found.places, self._blocks, self._parameters, self._stand_ins_for_wrapped())
         self._index_of = {layer.name: index for index, layer in enumerate(plan.layers)}
         self.activations = Activations(
             module,
             found.units,
             modes or dict.fromkeys(found.units, "keep"),
-            {name: self._index_of.get(name, self._residents) for name in found.units},
+            {name: self._index_of.get(name, self._residents.layer) for name in found.units},
             device,
             HostRing(device, pin=pin, limit=host_room),
-            [self._resident_memory.data_ptr()],
+            [self._residents.address],
             self._again,
         )
         self._packing = Packing(
@@ -214,6 +183,7 @@ class Streamer:
         )
         of_tables: dict[nn.Module, tuple[int, ...]] = {table.module: (index,) for index, table in self._tables.items()}
         self._gates = attach_gates(self, {**found.visits, **of_tables})
+        self._gates += attach_gates(OnTheHost(self.reading), dict.fromkeys(averages, ()))
         # the batch: which trace, which phase was expected, whether modules hold device parameters
         self._prefetch = Prefetch(plan, self._slots, self.updates.ready)
         self._expected: str | None = None
@@ -337,7 +307,7 @@ class Streamer:
 
     def saving(self) -> AbstractContextManager[None]:
         """Around user code that builds a graph: saved weights are packed, so that the graph holds no slot."""
-        return self._packing.hooks() if self._residents else nullcontext()
+        return self._packing.hooks() if self._residents.layer else nullcontext()
 
     def announce_backward(self, loss: Tensor, *, quiet: bool) -> None:
         """``backward`` follows: once it has ended all gradients are to be on the host, before anyone reads them.
@@ -376,7 +346,7 @@ class Streamer:
         with self._lock:
             self._release_loose()
             self._forget_copies()
-            self._resident_current = False
+            self._residents.forget()
             self._expected = None
             if self._in_step and self._manual:
                 self._activate()  # the step goes on after the optimizer's
@@ -398,7 +368,8 @@ class Streamer:
 
     def update_order(self) -> Iterator[int]:
         """What is needed first: residents, tables, then the layers as the next forward needs them."""
-        order = (self._residents, *self._tables, *self._prefetch.order("train"), *range(self._residents))
+        residents = self._residents.layer
+        order = (residents, *self._tables, *self._prefetch.order("train"), *range(residents))
         return iter(dict.fromkeys(order))
 
     def before_early_update(self, layer: int) -> None:
@@ -439,7 +410,7 @@ class Streamer:
     @property
     def weight_bytes(self) -> int:
         """Device memory of slots and residents, now."""
-        return self._slots.device_bytes + self._resident_memory.nbytes
+        return self._slots.device_bytes + self._residents.nbytes
 
     def changed(self) -> bool:
         """Whether modules or parameters were exchanged behind our back, or changed their dtype or shape."""
@@ -487,7 +458,7 @@ class Streamer:
                 handle.remove()
             self._slots.close()
             self.activations.offload.close()
-            self._resident_memory = self._device.empty(0)
+            self._residents.close()
             for group in self._parameters:
                 group.close()
             self._places.close()
@@ -511,7 +482,7 @@ class Streamer:
             self._depth += 1
             self._push_hooks()
             self._activate()
-            self._parameters[self._residents].sync_requires_grad()
+            self._residents.group.sync_requires_grad()
             entered = [layer for layer in visits if not self._pins[layer]]
             self._hold(visits)  # (1) (2) (3)
             for layer in entered:
@@ -585,14 +556,14 @@ class Streamer:
     @contextmanager
     def _together(self, parameters: Sequence[DeviceParameter], *, casts: bool = False) -> Iterator[None]:
         """These device parameters, or their ``casts``, are there for one operation."""
-        layers = sorted({parameter._of.layer for parameter in parameters} - {self._residents})
+        layers = sorted({parameter._of.layer for parameter in parameters} - {self._residents.layer})
         if casts:
             layers = [self._owners[masters] for masters in layers]
-        residents = any(parameter._of.layer == self._residents for parameter in parameters)
+        residents = any(parameter._of.layer == self._residents.layer for parameter in parameters)
         with self._lock, unseen():
             if residents:
-                self._refresh_residents()
-                self._parameters[self._residents].ask(before_use=False)
+                self._residents.refresh()
+                self._residents.group.ask(before_use=False)
             self._hold(layers)
         for table in [self._tables[layer] for layer in layers if layer in self._tables]:
             table.used_whole = table.used_whole or torch.is_grad_enabled()
@@ -605,8 +576,8 @@ class Streamer:
                 for layer in layers:
                     self._pins[layer] -= 1
                 if residents and not self._places.on_device:
-                    self._write_back_residents()
-                    self._parameters[self._residents].ask(before_use=True)
+                    self._residents.take_back_writes()
+                    self._residents.group.ask(before_use=True)
                 if _kept_raw() or not self._places.on_device:  # the next operation is to come through this door as well
                     self._release_loose()
                 self._fetch_ahead()
@@ -880,7 +851,7 @@ class Streamer:
 
     def _forget_copies(self) -> None:
         """What no running call uses is out of date."""
-        out_of_date = [layer for layer in range(self._residents) if layer not in self._used]
+        out_of_date = [layer for layer in range(self._residents.layer) if layer not in self._used]
         self._slots.forget(out_of_date)
         for layer in out_of_date:
             # Whoever writes weights waits for updates first, so that what is being updated was not written.
@@ -897,43 +868,20 @@ class Streamer:
     def _activate(self) -> None:
         """Device parameters into the modules; residents up to date."""
         if not self._places.on_device:
-            self._parameters[self._residents].ask(before_use=False)
+            self._residents.group.ask(before_use=False)
             self._places.hold_device()
-        self._refresh_residents()
+        self._residents.refresh()
 
     def _deactivate(self) -> None:
         """Host parameters into the modules."""
         if self._places.on_device:
-            self._parameters[self._residents].ask(before_use=True)
+            self._residents.group.ask(before_use=True)
             self._places.hold_host()
-
-    def _refresh_residents(self) -> None:
-        residents = self._parameters[self._residents]
-        self.updates.wait(self._residents, Wait.FETCH_AFTER_UPDATE)
-        if not residents.hosts or (self._resident_current and not residents.stale):
-            return
-        if not residents.stale:
-            self._write_back_residents()
-        self._device.access(self._resident_memory, Stream.COMPUTE, write=False)
-        self._device.wait(Stream.UPLOAD, self._device.record(Stream.COMPUTE), Wait.RESIDENTS_AFTER_USE)
-        self._adopt(self._residents)
-        source = self._blocks[self._residents].weights
-        self._device.copy([self._resident_memory], [source], Stream.UPLOAD)
-        self._residents_sent = self._device.record(Stream.UPLOAD)
-        self._device.wait(Stream.COMPUTE, self._residents_sent, Wait.USE_AFTER_RESIDENTS)
-        self._device.access(self._resident_memory, Stream.COMPUTE, write=False)
-        residents.fetched()
-        residents.sync_requires_grad()
-        self._resident_current = True
-
-    def _attach_residents(self) -> None:
-        residents = self._parameters[self._residents]
-        residents.attach([view(self._resident_memory, span) for span in residents.spans])
 
     def _synchronize_uploads(self) -> None:
         """The host waits until no transfer reads its weights any more."""
         self._slots.synchronize(Wait.UPDATE_AFTER_FETCH)
-        self._device.synchronize(self._residents_sent, Wait.UPDATE_AFTER_RESIDENTS)
+        self._residents.synchronize()
         for layer, block in enumerate(self._blocks):
             if not self.updates.under_way(layer):  # written by whatever comes now: optimizer, hooks, callbacks
                 self._device.access(block.weights, None, write=True)
@@ -942,17 +890,9 @@ class Streamer:
         """Every weight that was written on the device is the host's now."""
         self._release_loose()
         self._write_back_late(self._slots.all)
-        self._write_back_residents()
+        self._residents.take_back_writes()
         for group in self._parameters:
             group.exposed.clear()
-
-    def _write_back_residents(self) -> None:
-        residents = self._parameters[self._residents]
-        written = residents.take_written()
-        if written:
-            self._write_back(self._residents, ((index, residents.value(index)) for index in written))
-            self._attach_residents()
-            self._resident_current = False
 
     # ------------------------------------------------------------------ small things
 
@@ -990,7 +930,7 @@ class Streamer:
             )
 
     def _note_peak(self) -> None:
-        now = self._slots.device_bytes + self._resident_memory.nbytes + self._gradients.device_bytes
+        now = self.weight_bytes + self._gradients.device_bytes
         if now > self._peak:
             self._peak = now
 

@@ -17,8 +17,9 @@ ORDER = (
     "_version", "memory", "wrapped", "frozen", "layers", "modes", "options", "plan", "ledger", "trace", "timeline",
     "device", "host", "tables", "casts", "parameters", "places", "gates", "slots", "changes", "recompute",
     "offload", "activations", "packing", "prefetch", "prediction", "balance", "estimate", "spec", "window",
-    "capacity", "gradients", "updates", "streamer", "tuning", "step", "layered", "repeat", "twins", "quiet", "overlap",
-    "picture", "callback", "checkpoints", "strategy", "pytorch_lightning", "__init__", "__main__",
+    "capacity", "gradients", "updates", "residents", "averages", "stats", "streamer", "tuning", "step", "layered",
+    "repeat", "twins", "quiet", "overlap", "picture", "callback", "checkpoints", "advice", "strategy",
+    "pytorch_lightning", "__init__", "__main__",
 )  # fmt: skip
 MAY_IMPORT_LIGHTNING = {
     "__main__", "repeat", "quiet", "overlap", "callback", "checkpoints", "strategy", "pytorch_lightning", "__init__",

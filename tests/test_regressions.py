@@ -24,8 +24,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.layers import find_layers
-from sp_lightning.strategy import _move_the_rest
 from sp_lightning.streamer import Streamer
 from tests.support.models import (
     CASES,
@@ -1035,30 +1033,6 @@ def test_weights_may_be_written_as_soon_as_a_step_has_failed(fails_in: str) -> N
         trainer.fit(module, loader(vectors()))
     assert trainer.restored  # type: ignore[attr-defined]
     assert_equal(module.state_dict(), before, "weights")
-
-
-class Average(nn.Module):
-    """Copies of weights as buffers, as the averages of latent diffusion keep them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.register_buffer("decay", torch.tensor(0.9))
-        for name, p in model.named_parameters():
-            if p.requires_grad:
-                self.register_buffer(name.replace(".", ""), p.detach().clone())
-
-
-@pytest.mark.parametrize("fixed", [False, True])
-def test_averages_in_buffers_stay_where_the_weights_are(fixed: bool) -> None:
-    """``average.type_as(weight).lerp_(weight, 0.1)``, as latent diffusion writes it, is lost if they are apart."""
-    module = Module(Stack())
-    module.net.stem.requires_grad_(not fixed)
-    module.average = Average(module.net)
-    module.norm = nn.BatchNorm1d(16, affine=False)
-    _move_the_rest(module, find_layers(module), torch.device("meta"))
-    assert all(buffer.device.type == "cpu" for buffer in module.average.buffers())
-    assert all(buffer.is_meta for buffer in module.norm.buffers())
-    assert module.device.type == "meta"
 
 
 def writes(module: nn.Module) -> None:

@@ -19,7 +19,7 @@ from sp_lightning.device import Device, Stream
 from sp_lightning.layers import find_layers
 from sp_lightning.plan import make_plan
 from sp_lightning.prediction import measured, predict
-from sp_lightning.streamer import Stats
+from sp_lightning.stats import Stats
 from sp_lightning.timeline import Timeline
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.runs import assert_same, fit, loader, trainer_for

@@ -1,0 +1,113 @@
+"""Averages of weights that a module keeps in buffers: latent diffusion's ``LitEma``, retyped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.averages import find_averages
+from sp_lightning.layers import find_layers
+from sp_lightning.parameters import DeviceParameter
+from sp_lightning.strategy import _move_the_rest
+from tests.support.models import Module, Stack, vectors
+from tests.support.runs import assert_same, fit, fused
+from tests.support.simdevice import simulated
+
+
+class Average(nn.Module):
+    """Copies of the trained weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.register_buffer("decay", torch.tensor(0.9))
+        self.names = {}
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                self.names[name] = name.replace(".", "")
+                self.register_buffer(self.names[name], p.detach().clone())
+        self.saw_device = False
+
+    def forward(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            copies = dict(self.named_buffers())
+            for name, p in model.named_parameters():
+                if p.requires_grad:
+                    self.saw_device = self.saw_device or isinstance(p, DeviceParameter)
+                    key = self.names[name]
+                    copies[key] = copies[key].type_as(p)
+                    copies[key].sub_((1 - self.decay) * (copies[key] - p))
+
+    def copy_to(self, model: nn.Module) -> None:
+        copies = dict(self.named_buffers())
+        for name, p in model.named_parameters():
+            if name in self.names:
+                p.data.copy_(copies[self.names[name]].data)
+
+
+class Diffusion(Module):
+    """Averages after each batch, as latent diffusion does, or within the step; validates with both."""
+
+    def __init__(self, *, within: bool) -> None:
+        super().__init__(Stack())
+        self.average = Average(self.net)
+        self.within = within
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        own = [p.clone() for p in self.net.parameters()]
+        self.average.copy_to(self.net)
+        try:
+            yield
+        finally:
+            for kept, p in zip(own, self.net.parameters(), strict=True):
+                p.data.copy_(kept.data)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.net(batch)
+        if self.within:
+            self.average(self.net)
+        return (hidden + self.net(batch)).square().mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if not self.within:
+            self.average(self.net)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        with self.averaged():
+            self.log("averaged", self.loss(batch), batch_size=2)
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+@pytest.mark.parametrize("within", [False, True])
+def test_averages_are_those_of_plain_lightning(within: bool, device: str, overlap: Any) -> None:
+    def run(strategy: Any) -> tuple[Any, dict[str, Tensor]]:
+        outcome = fit(fused(lambda: Diffusion(within=within)), vectors(3), strategy, val=vectors(2), gradients=False)
+        assert not outcome.module.average.saw_device  # type: ignore[union-attr]
+        return outcome, outcome.trainer.callback_metrics
+
+    plain, expected = run("auto")
+    with simulated() if device == "simulated" else nullcontext():
+        ours, metrics = run(SuperpipelineStrategy(k=1, optimizer_overlap=overlap))
+    assert_same(ours, plain)
+    assert {name: float(each) for name, each in metrics.items()} == {n: float(each) for n, each in expected.items()}
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_averages_stay_where_the_weights_are(fixed: bool) -> None:
+    module = Module(Stack())
+    module.net.stem.requires_grad_(not fixed)
+    module.average = Average(module.net)
+    module.norm = nn.BatchNorm1d(16, affine=False)
+    found = find_layers(module)
+    _move_the_rest(module, found, find_averages(module, found), torch.device("meta"))
+    assert all(buffer.device.type == "cpu" for buffer in module.average.buffers())
+    assert all(buffer.is_meta for buffer in module.norm.buffers())
+    assert module.device.type == "meta"
