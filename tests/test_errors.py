@@ -21,9 +21,10 @@ import sp_lightning
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy, places, updates
 from sp_lightning.device import Device
 from sp_lightning.layered import LayeredStep
-from sp_lightning.streamer import Streamer
+from sp_lightning.packing import packs
+from sp_lightning.streamer import Streamer, _BackwardEnd
 from tests.support.models import Block, Module, Stack, llama, tokens, vectors
-from tests.support.runs import assert_equal, fit, loader, superpipeline, trainer_for
+from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 
 
 @pytest.mark.parametrize("option", ["k", "k_prime"])
@@ -626,3 +627,59 @@ def test_after_an_error_between_two_batches_nothing_is_under_way() -> None:
     with failing, pytest.raises(KeyError, match="between"):
         trainer.fit(Module(Stack()), loader(vectors()))
     assert seen == [{nn.Parameter}]
+
+
+class GoesOn(Module):
+    """Catches what its first backward raises, in the middle of a layer, and goes on with the next batch."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        handle = self.net.blocks[2].inner.weight.register_hook(self.fail) if batch_idx == 0 else None
+        try:
+            self.manual_backward(loss)
+        except KeyError:
+            assert handle is not None
+            handle.remove()
+        else:
+            optimizer.step()
+
+    def fail(self, gradient: Tensor) -> None:
+        raise KeyError("in backward")
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_gradients_of_a_backward_that_failed_are_dropped(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one of autograd's threads still holds its graph task when the next batch begins."""
+    plain = fit(GoesOn, vectors(3))
+    if held:
+        monkeypatch.delattr(_BackwardEnd, "__del__")
+    assert_same(fit(GoesOn, vectors(3), superpipeline(k=1)), plain)
+
+
+class CallsBetween(Module):
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.enable_grad():
+            self.net(torch.ones(1, 16))
+
+
+def test_ctrl_c_as_a_call_between_steps_is_left_takes_its_hooks_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave = Streamer.leave
+    struck: list[bool] = []
+
+    def interrupted(self: Streamer, *args: Any) -> None:
+        if not self._in_step and packs() and not struck:
+            struck.append(True)
+            raise KeyboardInterrupt
+        leave(self, *args)
+
+    monkeypatch.setattr(Streamer, "leave", interrupted)
+    with pytest.raises(SystemExit):
+        trainer_for(superpipeline(k=1)).fit(CallsBetween(Stack()), loader(vectors(2)))
+    assert struck
+    assert not packs()
