@@ -12,22 +12,17 @@ from typing import Any
 
 from torch import nn
 
-from sp_lightning.layers import Found
-
 # Other modules have as many buffers as a small module has weights, too.
 _FEW = 2
 
 
-def find_averages(module: nn.Module, found: Found) -> list[nn.Module]:
-    """The modules without parameters whose buffers have the shapes of all (trained) weights of a module with layers."""
-    bare = [child for child in module.modules() if not any(True for _ in child.parameters())]
-    models = [
-        child for child in module.modules() if any(True for _ in child.parameters()) and not found.visits.get(child)
-    ]
-    weights = {tuple(p.shape for p in each.parameters()) for each in models}
-    weights |= {tuple(p.shape for p in each.parameters() if p.requires_grad) for each in models}
-    copies = {child: tuple(buffer.shape for buffer in child.buffers() if buffer.dim()) for child in bare}
-    return [child for child, shapes in copies.items() if len(shapes) > _FEW and shapes in weights]
+def find_averages(root: nn.Module) -> list[nn.Module]:
+    """The modules without parameters whose buffers have the shapes of all weights, or all trained ones, of a module."""
+    bare = [module for module in root.modules() if not any(True for _ in module.parameters())]
+    weights = {tuple(p.shape for p in module.parameters()) for module in root.modules()}
+    weights |= {tuple(p.shape for p in module.parameters() if p.requires_grad) for module in root.modules()}
+    copies = {module: tuple(buffer.shape for buffer in module.buffers() if buffer.dim()) for module in bare}
+    return [module for module, shapes in copies.items() if len(shapes) > _FEW and shapes in weights]
 
 
 class OnTheHost:

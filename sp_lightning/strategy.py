@@ -710,7 +710,7 @@ class StreamingStrategy(_Base):
         if choice != "keep":
             log.info("Superpipeline: activations: %s.", "measured first" if balanced else summary(modes))
         check_host(_absorbing(plan), LESS_HOST_MEMORY)
-        averages = find_averages(module, found)
+        averages = find_averages(module)
         _move_the_rest(module, found, averages, self.root_device)
         pin = self._pin_memory and self.root_device.type != "cpu"
         self._streamer = Streamer(

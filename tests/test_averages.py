@@ -100,14 +100,15 @@ def test_averages_are_those_of_plain_lightning(within: bool, device: str, overla
     assert {name: float(each) for name, each in metrics.items()} == {n: float(each) for n, each in expected.items()}
 
 
+@pytest.mark.parametrize("layers", [None, ["net"]])
 @pytest.mark.parametrize("fixed", [False, True])
-def test_averages_stay_where_the_weights_are(fixed: bool) -> None:
+def test_averages_stay_where_the_weights_are(fixed: bool, layers: Any) -> None:
     module = Module(Stack())
     module.net.stem.requires_grad_(not fixed)
     module.average = Average(module.net)
     module.norm = nn.BatchNorm1d(16, affine=False)
-    found = find_layers(module)
-    _move_the_rest(module, found, find_averages(module, found), torch.device("meta"))
+    found = find_layers(module, layers=layers)
+    _move_the_rest(module, found, find_averages(module), torch.device("meta"))
     assert all(buffer.device.type == "cpu" for buffer in module.average.buffers())
     assert all(buffer.is_meta for buffer in module.norm.buffers())
     assert module.device.type == "meta"
