@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 from sp_lightning.changes import Changes, Unrepeatable
@@ -103,6 +104,8 @@ class Activations:
 
     def call(self, unit: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A unit's forward, in its mode."""
+        if _is_transformed():
+            return forward(*args, **kwargs)
         if torch._C._current_graph_task_id() != -1:  # a checkpoint around it runs it again, as it was run before
             return self._run(unit, self._first_mode(unit), forward, args, kwargs)
         bundle, outer = self.enter(unit, tree_leaves((args, kwargs)))
@@ -215,6 +218,11 @@ class UnitForward:
 
     def __reduce__(self) -> Any:
         return (getattr, (self.__self__, "forward")) if self._own is None else (_as_it_is, (self._own,))
+
+
+def _is_transformed() -> bool:
+    """Whether ``torch.vmap`` or forward-mode differentiation runs, which checkpoints cannot repeat."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _as_it_is(value: Any) -> Any:

@@ -18,7 +18,7 @@ RUN_AGAIN_DIFFERED = (
 TRANSFORMS = (
     "torch.func.grad (or vjp, jacrev, hessian) was called inside a step: it does not support saved-tensor hooks, which "
     "streamed layers need. Use torch.autograd.grad(..., create_graph=True), or keep every layer on the device: "
-    'SuperpipelineStrategy(resident=["**"]).'
+    'SuperpipelineStrategy(resident=["**"], activations="keep").'
 )
 
 

@@ -1,16 +1,16 @@
-"""Averages of a model's weights that are kept in buffers, as latent diffusion's ``LitEma`` keeps them.
+"""Copies of a model's weights that a module keeps in buffers: averages, as latent diffusion's ``LitEma`` keeps them.
 
-They stay on the host, where the weights are between steps: ``average.type_as(weight)`` makes a copy where the two are
-apart, and what is then written to it is lost. Called within a step, such a module finds the host's weights, too.
+Between steps they are on the host, where the weights are: ``average.type_as(weight)`` makes a copy where the two are
+apart, and what is then written to it is lost. Within a step weights are the device's; so is such a module's call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 # Other modules have as many buffers as a small module has weights, too.
 _FEW = 2
@@ -25,20 +25,52 @@ def find_averages(root: nn.Module) -> list[nn.Module]:
     return [module for module, shapes in copies.items() if len(shapes) > _FEW and shapes in weights]
 
 
-class OnTheHost:
-    """A gate's keeper: what a module does in its call, it does as code from outside does, with the host's weights."""
+class OnTheDevice:
+    """A gate's keeper: a module's buffers are on the device for a call within a step, and on the host after it.
 
-    def __init__(self, reading: Callable[[], AbstractContextManager[None]]) -> None:
-        self._reading = reading
-        self._under_way: list[AbstractContextManager[None]] = []
+    Args:
+        module: whose they are.
+        device: where they are to be.
+        in_step: whether modules hold device parameters now.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, in_step: Callable[[], bool]) -> None:
+        self._module = module
+        self._device = device
+        self._in_step = in_step
+        self._depth = 0
+        self._sent: list[_Sent] = []
 
     def enter(self, visits: Sequence[int], inputs: Any) -> Sequence[int]:
         """The module is called."""
-        reading = self._reading()
-        reading.__enter__()
-        self._under_way.append(reading)
+        self._depth += 1
+        if self._depth == 1 and self._in_step():
+            for owner in self._module.modules():
+                for name, host in owner._buffers.items():
+                    if host is not None and host.device != self._device:
+                        sent = torch.empty_like(host, device=self._device).copy_(host)
+                        self._sent.append(_Sent(owner._buffers, name, host, sent))
+            for each in self._sent:
+                each.place[each.name] = each.sent
         return visits
 
     def leave(self, visits: Sequence[int], output: Any) -> None:
-        """The call has returned, or raised."""
-        self._under_way.pop().__exit__(None, None, None)
+        """The call has returned, or raised: what it has written is the host's."""
+        self._depth -= 1
+        if self._depth:
+            return
+        sent, self._sent = self._sent, []
+        with torch.no_grad():
+            for place, name, host, device in sent:
+                now = place.get(name)
+                if now is device:
+                    place[name] = host.copy_(device)
+                elif now is not None:
+                    place[name] = now.to(host.device)
+
+
+class _Sent(NamedTuple):
+    place: dict[str, Tensor | None]
+    name: str
+    host: Tensor
+    sent: Tensor

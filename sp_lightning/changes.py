@@ -59,6 +59,7 @@ class Changes:
         self._containers: dict[int, tuple[Any, Any]] = {}  # dicts, lists and the like, each with a copy
         self._tensors: dict[str, tuple[Tensor, Tensor, int, bool]] = {}  # with a copy, the version, whether that counts
         self._unchanged: list[tuple[str, Tensor, int]] = []  # by this forward
+        self._learned: set[str] = set()  # to be volatile
         self._random: list[_Random] = []
         self._training = [(child, child.training) for child in module.modules()]
         self._foreign: list[tuple[dict[str, Any], str, Any]] = []  # what stands in the place of weights
@@ -86,16 +87,21 @@ class Changes:
         for tensor, version in self._inputs:
             if tensor._version != version:
                 raise Unrepeatable(self._refusal(f"writes a tensor of shape {tuple(tensor.shape)} that it is given"))
-        first = self._unit not in self._volatile
-        volatile = self._volatile.setdefault(self._unit, set())
+        volatile = self._volatile.get(self._unit)
         for name, (tensor, before, version, counted) in list(self._tensors.items()):
             if not counted or tensor._version != version:
                 continue
-            if first and not _same(tensor, before):
-                volatile.add(name)  # by .data, or in NumPy: no version shows it
-            if name not in volatile:
-                self._unchanged.append((name, tensor, version))
-                del self._tensors[name]
+            if volatile is None:  # until a first backward has shown what is written between the two
+                if not _same(tensor, before):
+                    self._learned.add(name)  # by .data, or in NumPy: no version shows it
+                elif tensor.nbytes > _SMALL:
+                    self._forget(name)
+            elif name not in volatile:
+                self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        tensor, _, version, _ = self._tensors.pop(name)
+        self._unchanged.append((name, tensor, version))
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -110,6 +116,8 @@ class Changes:
         for name, tensor, version in self._unchanged:
             if tensor._version != version:
                 raise Unrepeatable(self._written_since(f"Buffer or attribute {name!r}"))
+        written = (name for name, (tensor, _, version, _) in self._tensors.items() if tensor._version != version)
+        self._volatile.setdefault(self._unit, set()).update(self._learned, written)
         tensors = tuple(tensor for tensor, *_ in self._tensors.values())
         values = [(tensor, _clone(tensor)) for tensor in tensors]
         states = [(each.write, each.read()) for each in self._random]

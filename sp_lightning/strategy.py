@@ -802,15 +802,17 @@ def _move_the_rest(module: nn.Module, found: Found, averages: Sequence[nn.Module
     for _, aside in found.aside:
         aside.to(device)
     bare = {child for child in module.modules() if not any(True for _ in child.parameters())}
+    stay = {inner for each in averages for inner in each.modules()}
     for child in module.modules():
         if is_a(child, _DeviceDtypeModuleMixin):
             cast(Any, child)._device = device  # what self.device says
-        if child not in bare:
-            for name, buffer in child._buffers.items():
-                if buffer is not None and buffer.device != device:
-                    child._buffers[name] = buffer.to(device)
-        elif child not in averages:
+        if child in stay:
+            continue
+        if child in bare and not stay.intersection(child.modules()):
             child.to(device)  # metrics have states that are no buffers
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.device != device:
+                child._buffers[name] = buffer.to(device)
 
 
 def _host_scaler(scaler: torch.amp.GradScaler) -> HostGradScaler:

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from sp_lightning.activations import Activations
-from sp_lightning.averages import OnTheHost
+from sp_lightning.averages import OnTheDevice
 from sp_lightning.casts import Casts
 from sp_lightning.device import Device, Stream, Wait
 from sp_lightning.gates import attach_gates
@@ -90,7 +90,7 @@ class Streamer:
         pin: page-lock host memory.
         modes: what becomes of the activations of each unit; None keeps all.
         host_room: bytes of host memory that activations may take; None for no end.
-        averages: modules whose calls find the host's parameters.
+        averages: modules whose buffers are on the device only for their calls within a step.
     """
 
     def __init__(
@@ -183,7 +183,9 @@ class Streamer:
         )
         of_tables: dict[nn.Module, tuple[int, ...]] = {table.module: (index,) for index, table in self._tables.items()}
         self._gates = attach_gates(self, {**found.visits, **of_tables})
-        self._gates += attach_gates(OnTheHost(self.reading), dict.fromkeys(averages, ()))
+        for each in averages:
+            keeper = OnTheDevice(each, device.device, in_step=lambda: self._places.on_device)
+            self._gates += attach_gates(keeper, {each: ()})
         # the batch: which trace, which phase was expected, whether modules hold device parameters
         self._prefetch = Prefetch(plan, self._slots, self.updates.ready)
         self._expected: str | None = None
@@ -901,7 +903,8 @@ class Streamer:
         calls = vars(self._calls)
         calls["depth"] = calls.get("depth", 0) + 1
         none_active = torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-        if calls["depth"] == 1 and torch.is_grad_enabled() and none_active:
+        needed = self._residents.layer or "offload" in self.activations.modes.values()
+        if calls["depth"] == 1 and needed and torch.is_grad_enabled() and none_active:
             hooks = self._packing.hooks()
             hooks.__enter__()
             calls["hooks"] = hooks

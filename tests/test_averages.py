@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.averages import find_averages
+from sp_lightning.averages import OnTheDevice, find_averages
+from sp_lightning.gates import attach_gates
 from sp_lightning.layers import find_layers
-from sp_lightning.parameters import DeviceParameter
 from sp_lightning.strategy import _move_the_rest
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_same, fit, fused
@@ -31,14 +31,12 @@ class Average(nn.Module):
             if p.requires_grad:
                 self.names[name] = name.replace(".", "")
                 self.register_buffer(self.names[name], p.detach().clone())
-        self.saw_device = False
 
     def forward(self, model: nn.Module) -> None:
         with torch.no_grad():
             copies = dict(self.named_buffers())
             for name, p in model.named_parameters():
                 if p.requires_grad:
-                    self.saw_device = self.saw_device or isinstance(p, DeviceParameter)
                     key = self.names[name]
                     copies[key] = copies[key].type_as(p)
                     copies[key].sub_((1 - self.decay) * (copies[key] - p))
@@ -48,6 +46,22 @@ class Average(nn.Module):
         for name, p in model.named_parameters():
             if name in self.names:
                 p.data.copy_(copies[self.names[name]].data)
+
+
+class Penalty(Average):
+    """The square of the distance from where training began (L2-SP)."""
+
+    def forward(self, model: nn.Module) -> Tensor:
+        pairs = ((p, self.get_buffer(self.names[name])) for name, p in model.named_parameters())
+        return torch.stack([(p - start).square().sum() for p, start in pairs]).sum()
+
+
+class Teacher(Average):
+    """A copy of the model that follows it."""
+
+    def forward(self, model: nn.Module, x: Tensor) -> Tensor:
+        copies = {name: self.get_buffer(key) for name, key in self.names.items()}
+        return torch.func.functional_call(model, copies, (x,))
 
 
 class Diffusion(Module):
@@ -90,7 +104,6 @@ class Diffusion(Module):
 def test_averages_are_those_of_plain_lightning(within: bool, device: str, overlap: Any) -> None:
     def run(strategy: Any) -> tuple[Any, dict[str, Tensor]]:
         outcome = fit(fused(lambda: Diffusion(within=within)), vectors(3), strategy, val=vectors(2), gradients=False)
-        assert not outcome.module.average.saw_device  # type: ignore[union-attr]
         return outcome, outcome.trainer.callback_metrics
 
     plain, expected = run("auto")
@@ -100,6 +113,60 @@ def test_averages_are_those_of_plain_lightning(within: bool, device: str, overla
     assert {name: float(each) for name, each in metrics.items()} == {n: float(each) for n, each in expected.items()}
 
 
+class Penalized(Module):
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.start = Penalty(self.net)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) + self.start(self.net) * 0.1
+
+
+class Taught(Module):
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.teacher = Teacher(self.net)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(self.net, batch)
+        return (self.net(batch) - wanted.roll(1, 0)).square().mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"optimizer_overlap": "backward"}, {"activations": "recompute"}], ids=str)
+@pytest.mark.parametrize("make", [Penalized, Taught])
+def test_other_uses_of_copies(make: Any, options: Any) -> None:
+    plain = fit(fused(make), vectors(4), accumulate_grad_batches=2, gradients=False)
+    with simulated():
+        ours = fit(
+            fused(make), vectors(4), SuperpipelineStrategy(k=1, **options), accumulate_grad_batches=2, gradients=False
+        )
+    assert_same(ours, plain)
+
+
+def test_a_call_within_a_step_is_on_the_device() -> None:
+    """``cpu:0`` stands for another device than ``cpu``: a copy on it is another tensor."""
+    average, seen = Average(Stack()), list[list[bool]]()
+    host = dict(average.named_buffers())
+    before = {name: buffer.clone() for name, buffer in host.items()}
+    step = [True]
+    handles = attach_gates(OnTheDevice(average, torch.device("cpu:0"), lambda: step[0]), {average: ()})
+    average.register_forward_pre_hook(
+        lambda *_: seen.append([buffer is host[n] for n, buffer in average.named_buffers()])
+    )
+    average(Stack())
+    assert all(buffer is host[name] for name, buffer in average.named_buffers())
+    assert not any(torch.equal(host[name], before[name]) for name in average.names.values())
+    step[0] = False
+    average(Stack())
+    step[0] = True
+    with pytest.raises(KeyError, match="weight"):
+        average(nn.Linear(2, 2))
+    assert seen == [[False] * len(host), [True] * len(host), [False] * len(host)]
+    assert all(buffer is host[name] for name, buffer in average.named_buffers())
+    assert len(handles) == 2
+
+
 @pytest.mark.parametrize("layers", [None, ["net"]])
 @pytest.mark.parametrize("fixed", [False, True])
 def test_averages_stay_where_the_weights_are(fixed: bool, layers: Any) -> None:
@@ -107,8 +174,9 @@ def test_averages_stay_where_the_weights_are(fixed: bool, layers: Any) -> None:
     module.net.stem.requires_grad_(not fixed)
     module.average = Average(module.net)
     module.norm = nn.BatchNorm1d(16, affine=False)
+    module.more = nn.ModuleDict({"average": Average(module.net), "norm": nn.BatchNorm1d(16, affine=False)})
     found = find_layers(module, layers=layers)
     _move_the_rest(module, found, find_averages(module), torch.device("meta"))
-    assert all(buffer.device.type == "cpu" for buffer in module.average.buffers())
-    assert all(buffer.is_meta for buffer in module.norm.buffers())
+    assert all(buffer.device.type == "cpu" for buffer in (*module.average.buffers(), *module.more["average"].buffers()))
+    assert all(buffer.is_meta for buffer in (*module.norm.buffers(), *module.more["norm"].buffers()))
     assert module.device.type == "meta"
