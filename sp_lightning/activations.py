@@ -66,6 +66,7 @@ class Activations:
         self._anchor = device.empty(0)
         self.unfit: dict[str, str] | None = None
         """While this is a dict, units that could not be recomputed are noted there, and why."""
+        self._watched: list[tuple[str, Changes]] = []  # for that
         self._forwards: list[int] = []  # calls of each forward of this step, and of the last one
         self._expected: list[int] = [len(units)]
         self.calls: tuple[Call, ...] = ()
@@ -98,6 +99,7 @@ class Activations:
         """A step or its backward is over: nothing is on its way."""
         if not self.idle:
             self._note_forward()
+            self._look_again()
             self.offload.settle()
 
     # ------------------------------------------------------------------ one call
@@ -131,6 +133,8 @@ class Activations:
         try:
             if changes is not None:
                 changes.keep()
+                changes.let_go()
+                self._watched.append((unit, changes))
         except Unrepeatable as error:
             self.unfit[unit] = str(error)
         return output
@@ -179,6 +183,16 @@ class Activations:
                 self.calls = calls
             self._forwards.append(len(self._running))
             self._running = []
+
+    def _look_again(self) -> None:
+        """What was written between a unit's forward and the end of backward may not be put back."""
+        watched, self._watched = self._watched, []
+        if self.unfit is not None:
+            for unit, changes in watched:
+                try:
+                    changes.check()
+                except Unrepeatable as error:
+                    self.unfit[unit] = str(error)
 
 
 class UnitForward:

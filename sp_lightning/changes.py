@@ -7,6 +7,7 @@ import operator
 import random
 import sys
 import types
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -57,7 +58,7 @@ class Changes:
         self._unit = unit
         self._volatile = volatile
         self._containers: dict[int, tuple[Any, Any]] = {}  # dicts, lists and the like, each with a copy
-        self._tensors: dict[str, tuple[Tensor, Tensor, int, bool]] = {}  # with a copy, the version, whether that counts
+        self._tensors: dict[str, _Copied] = {}
         self._unchanged: list[tuple[str, Tensor, int]] = []  # by this forward
         self._learned: set[str] = set()  # to be volatile
         self._random: list[_Random] = []
@@ -84,24 +85,43 @@ class Changes:
         for weight in self._weights:
             if weight.written:
                 raise Unrepeatable(self._refusal(f"writes its parameter {weight.name!r}"))
+            if weight.gradient_now != weight.gradient:
+                raise Unrepeatable(
+                    self._refusal(f"runs a backward that gives its parameter {weight.name!r} a gradient")
+                )
         for tensor, version in self._inputs:
             if tensor._version != version:
                 raise Unrepeatable(self._refusal(f"writes a tensor of shape {tuple(tensor.shape)} that it is given"))
         volatile = self._volatile.get(self._unit)
-        for name, (tensor, before, version, counted) in list(self._tensors.items()):
-            if not counted or tensor._version != version:
+        for name, copied in list(self._tensors.items()):
+            if copied.stays or copied.tensor._version != copied.version:
                 continue
-            if volatile is None:  # until a first backward has shown what is written between the two
-                if not _same(tensor, before):
-                    self._learned.add(name)  # by .data, or in NumPy: no version shows it
-                elif tensor.nbytes > _SMALL:
-                    self._forget(name)
-            elif name not in volatile:
-                self._forget(name)
+            if not (copied.trusted and volatile is not None) and not _same(copied.tensor, copied.before):
+                self._learned.add(name)  # by .data, or in NumPy: no version shows it
+            elif volatile is None and copied.trusted and copied.tensor.nbytes <= _SMALL:
+                pass  # until a first backward has shown what is written in between
+            elif volatile is None or name not in volatile:
+                del self._tensors[name]
+                self._unchanged.append((name, copied.tensor, copied.version))
 
-    def _forget(self, name: str) -> None:
-        tensor, _, version, _ = self._tensors.pop(name)
-        self._unchanged.append((name, tensor, version))
+    def let_go(self) -> None:
+        """Of all but what :meth:`check` needs: there is no second run."""
+        for each in (self._containers, self._tensors, self._random, self._foreign, self._inputs):
+            each.clear()
+
+    def check(self) -> None:
+        """Whether :meth:`undone` could put back what was written since.
+
+        Raises:
+            Unrepeatable: it could not.
+        """
+        for weight in self._weights:
+            if weight.version_now != weight.version:
+                raise Unrepeatable(self._written_since(f"Parameter {weight.name!r}"))
+        volatile = self._volatile.get(self._unit, ())
+        for name, tensor, version in self._unchanged:
+            if tensor._version != version or name in volatile:  # which it was not yet
+                raise Unrepeatable(self._written_since(f"Buffer or attribute {name!r}"))
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -110,15 +130,10 @@ class Changes:
         Raises:
             Unrepeatable: weights were written since.
         """
-        for weight in self._weights:
-            if weight.version_now != weight.version:
-                raise Unrepeatable(self._written_since(f"Parameter {weight.name!r}"))
-        for name, tensor, version in self._unchanged:
-            if tensor._version != version:
-                raise Unrepeatable(self._written_since(f"Buffer or attribute {name!r}"))
-        written = (name for name, (tensor, _, version, _) in self._tensors.items() if tensor._version != version)
+        self.check()
+        written = (name for name, copied in self._tensors.items() if copied.tensor._version != copied.version)
         self._volatile.setdefault(self._unit, set()).update(self._learned, written)
-        tensors = tuple(tensor for tensor, *_ in self._tensors.values())
+        tensors = tuple(copied.tensor for copied in self._tensors.values())
         values = [(tensor, _clone(tensor)) for tensor in tensors]
         states = [(each.write, each.read()) for each in self._random]
         containers = [(container, _copy(container)) for container, _ in self._containers.values()]
@@ -128,7 +143,7 @@ class Changes:
         kernels = sdpa_kernel(self._kernels) if self._kernels else nullcontext()
         with _unsafe_preserve_version_counter(tensors), kernels:
             self._put(
-                [(each[0], each[1]) for each in self._tensors.values()],
+                [(copied.tensor, copied.before) for copied in self._tensors.values()],
                 [(each.write, each.state) for each in self._random],
                 list(self._containers.values()),
                 self._foreign,
@@ -176,8 +191,9 @@ class Changes:
                         f"{name}.{key}".lstrip("."),
                         group,
                         index,
-                        group.version_once_fetched(index),
+                        group.version_once_fetched(index) + group.steps,
                         index in group.exposed,
+                        _gradient(group.hosts[index]),
                     )
                 )
             elif parameter is not None:  # of functional_call, say
@@ -195,9 +211,9 @@ class Changes:
     def _look(self, name: str, value: Any, *, objects: int) -> None:
         """At what can be changed in place, and into it, through so many ``objects``."""
         if isinstance(value, Tensor):
-            if not isinstance(value, nn.Parameter) and not value.requires_grad:
+            if value.is_leaf and not isinstance(value, nn.Parameter):
                 self._copy_tensor(name or str(id(value)), value)
-        elif isinstance(value, (list, dict, set, deque, bytearray)) or _is_array(value):
+        elif isinstance(value, (list, dict, set, deque, bytearray, array)) or _is_array(value):
             self._look_into(name, value, objects)
         elif isinstance(value, tuple):
             for number, each in enumerate(value):
@@ -213,8 +229,10 @@ class Changes:
         elif (bits := _numpy_source(value)) is not None:
             self._random.append(_Random(lambda: bits.state, lambda state: setattr(bits, "state", state), bits.state))
         elif isinstance(value, nn.Module):
-            if objects == _DEEP:  # an argument; one that an attribute leads to may be the whole model
-                for inner in value.modules():
+            # One that an attribute leads to may be the whole model.
+            whole = objects == _DEEP or not any(True for _ in value.parameters())
+            for inner in value.modules() if whole else (value,):
+                if id(inner._buffers) not in self._containers:
                     self._look_at(str(id(inner)), inner)
         elif objects and not isinstance(value, _CODE) and not _is_of_the_run(value):
             attributes = _attributes(value)
@@ -232,10 +250,10 @@ class Changes:
                     self._look(name and f"{name}.{number}", each, objects=objects)
 
     def _copy_tensor(self, name: str, tensor: Tensor, *, trusted: bool = False, uncounted: bool = False) -> None:
-        """``trusted``: every write of it counts, if not ``uncounted``; that is believed of large tensors, too."""
+        """``trusted``: its versions show every write, if not ``uncounted``."""
         if name not in self._tensors and _can_be_copied(tensor):
-            counted = not uncounted and (trusted or tensor.nbytes > _SMALL)
-            self._tensors[name] = tensor, _clone(tensor), tensor._version, counted
+            stays = uncounted or not (trusted or tensor.nbytes > _SMALL)
+            self._tensors[name] = _Copied(tensor, _clone(tensor), tensor._version, stays, trusted)
 
     def _look_at_random(self) -> None:
         self._random.append(_Random(random.getstate, random.setstate, random.getstate()))
@@ -269,12 +287,30 @@ class _Random(NamedTuple):
     state: Any
 
 
+class _Copied(NamedTuple):
+    """A tensor before the forward.
+
+    Attributes:
+        before: its value.
+        version: of all writes so far.
+        stays: whether the value is kept for the second run, whatever the first does.
+        trusted: whether versions show all writes.
+    """
+
+    tensor: Tensor
+    before: Tensor
+    version: int
+    stays: bool
+    trusted: bool
+
+
 class _Weight(NamedTuple):
     """A weight before the forward, by its place among device parameters: who holds one itself keeps its layer there.
 
     Attributes:
         version: of all writes so far.
         exposed: whether its ``.data`` had been handed out, so that nobody knows when it is written.
+        gradient: which it was, and the version of that.
     """
 
     name: str
@@ -282,11 +318,17 @@ class _Weight(NamedTuple):
     at: int
     version: int
     exposed: bool
+    gradient: tuple[int, int] | None
+
+    @property
+    def gradient_now(self) -> tuple[int, int] | None:
+        """Of the host's parameter."""
+        return _gradient(self.group.hosts[self.at])
 
     @property
     def version_now(self) -> int:
         """Of all writes since."""
-        return int(self.group.version_once_fetched(self.at))
+        return int(self.group.version_once_fetched(self.at) + self.group.steps)
 
     @property
     def written(self) -> bool:
@@ -297,6 +339,10 @@ class _Weight(NamedTuple):
             return False
         with torch.no_grad():
             return not _same(self.group.value(self.at).cpu(), self.group.hosts[self.at].detach())
+
+
+def _gradient(parameter: Tensor) -> tuple[int, int] | None:
+    return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
 
 
 def _is_of_the_run(value: Any) -> bool:
@@ -346,6 +392,8 @@ def _numpy_source(value: Any) -> Any:
 def _copy(container: Any) -> Any:
     if isinstance(container, dict):
         return _own(container) if "_parameters" in container else dict(container.items())
+    if isinstance(container, array):
+        return container[:]
     if isinstance(container, (list, set, deque, bytearray)):
         return {list: list, set: set, deque: list, bytearray: bytes}[_base(container)](container)
     return container.copy()
@@ -382,7 +430,7 @@ def _restore(container: Any, state: Any) -> None:
             kind = OrderedDict if isinstance(container, OrderedDict) else dict
             kind.clear(container)  # the order of keys, too
             kind.update(container, state)
-    elif isinstance(container, bytearray):
+    elif isinstance(container, (bytearray, array)):
         container[:] = state
     elif isinstance(container, set):
         if container != state:

@@ -249,6 +249,8 @@ class DeviceParameters:
         self.kept_raw = kept_raw
         self._arrived = arrived
         self.exposed: set[int] = set()  # whose .data was handed out: nobody knows when it is written
+        self.steps = 0
+        """A number that rises with each optimizer's step; a fused one bumps no version."""
         self.attached = False
         self._present = [_with_user_class(DeviceParameter, type(host)) for host in hosts]
         self._absent = [_with_user_class(StandIn, type(host)) for host in hosts]

@@ -150,6 +150,7 @@ class Streamer:
             )
             for index, block in enumerate(self._blocks)
         ]
+        self._group_of = {id(host): group for group in self._parameters for host in group.hosts}
         self._tables: dict[int, Table] = {}
         for index, layer in zip(tables, found.tables, strict=True):
             embedding: Any = found.places[layer.parameters[0][1]][0].module
@@ -340,8 +341,12 @@ class Streamer:
             self._take_back_writes()
             self._synchronize_uploads()
             for each in parameters:
+                host = each
                 if issubclass(type(each), DeviceParameter):
                     each._of.exposed.add(each._index)  # type: ignore[attr-defined]
+                    host = each.host  # type: ignore[attr-defined]
+                if id(host) in self._group_of and host.grad is not None:
+                    self._group_of[id(host)].steps += 1
 
     def forget(self) -> None:
         """Host weights have been or may have been written: copies on the device are out of date."""

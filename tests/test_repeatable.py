@@ -7,7 +7,9 @@ import gc
 import random
 import types
 import weakref
+from array import array
 from collections import deque
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -184,6 +186,81 @@ class Frozen(dict[str, int]):
     update = __setitem__ = copy = clear  # type: ignore[assignment]
 
 
+class Bank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+
+    mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(x.detach().mean(0))
+        return 1 + self.mean.clone()
+
+
+class Unregistered(Block):
+    """Modules that no parent lists, one with weights of its own; an array; a leaf that requires gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.banks = [Bank()]
+        self.__dict__["hidden"] = Bank()
+        self.__dict__["codes"] = Codebook()
+        self.control = types.SimpleNamespace(bank=Bank(), block=self)
+        self.numbers = array("d", [1.0])
+        self.leaf = torch.ones(16, requires_grad=True)
+
+    def factor(self, x: Tensor) -> Tensor:
+        self.numbers[0] *= 1.1
+        with torch.no_grad():
+            self.leaf.mul_(0.9)
+        banks = self.banks[0](x) * self.hidden(x) * self.control.bank(x)
+        return banks * self.codes.factor(x) * self.numbers[0] * self.leaf.detach().clone()
+
+
+class LateAndLarge(Block):
+    """Writes a large buffer through ``.data`` from the second batch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("code", torch.ones(16, 2**15))
+        self.calls = 0
+
+    code: Tensor
+
+    def factor(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 1:
+            self.code.data.mul_(0.9)
+        return self.code[:, 0].clone()
+
+
+class OldSpectralNorm(Block):
+    """Its hooks write buffers before each forward, and put a tensor in the place of the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.utils.spectral_norm(self.inner)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("block", [Unregistered, LateAndLarge, OldSpectralNorm])
+def test_state_that_is_out_of_sight(block: type[nn.Module], times: int) -> None:
+    """Each block is called several times before backward, too."""
+
+    class Repeats(Module):
+        def loss(self, batch: Tensor) -> Tensor:
+            return torch.stack([super(Repeats, self).loss(batch * (n + 1)) for n in range(times)]).sum()
+
+    def make() -> Module:
+        return Repeats(nn.Sequential(*(block() for _ in range(3))))
+
+    late = block is LateAndLarge and times > 1  # of the first call nothing is known any more
+    with pytest.raises(Unrepeatable, match=r"'code' of 'net.*' has been modified") if late else nullcontext():
+        assert_same(fit(make, vectors(4), superpipeline(k=1, activations="recompute")), fit(make, vectors(4)))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("block", [Codebook, Functional, Arrays, Draws, Deep, Late, Odd])
 def test_state_that_no_version_shows(block: type[nn.Module]) -> None:
@@ -349,11 +426,21 @@ class WritesInput(Block):
         return super().forward(torch.relu_(x))
 
 
+class RunsBackward(Block):
+    def factor(self, x: Tensor) -> float:
+        self.inner(x.detach()).square().mean().backward()
+        return 1.0
+
+
 @pytest.mark.parametrize(
     ("block", "said"),
     [
         (WritesWeight, r"The forward of 'net.blocks.0' writes its parameter 'inner.bias', and cannot be run again"),
         (WritesWeightData, r"The forward of 'net.blocks.0' writes its parameter 'inner.bias'"),
+        (
+            RunsBackward,
+            r"The forward of 'net.blocks.0' runs a backward that gives its parameter 'inner.weight' a gradient",
+        ),
         (WritesInput, r"The forward of 'net.blocks.0' writes a tensor of shape \(4, 16\) that it is given"),
     ],
 )
@@ -389,6 +476,46 @@ class WritesBetween(Module):
 def test_weights_that_are_written_between_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"'inner.bias' of 'net.blocks.2' has been modified by an inplace operation"):
         fit(lambda: WritesBetween(Stack()), vectors(), superpipeline(activations="recompute"))
+
+
+class StepsBetween(Module):
+    """A fused step bumps no version, so that plain autograd goes on, with what it has saved."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss, retain_graph=True)
+        optimizer.step()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def test_a_step_between_two_backwards_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation between forward and backward"):
+        fit(StepsBetween, vectors(), superpipeline(k=1, activations="recompute"))
+    for mode in ("keep", "offload"):
+        assert_same(fit(StepsBetween, vectors(), superpipeline(k=1, activations=mode)), fit(StepsBetween, vectors()))
+
+
+def test_auto_sees_what_is_written_between() -> None:
+    batches = [*vectors(), *vectors()]
+
+    def make() -> Module:
+        return WritesBetween(Stack())
+
+    with simulated(capacity=26_000):
+        strategy = superpipeline(k=1, k_prime=1, activations="auto")
+        ours = fit(make, batches, strategy)
+    assert_same(ours, fit(make, batches))
+    assert strategy.activations["net.blocks.2"] != "recompute"
 
 
 # ---------------------------------------------------------------------- forwards of the user's own
