@@ -9,6 +9,7 @@ import types
 import weakref
 from array import array
 from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -235,18 +236,15 @@ class LateAndLarge(Block):
         return self.code[:, 0].clone()
 
 
-class OldSpectralNorm(Block):
-    """Its hooks write buffers before each forward, and put a tensor in the place of the weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.utils.spectral_norm(self.inner)
+def old_spectral_norm() -> nn.Module:
+    """Its hook writes buffers before each forward, and puts a tensor in the place of the weight."""
+    return nn.utils.spectral_norm(nn.Linear(16, 16))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("times", [1, 3])
-@pytest.mark.parametrize("block", [Unregistered, LateAndLarge, OldSpectralNorm])
-def test_state_that_is_out_of_sight(block: type[nn.Module], times: int) -> None:
+@pytest.mark.parametrize("block", [Unregistered, LateAndLarge, old_spectral_norm])
+def test_state_that_is_out_of_sight(block: Callable[[], nn.Module], times: int) -> None:
     """Each block is called several times before backward, too."""
 
     class Repeats(Module):
