@@ -164,7 +164,7 @@ class StandIn(DeviceParameter):
                 "SuperpipelineStrategy(resident=[…])."
             )
         with away[0]._of.together(away):
-            if away[0]._of.kept_raw():
+            if away[0]._of.shared or away[0]._of.kept_raw():
                 args, kwargs = tree_map_only(DeviceParameter, _alias, (args, kwargs))
             return func(*args, **kwargs)
 
@@ -176,11 +176,13 @@ def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
     for of in groups:
         if of.autocast is None or not autocast_would_cast(of.autocast, of.device):
             return None
+    casts = {of: of.casts for of in groups}  # another thread may exchange them meanwhile
     for of in groups:
-        if of.casts is None:  # called from outside their layer
+        if casts[of] is None or of.shared:  # called from outside their layer
             with of.together(away, casts=True):
-                return None if any(of.casts is None for of in groups) else _call(func, args, kwargs)
-    return _call(func, args, kwargs) if groups else None
+                casts = {of: of.casts for of in groups}
+                return None if None in casts.values() else _call(casts, func, args, kwargs)
+    return _call(casts, func, args, kwargs) if groups else None
 
 
 def _look_up(indices: Any, weight: Any, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -189,20 +191,19 @@ def _look_up(indices: Any, weight: Any, *args: Any, **kwargs: Any) -> Tensor | N
     return None if look_up is None else look_up(weight, indices, *args, **kwargs)
 
 
-def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def _call(casts: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     # Autocast casts the last argument first, so that in backward the gradients come in the arguments' order.
-    last = {name: _cast(kwargs[name]) for name in sorted(kwargs)} if kwargs else kwargs  # bias before weight
-    return func(*[_cast(each) for each in reversed(args)][::-1], **last)
+    last = {name: _cast(kwargs[name], casts) for name in sorted(kwargs)} if kwargs else kwargs  # bias before weight
+    return func(*[_cast(each, casts) for each in reversed(args)][::-1], **last)
 
 
-def _cast(each: Any) -> Any:
+def _cast(each: Any, casts: dict[DeviceParameters, Sequence[Tensor]]) -> Any:
     if not issubclass(type(each), StandIn):  # isinstance of a Parameter is slow: its metaclass asks in Python
         return each
     of, index = each._of, each._index
-    assert of.casts is not None
     if not torch.is_grad_enabled():
-        return of.casts[index]
-    return Cast.apply(each, of.casts[index]) if of.hosts[index].requires_grad else of.casts[index].detach()
+        return casts[of][index]
+    return Cast.apply(each, casts[of][index]) if of.hosts[index].requires_grad else casts[of][index].detach()
 
 
 class DeviceParameters:
@@ -252,6 +253,7 @@ class DeviceParameters:
         self.steps = 0
         """A number that rises with each optimizer's step; a fused one bumps no version."""
         self.attached = False
+        self.shared = False
         self._present = [_with_user_class(DeviceParameter, type(host)) for host in hosts]
         self._absent = [_with_user_class(StandIn, type(host)) for host in hosts]
         self._handles: list[RemovableHandle] = []
@@ -304,13 +306,20 @@ class DeviceParameters:
     def attach(self, views: Sequence[Tensor]) -> None:
         """The layer is on the device: every parameter becomes what ``views`` has for it, on lent memory."""
         with _Untouched():
-            for parameter, value, kind in zip(self.all, views, self._present, strict=True):
+            kinds = self._absent if self.shared else self._present
+            for parameter, value, kind in zip(self.all, views, kinds, strict=True):
                 _tensor_data.__set__(parameter, value)
                 parameter.__class__ = kind
         self.attached = True
 
+    def share(self, shared: bool) -> None:
+        """Whether several threads use weights: each use is noticed then, so that none leaves under another's hands."""
+        self.shared = shared
+        if self.attached:
+            self.ask(before_use=shared)
+
     def ask(self, before_use: bool) -> None:
-        """Residents never leave; whether each use of them is to be noticed all the same, as that of a stand-in is."""
+        """Whether each use of what is there is to be noticed all the same, as that of a stand-in is."""
         for parameter, kind in zip(self.all, self._absent if before_use else self._present, strict=True):
             parameter.__class__ = kind
 
@@ -518,7 +527,7 @@ def _grad_by_edges(outputs: Any, inputs: Any, *args: Any, materialize_grads: boo
 def _alias(parameter: DeviceParameter) -> Tensor:
     """The weight under another tensor, which whoever keeps it keeps with its memory."""
     wanted = torch.is_grad_enabled() and requires_grad(parameter)
-    with unseen():
+    with _Untouched(), unseen():
         return parameter.view_as(parameter) if wanted else parameter.detach()
 
 

@@ -199,6 +199,8 @@ class Streamer:
         self._calls = threading.local()  # of each thread: how deep, and hooks of its own
         self._used: dict[int, Slot] = {}
         self._pins: defaultdict[int, int] = defaultdict(int)
+        self._thread = 0  # whose step it is
+        self._shared = False  # whether others use weights, too
         # the backward: open graph tasks, outermost first, and whether gradients are accumulated
         self._closed = False
         self._tasks: list[int] = []
@@ -232,6 +234,7 @@ class Streamer:
             self._prefetch.trace.cyclic = quiet and not training
             self._expected = None
             self._in_step = True
+            self._thread = threading.get_ident()
             self._training = training
             self._manual = manual
             self._ends_with_backward = False
@@ -286,6 +289,8 @@ class Streamer:
             if self._training:
                 self.forget()  # from here on hooks and optimizers may write weights unseen, through .data
             self._slots.give_back_extra()
+            if self._shared:
+                self._share(False)
             if settle:
                 self._synchronize_uploads()
 
@@ -485,8 +490,10 @@ class Streamer:
         with self._lock, unseen():
             if not (self._in_step or self._tasks or self._depth):
                 self.forget()  # a call outside any step: nobody knows what was written since
+                self._thread = threading.get_ident()
                 self._prefetch.start("outside", training=False)
             self._depth += 1
+            self._notice_thread()
             self._push_hooks()
             self._activate()
             self._residents.group.sync_requires_grad()
@@ -568,6 +575,7 @@ class Streamer:
             layers = [self._owners[masters] for masters in layers]
         residents = any(parameter._of.layer == self._residents.layer for parameter in parameters)
         with self._lock, unseen():
+            self._notice_thread()
             if residents:
                 self._residents.refresh()
                 self._residents.group.ask(before_use=False)
@@ -902,6 +910,19 @@ class Streamer:
             group.exposed.clear()
 
     # ------------------------------------------------------------------ small things
+
+    def _notice_thread(self) -> None:
+        """From a second thread's first use on every use of a weight comes through a door, until the step is over."""
+        backward = torch._C._current_graph_task_id() != -1  # autograd's threads come one after the other
+        if not (self._shared or backward or threading.get_ident() == self._thread):
+            for layer in self._used:  # whoever uses these has not been noticed
+                self._pins[layer] += 1
+            self._share(True)
+
+    def _share(self, shared: bool) -> None:
+        self._shared = shared
+        for group in self._parameters[:-1]:  # residents do not leave
+            group.share(shared)
 
     def _push_hooks(self) -> None:
         """Calls outside a step, in other threads, and recomputes inside backward build graphs too."""

@@ -315,6 +315,16 @@ def test_torch_func_grad_through_a_streamed_layer() -> None:
         start(superpipeline(), Transforms(Stack()))
 
 
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_torch_func_grad_where_nothing_is_streamed(activations: Any) -> None:
+    class Transforms(Module):
+        def loss(self, batch: Any) -> Tensor:
+            return torch.func.grad(lambda x: self.net(x).square().sum())(batch).square().sum() + super().loss(batch)
+
+    ours = fit(lambda: Transforms(Stack()), vectors(), superpipeline(resident=["**"], activations=activations))
+    assert_same(ours, fit(lambda: Transforms(Stack()), vectors()))
+
+
 def test_torch_func_grad_outside_a_step_names_the_layer() -> None:
     class Transforms(Module):
         def on_train_epoch_start(self) -> None:

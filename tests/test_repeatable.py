@@ -18,6 +18,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call
 
 from sp_lightning import offload
@@ -366,6 +367,28 @@ class Remembers(Block):
     def factor(self, x: Tensor) -> float:
         self.last = self.inner(x) * 2
         return 1.0
+
+
+def vmapped(net: nn.Module, batch: Tensor) -> Tensor:
+    return torch.vmap(net, randomness="different")(batch).square().mean()
+
+
+def forward_mode(net: nn.Module, batch: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        dual = net(forward_ad.make_dual(batch, torch.ones_like(batch)))
+        return forward_ad.unpack_dual(dual).tangent.square().mean()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "offload"])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("transform", [vmapped, forward_mode])
+def test_what_checkpoints_cannot_repeat_is_kept(transform: Callable[..., Tensor], mode: Any) -> None:
+    class Transforms(Module):
+        def loss(self, batch: Any) -> Tensor:
+            return transform(self.net, batch) + super().loss(batch)
+
+    ours = fit(lambda: Transforms(Stack()), vectors(), superpipeline(k=1, activations=mode))
+    assert_same(ours, fit(lambda: Transforms(Stack()), vectors()))
 
 
 @pytest.mark.parametrize("mode", ["recompute", "offload"])

@@ -1,0 +1,69 @@
+"""Several threads of the user's that compute with one model's weights within a step."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from tests.support.models import Module, Stack, vectors
+from tests.support.runs import Outcome, assert_equal, fit, superpipeline
+from tests.support.simdevice import simulated
+
+
+class Threads(Module):
+    """Each row in its own thread; the learning rate is zero, as the order in which gradients are added is anybody's guess."""
+
+    def __init__(self, *, calls: bool) -> None:
+        super().__init__(Stack())
+        self.calls = calls
+        for block in self.net.blocks:  # type: ignore[union-attr]
+            block.drop.p = 0.0  # random numbers come in any order, too
+
+    def row(self, x: Tensor) -> Tensor:
+        net: Any = self.net
+        if self.calls:
+            return net(x)
+        x = linear(x, net.stem.weight, net.stem.bias)
+        for block in net.blocks:
+            x = x + torch.tanh(linear(x, block.inner.weight[:16], block.inner.bias[:16]))
+        return linear(x, net.head.weight, net.head.bias)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        rows: list[Any] = [None] * len(batch)
+
+        def work(index: int) -> None:
+            rows[index] = self.row(batch[index : index + 1])
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(len(batch))]
+        for thread in threads:
+            thread.start()
+        meanwhile = self.row(batch)
+        for thread in threads:
+            thread.join()
+        return torch.cat([*rows, meanwhile]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("calls", [False, True], ids=["weights", "modules"])
+def test_threads_see_whole_weights(calls: bool, precision: Any, device: str) -> None:
+    def run(strategy: Any) -> Outcome:
+        return fit(lambda: Threads(calls=calls), vectors(20), strategy, precision=precision)
+
+    plain = run("auto")
+    with simulated() if device == "simulated" else nullcontext():
+        ours = run(superpipeline(k=1))
+    assert_equal(ours.losses, plain.losses, "losses")
+    for mine, theirs in zip(ours.gradients, plain.gradients, strict=True):
+        for name, gradient in theirs.items():
+            torch.testing.assert_close(mine[name], gradient, msg=name, rtol=1e-2, atol=1e-5)
