@@ -312,7 +312,8 @@ def verdict(answer: Answer, options: argparse.Namespace) -> str:
         fitting = [mode for mode in others if least - rest + answer.work.alive(mode) <= options.gpu_memory]  # type: ignore[union-attr]
         smaller = f"Use a smaller batch{_about(least, rest, options)}"
         smaller += f", or --activations {' or '.join(fitting)}" if fitting else ""
-        remedy = f"{smaller}." if rest > least / 2 or fitting else "Cut layers finer with --layers."
+        helps = fitting or (rest > least / 2 and least - rest < options.gpu_memory)
+        remedy = f"{smaller}." if helps else "Cut layers finer with --layers."
         said.append(
             f"It does not fit: the least is {human_bytes(least)} of device memory, of which {human_bytes(rest)} are "
             f"activations; {human_bytes(options.gpu_memory)} are there. {remedy}"

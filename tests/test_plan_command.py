@@ -53,6 +53,8 @@ def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[s
     assert found["best"] is None
     assert "It does not fit: the least is" in found["verdict"]
     assert found["verdict"].endswith("are there. Use a smaller batch.")
+    found = plan(capsys, model, "--gpu-memory", "1GiB", "--tokens", "8192", "--k", "1")  # less than weights alone take
+    assert found["verdict"].endswith("are there. Cut layers finer with --layers.")
     found = plan(capsys, model, "--gpu-memory", "16GiB", "--tokens", "4096", "--k", "1")
     assert found["verdict"].endswith("Use a smaller batch, or --activations recompute or offload.")
     found = plan(capsys, model, "--host-memory", "64GiB", "--k", "1")
