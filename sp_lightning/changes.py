@@ -172,16 +172,9 @@ class Changes:
     # ------------------------------------------------------------------ what there is
 
     def _look_at(self, name: str, child: nn.Module) -> None:
-        if isinstance(child, torch.jit.ScriptModule):  # its dictionaries are none, its kernels anybody's
-            for key, statistic in child.named_buffers(recurse=False):
-                self._copy_tensor(f"{name}.{key}".lstrip("."), statistic, uncounted=True)
+        self._look_at_buffers(name, child)
+        if isinstance(child, torch.jit.ScriptModule):
             return
-        self._containers[id(child._buffers)] = child._buffers, child._buffers.copy()
-        trusted = type(child).__module__.startswith(TRUSTED)
-        uncounted = isinstance(child, _NormBase)  # its kernels write statistics and tell nobody
-        for key, buffer in child._buffers.items():
-            if buffer is not None:
-                self._copy_tensor(f"{name}.{key}".lstrip("."), buffer, trusted=trusted, uncounted=uncounted)
         for key, parameter in child._parameters.items():
             if hasattr(parameter, "_of"):
                 group: Any = parameter._of  # type: ignore[union-attr]
@@ -199,7 +192,7 @@ class Changes:
             elif parameter is not None:  # of functional_call, say
                 self._foreign.append((child._parameters, key, parameter))
         attributes = vars(child)
-        if trusted:  # what hooks have set: the weight, of an old spectral norm
+        if _is_trusted(child):  # what hooks have set: the weight, of an old spectral norm
             self._foreign += [
                 (attributes, key, value) for key, value in attributes.items() if isinstance(value, Tensor)
             ]
@@ -207,6 +200,17 @@ class Changes:
             self._containers[id(attributes)] = attributes, _without_graphs(_own(attributes))
             for key, value in _own(attributes).items():
                 self._look(f"{name}.{key}".lstrip("."), value, objects=_DEEP - 1)
+
+    def _look_at_buffers(self, name: str, child: nn.Module) -> None:
+        if isinstance(child, torch.jit.ScriptModule):  # its dictionaries are none, its kernels anybody's
+            for key, statistic in child.named_buffers(recurse=False):
+                self._copy_tensor(f"{name}.{key}".lstrip("."), statistic, uncounted=True)
+            return
+        self._containers[id(child._buffers)] = child._buffers, child._buffers.copy()
+        uncounted = isinstance(child, _NormBase)  # its kernels write statistics and tell nobody
+        for key, buffer in child._buffers.items():
+            if buffer is not None:
+                self._copy_tensor(f"{name}.{key}".lstrip("."), buffer, trusted=_is_trusted(child), uncounted=uncounted)
 
     def _look(self, name: str, value: Any, *, objects: int) -> None:
         """At what can be changed in place, and into it, through so many ``objects``."""
@@ -229,11 +233,12 @@ class Changes:
         elif (bits := _numpy_source(value)) is not None:
             self._random.append(_Random(lambda: bits.state, lambda state: setattr(bits, "state", state), bits.state))
         elif isinstance(value, nn.Module):
-            # One that an attribute leads to may be the whole model.
-            whole = objects == _DEEP or not any(True for _ in value.parameters())
-            for inner in value.modules() if whole else (value,):
-                if id(inner._buffers) not in self._containers:
-                    self._look_at(str(id(inner)), inner)
+            if objects == _DEEP or not any(True for _ in value.parameters()):
+                for inner in value.modules():
+                    if id(inner._buffers) not in self._containers:
+                        self._look_at(str(id(inner)), inner)
+            elif id(value._buffers) not in self._containers:  # an attribute may lead to the whole model
+                self._look_at_buffers(str(id(value)), value)
         elif objects and not isinstance(value, _CODE) and not _is_of_the_run(value):
             attributes = _attributes(value)
             if attributes is not None:
@@ -343,6 +348,10 @@ class _Weight(NamedTuple):
 
 def _gradient(parameter: Tensor) -> tuple[int, int] | None:
     return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
+
+
+def _is_trusted(module: nn.Module) -> bool:
+    return type(module).__module__.startswith(TRUSTED)
 
 
 def _is_of_the_run(value: Any) -> bool:

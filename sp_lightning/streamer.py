@@ -350,8 +350,9 @@ class Streamer:
                 if issubclass(type(each), DeviceParameter):
                     each._of.exposed.add(each._index)  # type: ignore[attr-defined]
                     host = each.host  # type: ignore[attr-defined]
-                if id(host) in self._group_of and host.grad is not None:
-                    self._group_of[id(host)].steps += 1
+                with torch._C.DisableTorchFunctionSubclass():  # its update may be under way, and goes on
+                    if id(host) in self._group_of and host.grad is not None:
+                        self._group_of[id(host)].steps += 1
 
     def forget(self) -> None:
         """Host weights have been or may have been written: copies on the device are out of date."""
@@ -913,8 +914,9 @@ class Streamer:
 
     def _notice_thread(self) -> None:
         """From a second thread's first use on every use of a weight comes through a door, until the step is over."""
-        backward = torch._C._current_graph_task_id() != -1  # autograd's threads come one after the other
-        if not (self._shared or backward or threading.get_ident() == self._thread):
+        if self._shared or threading.get_ident() == self._thread:
+            return
+        if torch._C._current_graph_task_id() == -1:  # autograd's threads come one after the other
             for layer in self._used:  # whoever uses these has not been noticed
                 self._pins[layer] += 1
             self._share(True)

@@ -160,6 +160,7 @@ class Odd(Block):
     def __init__(self) -> None:
         super().__init__()
         self.fixed = np.broadcast_to(np.ones(1), (4,))
+        self.unlisted = [torch.jit.script(nn.Linear(2, 2))]
         self.scripted = torch.jit.script(nn.BatchNorm1d(16))
         self.answers, self.raises, self.frozen = Answers(), Raises(), Frozen({"a": 1})
         self.meta, self.emptied, self.wide = torch.ones(2, device="meta"), torch.ones(8), torch.ones(1).expand(4)
@@ -201,7 +202,7 @@ class Bank(nn.Module):
 
 
 class Unregistered(Block):
-    """Modules that no parent lists, one with weights of its own; an array; a leaf that requires gradients."""
+    """Modules that no parent lists, with weights and without; an array; a leaf that requires gradients."""
 
     def __init__(self) -> None:
         super().__init__()
