@@ -85,7 +85,7 @@ class Changes:
         for weight in self._weights:
             if weight.written:
                 raise Unrepeatable(self._refusal(f"writes its parameter {weight.name!r}"))
-            if weight.gradient_now != weight.gradient:
+            if weight.gradient_now not in (None, weight.gradient):  # updates in the background take it away
                 raise Unrepeatable(
                     self._refusal(f"runs a backward that gives its parameter {weight.name!r} a gradient")
                 )
@@ -347,7 +347,8 @@ class _Weight(NamedTuple):
 
 
 def _gradient(parameter: Tensor) -> tuple[int, int] | None:
-    return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
+    with torch._C.DisableTorchFunctionSubclass():  # an update of it may be under way, and goes on
+        return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
 
 
 def _is_trusted(module: nn.Module) -> bool:
