@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from sp_lightning.streamer import Streamer
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import Outcome, assert_equal, fit, superpipeline
 from tests.support.simdevice import simulated
@@ -67,3 +68,23 @@ def test_threads_see_whole_weights(calls: bool, precision: Any, device: str) -> 
     for mine, theirs in zip(ours.gradients, plain.gradients, strict=True):
         for name, gradient in theirs.items():
             torch.testing.assert_close(mine[name], gradient, msg=name, rtol=1e-2, atol=1e-5)
+
+
+def test_the_next_step_is_one_thread_s_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each use comes through a door, which is slow, only as long as it has to."""
+    seen: list[list[bool]] = []
+    share, end = Streamer._share, Streamer.end
+
+    def noted(self: Streamer, shared: bool) -> None:
+        share(self, shared)
+        seen.append([group.shared for group in self._parameters[:-1]])
+
+    def ended(self: Streamer, *, settle: bool = False) -> None:
+        end(self, settle=settle)
+        assert not self._shared
+
+    monkeypatch.setattr(Streamer, "_share", noted)
+    monkeypatch.setattr(Streamer, "end", ended)
+    fit(lambda: Threads(calls=True), vectors(2), superpipeline(k=1))
+    assert seen[:2] == [[True] * len(seen[0]), [False] * len(seen[0])]
+    assert len(seen) == 2 * len(vectors(2))
