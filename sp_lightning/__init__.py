@@ -1,11 +1,18 @@
 """Train and predict with models larger than the GPU's memory, as a PyTorch Lightning strategy.
 
-``import sp_lightning`` registers ``"superpipeline"``: ``Trainer(strategy="superpipeline")``, of ``lightning`` and of
-``pytorch_lightning``, for whom :mod:`sp_lightning.pytorch_lightning` has the same classes.
+``import sp_lightning`` registers ``"superpipeline"`` with ``lightning``: ``Trainer(strategy="superpipeline")``. For
+``pytorch_lightning`` :mod:`sp_lightning.pytorch_lightning` does so, and has the same classes.
 """
 
-from lightning.pytorch.strategies import StrategyRegistry
+import sys
+
+from lightning_utilities.core import rank_zero
 from lightning_utilities.core.imports import RequirementCache
+
+# Whichever of Lightning's two packages is imported last takes the logger of their messages. It stays with the users'.
+_log = rank_zero.log if "pytorch_lightning" in sys.modules else None
+
+from lightning.pytorch.strategies import StrategyRegistry
 
 from sp_lightning._version import __version__
 from sp_lightning.callback import SuperpipelineCallback
@@ -16,5 +23,7 @@ from sp_lightning.strategy import SuperpipelineStrategy
 __all__ = ["Plan", "PlannedLayer", "Stats", "SuperpipelineCallback", "SuperpipelineStrategy", "__version__"]
 
 SuperpipelineStrategy.register_strategies(StrategyRegistry)
-if RequirementCache("pytorch-lightning>=2.6"):
-    import sp_lightning.pytorch_lightning  # noqa: F401 (registers its own)
+if _log is not None:
+    rank_zero.log = _log
+    if RequirementCache("pytorch-lightning>=2.6"):
+        import sp_lightning.pytorch_lightning  # noqa: F401 (registers its own)

@@ -17,15 +17,14 @@ from sp_lightning.quiet import WRITE_NO_WEIGHTS
 from sp_lightning.stats import Stats
 from sp_lightning.timeline import Interval, Timeline, chrome_trace
 
-# A child of Lightning's own logger: shown where its messages are shown.
-log = logging.getLogger("lightning.pytorch.superpipeline")
-
 # Waiting for less than this share of the time, or so few seconds, is not worth a word.
 _LITTLE, _SHORT = 0.05, 1.0
 
 
 class Partner(Protocol):
     """What the callback needs of its strategy."""
+
+    log: logging.Logger
 
     @property
     def plan(self) -> Plan:
@@ -165,7 +164,7 @@ class SuperpipelineCallback(Callback):
         if self._counted:
             stats = self._strategy.stats()
             said = bottleneck(stats, perf_counter() - self._began, self._strategy.plan)
-            log.info("%s\n%s", counters_line(stats), said)
+            self._strategy.log.info("%s\n%s", counters_line(stats), said)
             self._counted = False
         self._intervals = None
         for path in self._files():
@@ -187,7 +186,7 @@ class SuperpipelineCallback(Callback):
         self._counted = True
         if self._shown != self._strategy.plan:
             self._shown = self._strategy.plan
-            log.info("\n%s", self._shown.table(training=training))
+            self._strategy.log.info("\n%s", self._shown.table(training=training))
 
     def _rates(self, stats: Stats) -> dict[str, float]:
         """Since the last call: the share of the time that was waited, device memory, traffic, the window."""
@@ -225,7 +224,7 @@ class SuperpipelineCallback(Callback):
             if self._steps:
                 self._write_files()
         except Exception:
-            log.exception("Superpipeline: the timeline could not be written.")
+            self._strategy.log.exception("Superpipeline: the timeline could not be written.")
 
     def _write_files(self) -> None:
         plan = self._strategy.plan
@@ -233,7 +232,7 @@ class SuperpipelineCallback(Callback):
         names = [*(layer.name for layer in plan.layers), *masters, *(table.name for table in plan.tables)]
         if self._timeline is not None:
             self._timeline.write_text(json.dumps(chrome_trace(self._steps, names)))
-            log.info(
+            self._strategy.log.info(
                 "Superpipeline: %d batches are in %s; open it in https://ui.perfetto.dev.",
                 len(self._steps),
                 self._timeline,

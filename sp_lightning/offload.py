@@ -33,8 +33,6 @@ from sp_lightning.memory import normal_mode, strided, unseen
 from sp_lightning.modes import Mode
 from sp_lightning.plan import human_bytes
 
-log = logging.getLogger("lightning.pytorch.superpipeline")
-
 # Smaller storages stay: they are not worth the host's time.
 WORTH_MOVING = 2**18
 # An idle piece of the ring is used for something smaller, down to this share.
@@ -203,6 +201,8 @@ class Offload:
         stays: addresses of storages that are on the device in any case.
     """
 
+    log = logging.getLogger("lightning.pytorch.superpipeline")
+
     def __init__(self, device: Device, ring: HostRing, stays: Iterable[int]) -> None:
         self._device = device
         self._ring = ring
@@ -295,7 +295,7 @@ class Offload:
         """Say once that the host has no room for a unit's activations, and what is done instead."""
         if not self._warned:
             self._warned = True
-            log.warning(
+            self.log.warning(
                 "Superpipeline: the host has no room for the activations of %r: %s of %s are taken. They %s. Use a smaller "
                 'batch, or activations={"%s": "recompute"}.',
                 unit, human_bytes(self._ring.nbytes), human_bytes(self._ring.limit or 0), instead, unit,

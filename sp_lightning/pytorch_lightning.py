@@ -1,7 +1,9 @@
 """The strategy and its callback for those who import ``pytorch_lightning``; importing this registers the strategy there.
 
-``import sp_lightning`` does so where ``pytorch_lightning`` is of version 2.6 or later; ``lightning`` installs it.
+``import sp_lightning`` does so where ``pytorch_lightning`` has been imported before it.
 """
+
+import logging
 
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import SingleDeviceStrategy, StrategyRegistry
@@ -20,6 +22,7 @@ class SuperpipelineCallback(LightningsCallback, Callback):  # type: ignore[misc]
 class SuperpipelineStrategy(StreamingStrategy, SingleDeviceStrategy):  # type: ignore[misc]
     __doc__ = StreamingStrategy.__doc__
     callback_class = SuperpipelineCallback
+    log = logging.getLogger("pytorch_lightning.superpipeline")
 
 
 WRITE_NO_WEIGHTS.add(SuperpipelineCallback)

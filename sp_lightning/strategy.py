@@ -61,9 +61,6 @@ from sp_lightning.tuning import Tuning
 from sp_lightning.twins import base_of, is_a
 from sp_lightning.window import Window
 
-log = logging.getLogger("lightning.pytorch.superpipeline")
-
-
 if TYPE_CHECKING:
     _Base = SingleDeviceStrategy
 else:
@@ -111,6 +108,8 @@ class StreamingStrategy(_Base):
 
     strategy_name = "superpipeline"
     callback_class: type[SuperpipelineCallback] = SuperpipelineCallback
+    # A child of Lightning's own logger: shown where its messages are shown.
+    log = logging.getLogger("lightning.pytorch.superpipeline")
 
     def __init__(
         self,
@@ -350,7 +349,7 @@ class StreamingStrategy(_Base):
         if self._fused_optimizer:
             self._fused = {each: FusedStep(each) for each in self.optimizers if FusedStep.suits(each)}
             for optimizer in [each for each, fused in self._fused.items() if fused.switch_on()]:
-                log.info(
+                self.log.info(
                     "Superpipeline: %s runs fused on the host; its last bits are those of fused=True. "
                     "SuperpipelineStrategy(fused_optimizer=False) leaves it as it is.",
                     type(optimizer).__name__,
@@ -528,7 +527,7 @@ class StreamingStrategy(_Base):
         smaller = self._tuning is not None and self._tuning.shrink()
         obstacle = "it was not a forward" if snapshot is None else snapshot.obstacle()
         if smaller and snapshot is not None and not obstacle:
-            log.warning(
+            self.log.warning(
                 "Superpipeline: out of device memory with k = %d, k' = %d; the step is repeated with k = %d, k' = %d.",
                 plan.k, plan.k_prime, self.plan.k, self.plan.k_prime,
             )  # fmt: skip
@@ -602,7 +601,7 @@ class StreamingStrategy(_Base):
                 self._streamer.abort()
                 self._streamer.settle()  # whoever catches the error may write weights
         except Exception:
-            log.exception("Superpipeline could not put the host's parameters back after the error that follows.")
+            self.log.exception("Superpipeline could not put the host's parameters back after the error that follows.")
 
     # ------------------------------------------------------------------ updates in the background
 
@@ -623,7 +622,7 @@ class StreamingStrategy(_Base):
         self._ledger = self._make_ledger()
         said = f"off ({why})" if why else mode
         if said != self._said:
-            log.info("%s\nSuperpipeline: updates in the background: %s.", self._ledger, said)
+            self.log.info("%s\nSuperpipeline: updates in the background: %s.", self._ledger, said)
         self._said = said
 
     def _make_ledger(self) -> Ledger:
@@ -678,7 +677,7 @@ class StreamingStrategy(_Base):
         """The engine, made anew if parameters or modules were exchanged behind our back."""
         assert self._streamer is not None
         if self._streamer.changed():
-            log.info("Superpipeline: parameters or modules have been exchanged; the layers are absorbed again.")
+            self.log.info("Superpipeline: parameters or modules have been exchanged; the layers are absorbed again.")
             self._finish_updates()
             streamer, self._streamer = self._streamer, None  # if building fails there is none
             streamer.close()
@@ -708,7 +707,7 @@ class StreamingStrategy(_Base):
             )
             plan = self._plan = self._window.begin(found, device)
         if choice != "keep":
-            log.info("Superpipeline: activations: %s.", "measured first" if balanced else summary(modes))
+            self.log.info("Superpipeline: activations: %s.", "measured first" if balanced else summary(modes))
         check_host(_absorbing(plan), LESS_HOST_MEMORY)
         averages = find_averages(module)
         _move_the_rest(module, found, averages, self.root_device)
@@ -717,9 +716,10 @@ class StreamingStrategy(_Base):
             module, found, plan, device, pin=pin, modes=modes, host_room=self._host_room, averages=averages
         )
         self._streamer.unseen_again = self._unlogged
+        self._streamer.activations.offload.log = self.log
         self._tuning = None
         if self._window.auto or balanced:
-            self._tuning = Tuning(self._window, self._streamer, device, balanced=balanced)
+            self._tuning = Tuning(self._window, self._streamer, device, self.log, balanced=balanced)
 
     @contextmanager
     def _unlogged(self) -> Generator[None, None, None]:

@@ -22,8 +22,6 @@ from sp_lightning.streamer import Streamer
 from sp_lightning.timeline import Timeline
 from sp_lightning.window import Window
 
-log = logging.getLogger("lightning.pytorch.superpipeline")
-
 # The first batch makes kernels, caches and workspaces; the second one is timed.
 _TIMED = 1
 
@@ -35,10 +33,14 @@ class Tuning:
         window: what is asked for, and what there is room for.
         streamer: whose slots are changed, between batches.
         device: the same as the streamer's; its count of the most memory in use is begun anew.
+        log: whom choices are told.
         balanced: whether modes of activations are chosen, too. They begin with what takes least, ``"offload"``.
     """
 
-    def __init__(self, window: Window, streamer: Streamer, device: Device, *, balanced: bool = False) -> None:
+    def __init__(
+        self, window: Window, streamer: Streamer, device: Device, log: logging.Logger, *, balanced: bool = False
+    ) -> None:
+        self._log = log
         self._window = window
         self._streamer = streamer
         self._device = device
@@ -172,13 +174,13 @@ class Tuning:
         assert window.room is not None
         said = f"k = {plan.k}, k' = {plan.k_prime}{self._saying()}"
         if said != self._said:
-            log.info(
+            self._log.info(
                 "Superpipeline: %s (%s), the fastest by prediction: %s on the device of %s%s.",
                 said, why, human_bytes(needs), human_bytes(window.room),
                 "" if window.rest else ", weights and gradients only: activations are not counted here",
             )  # fmt: skip
             if self._balanced and needs > window.room:
-                log.warning(
+                self._log.warning(
                     "Superpipeline: even what takes least does not fit: %s of %s. %s is what activations take of it. Use a "
                     "smaller batch, or a larger memory_budget.",
                     human_bytes(needs), human_bytes(window.room), human_bytes(peak_bytes(self._sized(), modes)),
@@ -207,7 +209,7 @@ class Tuning:
             self._streamer.resize(plan)
         except torch.OutOfMemoryError:
             self._streamer.resize(old)
-            log.warning("Superpipeline: no room for k = %d, k' = %d after all.", plan.k, plan.k_prime)
+            self._log.warning("Superpipeline: no room for k = %d, k' = %d after all.", plan.k, plan.k_prime)
         if self._streamer.weight_bytes < before:
             self._device.reset_peak()
 
