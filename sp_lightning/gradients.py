@@ -141,7 +141,9 @@ class Gradients:
                     landings.append(_Landing(parameter, sparse, own=sparse))
                 continue
             own = target = block.gradient_target(index) if parameter.grad is None else None
-            if target is None or target.dtype is not gradient.dtype:
+            if index in block.apart:
+                own = target = torch.empty_like(gradient, device="cpu")
+            elif target is None or target.dtype is not gradient.dtype:
                 dense = (each for each in gradients.values() if each.layout is torch.strided)
                 staging = staging or self._staging.take(sum(aligned(each.nbytes) for each in dense))
                 span = block.planned.spans[index]

@@ -27,6 +27,8 @@ class HostBlock:
         planned: where each parameter lies.
         parameters: the user's parameters, in the order of ``planned.spans``.
         weights: all of them, flat ``uint8`` of ``planned.nbytes`` bytes: what a fetch copies. Casts come behind them.
+        apart: indices of parameters that were given another dtype inside a step (``module.float()`` in a forward). They
+            are in memory of their own until the engine is made anew, before the next batch.
 
     Args:
         pin: page-lock the memory of gradients and, unless ``fetched_seldom``, of weights.
@@ -47,6 +49,8 @@ class HostBlock:
         self._device = device
         self._staging = staging
         self._pin = pin and not fetched_seldom
+        self._fetched_seldom = fetched_seldom
+        self.apart: set[int] = set()
         self._lent: list[StorageWeakRef | None] = [None] * len(planned.spans)
         self._allocate()
         self._gradients: PinnedMemory | None = None
@@ -67,7 +71,7 @@ class HostBlock:
     def displaced(self) -> list[int]:
         """The parameters that the user put something else under (``param.data = other``) since they were absorbed."""
         pairs = enumerate(zip(self.parameters, self.addresses, strict=True))
-        return [index for index, (parameter, address) in pairs if parameter.data_ptr() != address]
+        return [i for i, (parameter, at) in pairs if parameter.data_ptr() != at and i not in self.apart]
 
     @property
     def pinned(self) -> bool:
@@ -78,10 +82,15 @@ class HostBlock:
         """Take over a weight that was written on the device; synchronous, and visible as an in-place write.
 
         Raises:
-            RuntimeError: other dtype or shape, which has no place in the block.
+            RuntimeError: other shape; or other dtype, of a weight that travels as a cast or by its rows.
         """
         target, name = self.parameters[index], self.planned.spans[index].name
         if (value.shape, value.dtype) != (target.shape, target.dtype):
+            if value.shape == target.shape and not self._fetched_seldom:
+                self.apart.add(index)
+                with normal_mode():
+                    target.data = value.to("cpu", copy=True)
+                return
             raise RuntimeError(
                 f"Parameter {name!r} is {target.dtype} of shape {tuple(target.shape)} and was given {value.dtype} of shape "
                 f"{tuple(value.shape)} inside a step (param.data = other). Exchange it between two batches or before "
@@ -111,7 +120,7 @@ class HostBlock:
                 )
         if any((lent := self._lent[index]) is not None and not lent.expired() for index in displaced):
             self._allocate()
-            displaced = list(range(len(self.parameters)))
+            displaced = [index for index in range(len(self.parameters)) if index not in self.apart]
         for index in displaced:
             self._take(index)
         self.addresses = self._now()
@@ -121,6 +130,8 @@ class HostBlock:
 
         There is some for the parameters that were trainable when the layer got its first gradient.
         """
+        if index in self.apart:
+            return None
         if self._gradients is None:
             trainable = [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
             spans = lay_out((self.planned.spans[i].name, self.parameters[i]) for i in trainable)

@@ -129,6 +129,8 @@ class Packing:
         if isinstance(packed, Stored):
             tensor, expected, found = self._offload.load(packed), packed.version, packed.witness._version
         elif isinstance(packed, _Packed):
+            if packed.which is not None:
+                self._parameters[packed.layer].refuse_exchanged(packed.which)
             tensor, expected = self._reach(packed.layer, packed.view), packed.version
             if packed.edition is not None and packed.edition.kept is not None:  # what has come may be newer
                 return packed.edition.recall(packed.offset, packed.dtype, packed.shape, packed.stride)

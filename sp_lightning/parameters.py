@@ -250,6 +250,8 @@ class DeviceParameters:
         self.kept_raw = kept_raw
         self._arrived = arrived
         self.exposed: set[int] = set()  # whose .data was handed out: nobody knows when it is written
+        self.apart: dict[int, Tensor] = {}
+        """Those that were given another dtype, in device memory of their own."""
         self.steps = 0
         """A number that rises with each optimizer's step; a fused one bumps no version."""
         self.attached = False
@@ -258,10 +260,7 @@ class DeviceParameters:
         self._absent = [_with_user_class(StandIn, type(host)) for host in hosts]
         self._handles: list[RemovableHandle] = []
         with normal_mode():
-            self._away = [
-                torch.full((), _nothing(span.dtype), dtype=span.dtype, device=device).expand(span.shape)
-                for span in spans
-            ]
+            self._away = [_nothing_like(span, device) for span in spans]
             self.all = [self._make(index) for index in range(len(spans))]
         # An accumulator that lives keeps the count of references the same, whether a graph is alive or not.
         self._accumulators: list[GradientEdge | None] = [None] * len(spans)
@@ -275,7 +274,7 @@ class DeviceParameters:
     def _make(self, index: int) -> DeviceParameter:
         host = self.hosts[index]
         takes_gradient = host.is_floating_point() or host.is_complex()
-        away = self._away[index].new_empty(()).expand(self.spans[index].shape)  # not _away: it would share its version
+        away = self._away[index].new_empty(()).expand_as(self._away[index])  # not _away: it would share its version
         parameter: Any = nn.Parameter(away, requires_grad=takes_gradient)
         _tensor_data.__set__(parameter, self._away[index])
         if takes_gradient:
@@ -305,12 +304,35 @@ class DeviceParameters:
 
     def attach(self, views: Sequence[Tensor]) -> None:
         """The layer is on the device: every parameter becomes what ``views`` has for it, on lent memory."""
+        if self.apart:
+            views = self._with_those_apart(views)
         with _Untouched():
             kinds = self._absent if self.shared else self._present
             for parameter, value, kind in zip(self.all, views, kinds, strict=True):
                 _tensor_data.__set__(parameter, value)
                 parameter.__class__ = kind
         self.attached = True
+
+    def set_apart(self, index: int, value: Tensor) -> None:
+        """A weight was given another dtype: the layer's memory has no place for it."""
+        with normal_mode():
+            self.apart[index] = value
+            self._away[index] = _nothing_like(value, self.device)
+
+    def refuse_exchanged(self, index: int) -> None:
+        """Autograd saved a weight in its layer's memory, where it is no more if it was given another dtype since."""
+        with _Untouched():
+            now = self.all[index].dtype
+        if now is not self.spans[index].dtype:
+            raise RuntimeError(
+                f"Parameter {self.spans[index].name!r} was given {now} (param.data = other) between a forward that used it "
+                f"as {self.spans[index].dtype} and the backward. Exchange it before the forward."
+            )
+
+    def _with_those_apart(self, views: Sequence[Tensor]) -> Sequence[Tensor]:
+        with normal_mode(), torch.no_grad():
+            apart = {index: mine.copy_(self.hosts[index]) for index, mine in self.apart.items()}
+        return [apart.get(index, value) for index, value in enumerate(views)]
 
     def share(self, shared: bool) -> None:
         """Whether several threads use weights: each use is noticed then, so that none leaves under another's hands."""
@@ -504,8 +526,9 @@ def hides_stand_ins(inputs: Any) -> bool:
 _NO_HANDLERS = (Tensor.__torch_function__.__func__, None)  # type: ignore[attr-defined]
 
 
-def _nothing(dtype: torch.dtype) -> float:
-    return float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+def _nothing_like(value: Span | Tensor, device: torch.device) -> Tensor:
+    fill = float("nan") if value.dtype.is_floating_point or value.dtype.is_complex else 0
+    return torch.full((), fill, dtype=value.dtype, device=device).expand(value.shape)
 
 
 def _grad_by_edges(outputs: Any, inputs: Any, *args: Any, materialize_grads: bool = False, **kwargs: Any) -> Any:

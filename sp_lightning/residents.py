@@ -73,6 +73,8 @@ class Residents:
         self._sent = self._device.record(Stream.UPLOAD)
         self._device.wait(Stream.COMPUTE, self._sent, Wait.USE_AFTER_RESIDENTS)
         self._device.access(self._memory, Stream.COMPUTE, write=False)
+        if group.apart:
+            self._attach()
         group.fetched()
         group.sync_requires_grad()
         self._current = True

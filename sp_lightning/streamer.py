@@ -517,8 +517,8 @@ class Streamer:
                     self._release(layer)  # (5)
             self._pop_hooks()
             if self._depth == 0 and not self._in_step and not self._tasks:
-                self.end()
-            if visits:
+                self.end(settle=True)
+            elif visits:
                 self._fetch_ahead()
 
     @contextmanager
@@ -641,6 +641,8 @@ class Streamer:
         if gradient is None:
             return
         group = self._parameters[layer]
+        if gradient.dtype is not group.hosts[index].dtype:  # param.data = other: the host's follows before it gets this
+            self._take_back_writes_of(layer)
         if group.autocast is not None and group.lossless(index, gradient):
             gradient = gradient.to(group.autocast)
         self._join_backward()
@@ -814,8 +816,19 @@ class Streamer:
         for index, value in written:
             self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
             self._blocks[layer].write(index, value)
+            if index in self._blocks[layer].apart:
+                self._parameters[layer].set_apart(index, value)
             self._parameters[layer].written_back()
             self._parameters[layer].casts = None
+
+    def _take_back_writes_of(self, layer: int) -> None:
+        """As :meth:`_take_back_writes`, of one layer, which stays."""
+        group = self._parameters[layer]
+        with self._lock, unseen():
+            if layer == self._residents.layer:
+                self._residents.take_back_writes()
+            elif group.attached:
+                self._write_back(layer, [(index, group.value(index)) for index in group.take_written()])
 
     def _write_back_late(self, slots: Iterable[Slot]) -> None:
         """A view that outlived its layer's release may have been written since; its memory is the slot's still."""
@@ -827,7 +840,9 @@ class Streamer:
                 if written:
                     self._device.access(slot.memory, Stream.COMPUTE, write=False)
                 with normal_mode():
-                    self._write_back(layer, ((index, view(slot.memory, spans[index])) for index in written))
+                    apart = self._parameters[layer].apart
+                    values = {index: view(slot.memory, spans[index]) for index in written}
+                    self._write_back(layer, ((index, apart.get(index, value)) for index, value in values.items()))
 
     def _fetch(self, pairs: Sequence[tuple[int, Slot]]) -> None:
         self._write_back_late(slot for _, slot in pairs)

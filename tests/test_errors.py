@@ -24,7 +24,7 @@ from sp_lightning.layered import LayeredStep
 from sp_lightning.packing import packs
 from sp_lightning.streamer import Streamer, _BackwardEnd
 from tests.support.models import Block, Module, Stack, llama, tokens, vectors
-from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
+from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 
 
 @pytest.mark.parametrize("option", ["k", "k_prime"])
@@ -534,15 +534,42 @@ class GivenOther(Module):
     other: torch.dtype | None = None
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_data_of_another_kind_inside_a_step_is_refused(dtype: torch.dtype | None) -> None:
+def test_data_of_another_shape_inside_a_step_is_refused() -> None:
     module = GivenOther(Stack())
-    module.other = dtype
     with pytest.raises(
         RuntimeError, match=r"'net.blocks.1.inner.weight' is torch.float32 of shape \(32, 16\) and was given"
     ):
         trainer_for(superpipeline(k=1)).fit(module, loader(vectors()))
     assert module.net.blocks[1].inner.weight.shape == (32, 16)
+
+
+@pytest.mark.parametrize("k", [1, 9])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_data_of_another_dtype_before_backward_is_refused(dtype: torch.dtype, k: int) -> None:
+    """Plain's backward finds the new weight where it saved the old one, and raises as well."""
+    module = GivenOther(Stack())
+    module.other = dtype
+    with pytest.raises(RuntimeError, match=r"'net.blocks.1.inner.weight' was given torch.* used it as torch.float32"):
+        trainer_for(superpipeline(k=k)).fit(module, loader(vectors()))
+    with pytest.raises(RuntimeError, match=r"dtype"):
+        trainer_for("auto").fit(module.float(), loader(vectors()))
+
+
+class Halves(Module):
+    """Under mixed precision this weight travels as its cast."""
+
+    def loss(self, batch: Any) -> Tensor:
+        self.net.blocks[1].inner.to(torch.bfloat16)
+        return super().loss(batch)
+
+
+def test_data_of_another_dtype_in_mixed_precision() -> None:
+    def run(strategy: Any) -> Outcome:
+        return fit(lambda: Halves(Stack()), vectors(), strategy, precision="bf16-mixed")
+
+    with pytest.raises(RuntimeError, match=r"and was given torch.bfloat16.*resident=\['net.blocks.1.inner.weight'\]"):
+        run(superpipeline(k=1))
+    assert_same(run(superpipeline(k=1, resident=["net.blocks.1.inner"])), run("auto"))
 
 
 def at(original: Any, number: int, error: BaseException) -> Any:

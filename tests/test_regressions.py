@@ -822,6 +822,20 @@ def test_a_copy_of_a_streamed_module_streams_nothing() -> None:
     bare(lambda: CallsCopy(Stack()), superpipeline(k=1))
 
 
+def test_weights_may_be_written_after_a_call_outside_any_step() -> None:
+    """A transfer that the call began may not be reading them any more."""
+
+    class CallsThenWrites(Module):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            with torch.no_grad():
+                self.seen = self.net(batch)
+            self.net.blocks[1].inner.weight.data.mul_(0.5)
+
+    with simulated():
+        ours = fit(lambda: CallsThenWrites(Stack()), vectors(), superpipeline(k=1))
+    assert_same(ours, fit(lambda: CallsThenWrites(Stack()), vectors()))
+
+
 def test_optimizer_state_is_found_inside_a_step() -> None:
     class LooksState(Manual):
         def training_step(self, batch: Any, batch_idx: int) -> None:
