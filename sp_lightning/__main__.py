@@ -267,7 +267,7 @@ def table(answer: Answer, options: argparse.Namespace) -> str:
             f"{row.prediction.seconds:>9.3g} {waiting:>8.0%}  {row.prediction.binds}{mark}"
         )
     if answer.work is not None and not options.predict:
-        lines += ["", *_modes(answer.work), *(f"note: {each}" for each in _notes(answer.work, options))]
+        lines += ["", *_modes(answer.work), *(f"note: {each}" for each in _notes(answer, options))]
     return "\n".join([*lines, "", verdict(answer, options)])
 
 
@@ -278,15 +278,20 @@ def _modes(work: Work) -> list[str]:
     return ["activations=    saved for backward, at most", *lines]
 
 
-def _notes(work: Work, options: argparse.Namespace) -> list[str]:
+def _notes(answer: Answer, options: argparse.Namespace) -> list[str]:
     """What no mode changes, where it is much."""
+    work = answer.work
+    if work is None or options.predict:
+        return []
+    ungrouped = [answer.found.ungrouped] if answer.found.ungrouped else []
     largest = work.largest_outside
     saved = max((call.saved for call in work.calls), default=0)
     if largest is None or (work.outside <= work.saved(options.activations) / 4 and largest.nbytes <= saved):
-        return []
+        return ungrouped
     return [
+        *ungrouped,
         f"{human_bytes(work.outside)} are saved outside of all layers (largest: {largest}), whatever activations= says. "
-        'If that is the loss, a chunked or fused one needs a fraction: see README, "Large vocabularies".'
+        'If that is the loss, a chunked or fused one needs a fraction: see README, "Large vocabularies".',
     ]
 
 
@@ -402,7 +407,7 @@ def as_json(answer: Answer, options: argparse.Namespace) -> str:
             "prompt_seconds": answer.prompt_seconds,
             "host_bytes": answer.host_bytes,
             "host_fits": answer.host_fits,
-            "notes": [*answer.rows[0].plan.notes, *(_notes(answer.work, options) if answer.work else ())],
+            "notes": [*answer.rows[0].plan.notes, *_notes(answer, options)],
             "assumed": {
                 "tflops": options.tflops, "device_gbps": options.device_bandwidth, "pcie_gbps": options.pcie,
                 "dram_gbps": options.dram,

@@ -9,6 +9,7 @@ travel. Cutting at another place never changes a result (weights come by demand 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import statistics
 from collections import Counter
@@ -43,6 +44,8 @@ _LARGE_SHARE = 1 / 4
 # Small units stay on the device: together at most this share of the model, each at most a tenth of the largest.
 _RESIDENT_SHARE = 1 / 50
 _RESIDENT_SIZE = 1 / 10
+# Of fewer bare modules there are no two groups.
+_FEW = 4
 
 
 class Place(NamedTuple):
@@ -90,6 +93,7 @@ class Found:
         tables: embeddings of which only the rows travel that are looked up, each one parameter.
         experts: indices of the layers that are used only when something is routed to them.
         units: name → module, layers and what stays on the device, in the order of the module tree.
+        ungrouped: where all layers are bare modules, which save nothing but what they are given: what to group, and how.
     """
 
     layers: tuple[Layer, ...]
@@ -103,6 +107,7 @@ class Found:
     tables: tuple[Layer, ...] = ()
     experts: frozenset[int] = frozenset()
     units: Mapping[str, nn.Module] = field(default_factory=dict)
+    ungrouped: str = ""
 
     @property
     def masters(self) -> tuple[Layer, ...]:
@@ -137,6 +142,7 @@ class _Walk:
     owned: set[nn.Parameter] = field(default_factory=set)
     seen: set[nn.Module] = field(default_factory=set)
     above: list[nn.Module] = field(default_factory=list)
+    grouped: set[nn.Module] = field(default_factory=set)
 
 
 def find_layers(
@@ -196,6 +202,7 @@ def find_layers(
         tables=tables,
         experts=frozenset(index for index, unit in enumerate(streamed) if unit.expert),
         units={unit.name: unit.module for unit in units if unit.module is not None and not unit.within},
+        ungrouped=_ungrouped(streamed, {each: names[each] for each in walk.above}),
     )
 
 
@@ -242,6 +249,7 @@ def _units(module: nn.Module, name: str, walk: _Walk, *, block: bool = False, ex
             full = _join(name, key)
             yield _Unit(full, None, [(full, parameter)])
     repeated, routed = _is_repeated(module), _are_experts(name, module)
+    walk.grouped.update(_groups(module))
     for key, child in module.named_children():
         yield from _units(child, _join(name, key), walk, block=repeated, expert=routed)
 
@@ -253,7 +261,7 @@ def _is_cut(module: nn.Module, walk: _Walk, *, block: bool) -> bool:
         return True
     if isinstance(module, _UNDIVIDED) or not _composite(module):
         return False
-    if not walk.above or type(module) in _CONTAINERS:  # the root is no layer while it has parts
+    if not walk.above or (type(module) in _CONTAINERS and module not in walk.grouped):  # the root is no layer, either
         return True
     large = sum(_nbytes(p) for p in module.parameters()) > _LARGE_SHARE * walk.total
     if _blocks_in(module):
@@ -277,7 +285,33 @@ def _is_repeated(module: nn.Module) -> bool:
     if type(module) is nn.ModuleList and len(module) == 1:
         return _composite(module[0])
     kinds = Counter(type(child) for child in module.children() if _composite(child))
-    return any(count >= 2 for kind, count in kinds.items() if kind not in _CONTAINERS)
+    shapes = Counter(tuple(p.shape for p in group.parameters()) for group in _groups(module))
+    return (
+        any(count >= 2 for kind, count in kinds.items() if kind not in _CONTAINERS)
+        or max(shapes.values(), default=0) > 1
+    )
+
+
+def _groups(module: nn.Module) -> list[nn.Module]:
+    """The blocks that somebody has put together by hand: ``nn.Sequential`` of bare modules, side by side in a container.
+
+    Beside a stage, which has blocks, such a thing is no block of its own, but what leads from one stage to the next.
+    """
+    if not isinstance(module, _CONTAINERS):
+        return []
+    sequences: list[nn.Module] = [
+        child for child in module.children() if type(child) is nn.Sequential and _composite(child)
+    ]
+    bare = [child for child in sequences if _is_bare(child)]
+    groups = [child for child in bare if sum(bool(each._parameters) for each in child.modules()) > 1]
+    return groups if len(groups) > 1 and len(bare) == len(sequences) else []
+
+
+def _is_bare(sequence: nn.Module) -> bool:
+    """Whether it consists of modules without parts, and of no blocks."""
+    within = [*sequence.modules()]
+    leaves = all(type(each) is nn.Sequential or next(each.children(), None) is None for each in within)
+    return leaves and not any(map(_groups, within))
 
 
 def _experts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -598,6 +632,25 @@ def _notes(walk: _Walk, units: list[_Unit], streaming: Iterable[Layer]) -> tuple
     if walk.total and streamed < 0.95 * walk.total:
         notes.append(f"only {streamed / walk.total:.0%} of the parameter bytes are streamed; the rest is resident.")
     return tuple(notes)
+
+
+def _ungrouped(streamed: Sequence[_Unit], above: Mapping[nn.Module, str]) -> str:
+    """What to put together, where no layer has parts: then autograd saves most between the layers, not in them."""
+    bare = {unit.module for unit in streamed}
+    if len(bare) < _FEW or any(each is None or next(each.children(), None) is not None for each in bare):
+        return ""
+    flat = [each for each in above if type(each) is nn.Sequential and len(bare.intersection(each.children())) >= _FEW]
+    said = f"all {len(bare)} layers are bare modules, between which most of what backward needs is saved. "
+    if not flat:
+        return f"{said}Put some of them, with what is computed between them, into a module of its own, several times."
+    longest = max(flat, key=lambda each: len(bare.intersection(each.children())))
+    name, length = above[longest], len([*longest.children()])
+    step = -(-length // max(2, math.isqrt(len(bare.intersection(longest.children())))))
+    path = _join("model", name)
+    return (
+        f"{said}Group them: {path} = nn.Sequential(*({path}[i : i + {step}] for i in range(0, {length}, {step}))), and name "
+        f'the groups: SuperpipelineStrategy(layers=["{_join(name, "*")}"], activations="recompute").'
+    )
 
 
 def _holds_stacked_experts(named: tuple[str, nn.Module]) -> bool:

@@ -708,6 +708,8 @@ class StreamingStrategy(_Base):
             plan = self._plan = self._window.begin(found, device)
         if choice != "keep":
             self.log.info("Superpipeline: activations: %s.", "measured first" if balanced else summary(modes))
+            if found.ungrouped:
+                self.log.info("Superpipeline: %s", found.ungrouped)
         check_host(_absorbing(plan), LESS_HOST_MEMORY)
         averages = find_averages(module)
         _move_the_rest(module, found, averages, self.root_device)

@@ -156,3 +156,58 @@ def test_planning_is_quick_for_many_sizes() -> None:
         module = nn.Sequential(*(nn.Linear(1, 1 + 128 * index, bias=False) for index in range(400)))
     plan = make_plan(find_layers(module), k=2, k_prime=1)
     assert len(plan.layers) > 300
+
+
+def block(first: int = 64, inner: int = 128, last: int = 64) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(first, inner), nn.GELU(), nn.Linear(inner, last))
+
+
+def times(count: int, make: Callable[[], nn.Module]) -> nn.Sequential:
+    return nn.Sequential(*(make() for _ in range(count)))
+
+
+def norms() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+
+
+def activated() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(64, 2)
+        self.experts = nn.ModuleList(block() for _ in range(2))
+
+
+def with_head(blocks: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"blocks": blocks, "head": nn.Linear(64, 64)})
+
+
+HANDWRITTEN: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "list": (lambda: with_head(nn.ModuleList([block(), block()])), ["blocks.0", "blocks.1", "head"]),
+    "first-other": (lambda: with_head(nn.ModuleList([block(8), block(), block()])), ["blocks.0", "blocks.1", "blocks.2", "head"]),
+    "convolution-and-norm": (lambda: times(3, norms), ["0", "1", "2"]),
+    "stages": (lambda: times(2, lambda: times(2, block)), ["0.0", "0.1", "1.0", "1.1"]),
+    "innermost-of-two-parts": (lambda: times(2, lambda: times(2, activated)), ["0", "1"]),
+    # One part: nothing is saved inside but what the part itself saves.
+    "one-part": (lambda: times(2, activated), ["0.0", "1.0"]),
+    # Most of the model each, and not alike: cut.
+    "encoder-and-decoder": (lambda: nn.Sequential(block(64, 32, 8), block(8, 32, 64)), ["0.0", "0.2", "1.0", "1.2"]),
+    "between-stages": (
+        lambda: nn.Sequential(*(each() for each in (norms, lambda: times(2, Block), norms, lambda: times(2, Block)))),
+        ["0.0", "1.0", "1.1", "2.0", "3.0", "3.1"],
+    ),
+    "experts": (Routed, ["experts.0", "experts.1"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HANDWRITTEN)
+def test_blocks_that_are_sequences_of_bare_modules(name: str) -> None:
+    """The innermost that repeats and has more than one part; a sequence of such is a stage."""
+    make, expected = HANDWRITTEN[name]
+    found = find_layers(make())
+    assert [layer.name for layer in found.layers] == expected
+    assert len(found.experts) == (2 if name == "experts" else 0)
+    assert not found.ungrouped or name in ("one-part", "encoder-and-decoder")
