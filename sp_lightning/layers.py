@@ -75,6 +75,32 @@ class Layer:
         return sum(_nbytes(parameter) for _, parameter in (*self.parameters, *self.lowered))
 
 
+class Parted(NamedTuple):
+    """Two frozen parameters over one memory: a flow's permutation and its transpose, say.
+
+    Attributes:
+        names: of both.
+        parameters: both, or what they consist of.
+    """
+
+    names: tuple[str, str]
+    parameters: tuple[Tensor, Tensor]
+
+    def refuse_trained(self) -> None:
+        """Their values stay alike only while nobody writes one of them.
+
+        Raises:
+            ValueError: one of them is trained.
+        """
+        if any(each.requires_grad for each in self.parameters):
+            first, second = self.names
+            raise ValueError(
+                f"Parameters {first!r} and {second!r} are two Parameter objects over the same memory. Moving them would "
+                f"part them silently. Tie them by sharing one object (module_b.weight = module_a.weight), give one of them "
+                f"a copy (module_b.weight.data = module_b.weight.data.clone()), or freeze both."
+            )
+
+
 @dataclass(frozen=True)
 class Found:
     """What :func:`find_layers` found in a module.
@@ -93,6 +119,7 @@ class Found:
         tables: embeddings of which only the rows travel that are looked up, each one parameter.
         experts: indices of the layers that are used only when something is routed to them.
         units: name → module, layers and what stays on the device, in the order of the module tree.
+        parted: frozen parameters over one memory, which get a copy each.
         ungrouped: where all layers are bare modules, which save nothing but what they are given: what to group, and how.
     """
 
@@ -107,6 +134,7 @@ class Found:
     tables: tuple[Layer, ...] = ()
     experts: frozenset[int] = frozenset()
     units: Mapping[str, nn.Module] = field(default_factory=dict)
+    parted: tuple[Parted, ...] = ()
     ungrouped: str = ""
 
     @property
@@ -177,7 +205,7 @@ def find_layers(
             f"Overlapping layers: {names[conflict]!r} is chosen by layers= and by resident=. "
             f"Remove it from one of the two."
         )
-    _check_memory(module, aside)
+    parted = _check_memory(module, aside)
     walk = _Walk(sum(_nbytes(p) for p in module.parameters()), chosen, aside, whole_blocks)
     units = list(_units(module, names[module], walk))
     places = _places(module, aside)
@@ -202,6 +230,7 @@ def find_layers(
         tables=tables,
         experts=frozenset(index for index, unit in enumerate(streamed) if unit.expert),
         units={unit.name: unit.module for unit in units if unit.module is not None and not unit.within},
+        parted=parted,
         ungrouped=_ungrouped(streamed, {each: names[each] for each in walk.above}),
     )
 
@@ -503,9 +532,10 @@ def _check_values(module: nn.Module) -> None:
             )
 
 
-def _check_memory(module: nn.Module, aside: dict[nn.Module, str]) -> None:
+def _check_memory(module: nn.Module, aside: dict[nn.Module, str]) -> tuple[Parted, ...]:
+    """Which parameters lie over one memory; those that are trained may not."""
     apart = {p for each in aside for p in each.parameters()}
-    spans: list[tuple[int, int, str]] = []
+    spans: list[tuple[int, int, str, Tensor]] = []
     for name, parameter in module.named_parameters():
         if parameter in apart:
             continue
@@ -517,14 +547,16 @@ def _check_memory(module: nn.Module, aside: dict[nn.Module, str]) -> None:
         for part_name, part in parts(name, parameter):
             if part.numel() and not _is_on_paper(part):
                 start = part.data_ptr()
-                spans.append((start, start + _extent(part), part_name))
-    spans.sort()
-    for (_, end, first), (start, _, second) in zip(spans, spans[1:], strict=False):
-        if start < end:
-            raise ValueError(
-                f"Parameters {first!r} and {second!r} are two Parameter objects over the same memory. Moving them would "
-                f"part them silently. Tie them by sharing one object: module_b.weight = module_a.weight."
-            )
+                spans.append((start, start + _extent(part), part_name, part))
+    spans.sort(key=lambda span: span[:3])
+    found = []
+    last = (0, 0, "", Tensor())  # the one that reaches farthest so far
+    for span in spans:
+        if span[0] < last[1]:
+            found.append(Parted((last[2], span[2]), (last[3], span[3])))
+            found[-1].refuse_trained()
+        last = max(last, span, key=lambda each: each[1])
+    return tuple(found)
 
 
 def _extent(tensor: Tensor) -> int:

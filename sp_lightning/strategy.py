@@ -35,7 +35,7 @@ from sp_lightning.checkpoints import BESIDE_AVERAGES, AtomicCheckpointIO, load
 from sp_lightning.device import device_for
 from sp_lightning.frozen import FROZEN, Frozen, LeftOut, fill_in, note_loaded, note_trained
 from sp_lightning.layered import LayeredStep
-from sp_lightning.layers import Found, LayerChoice, find_layers
+from sp_lightning.layers import Found, LayerChoice, Parted, find_layers
 from sp_lightning.ledger import Ledger, make_ledger
 from sp_lightning.modes import Activations, Mode, resolve, summary
 from sp_lightning.options import (
@@ -139,6 +139,7 @@ class StreamingStrategy(_Base):
         )
         self._host_room: int | None = None
         self._modes: dict[str, Mode] | None = None
+        self._parted: list[Parted] = []
         self._layers = checked_layers(layers)
         self._resident = checked_patterns("resident", resident)
         self._pin_memory = checked_switch("pin_memory", pin_memory)
@@ -376,6 +377,7 @@ class StreamingStrategy(_Base):
             self._ledger = self._make_ledger()  # with the state that optimizers have come to
         self._close_streamer()
         self._layered.clear()
+        self._parted.clear()
         self._unfuse()
         if self.lightning_module is not None and any(p.is_meta for p in self.lightning_module.parameters()):
             self._lightning_module = None  # set-up refused it; the base class would fail to move it to the CPU
@@ -676,6 +678,8 @@ class StreamingStrategy(_Base):
     def _current(self) -> Streamer:
         """The engine, made anew if parameters or modules were exchanged behind our back."""
         assert self._streamer is not None
+        for each in self._parted:
+            each.refuse_trained()
         if self._streamer.changed():
             self.log.info("Superpipeline: parameters or modules have been exchanged; the layers are absorbed again.")
             self._finish_updates()
@@ -718,6 +722,7 @@ class StreamingStrategy(_Base):
             module, found, plan, device, pin=pin, modes=modes, host_room=self._host_room, averages=averages
         )
         self._streamer.unseen_again = self._unlogged
+        self._parted += found.parted
         self._streamer.activations.offload.log = self.log
         self._tuning = None
         if self._window.auto or balanced:

@@ -206,11 +206,46 @@ def test_meta_modules() -> None:
         start(superpipeline(), module)
 
 
-def test_parameters_over_the_same_memory() -> None:
+@pytest.mark.parametrize("frozen", ["", "stem", "head"])
+def test_parameters_over_the_same_memory(frozen: str) -> None:
     net = Stack()
     net.stem.weight.data = net.head.weight.data
-    with pytest.raises(ValueError, match=r"two Parameter objects over the same memory.*module_b\.weight = module_a"):
+    if frozen:
+        net.get_submodule(frozen).requires_grad_(False)
+    remedies = r"module_b\.weight = module_a.*module_b\.weight\.data\.clone\(\)"
+    with pytest.raises(ValueError, match=r"'net.*weight' are two Parameter objects over the same memory.*" + remedies):
         start(superpipeline(), Module(net))
+    net.stem.weight.data = net.stem.weight.data.clone()
+    start(superpipeline(), Module(net))
+
+
+class Permuted(nn.Module):
+    """A block of a flow: a permutation, and its transpose for the way back, are views of one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        permutation = torch.eye(16)[torch.randperm(16)]
+        self.forth = nn.Parameter(permutation, requires_grad=False)
+        self.back = nn.Parameter(permutation.t(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x @ self.forth)) @ self.back
+
+
+class Thaws(Module):
+    def on_train_epoch_start(self) -> None:
+        self.net[1].back.requires_grad_(self.current_epoch == 1)
+
+
+def test_frozen_parameters_over_the_same_memory_get_a_copy_each() -> None:
+    def permuted() -> Module:
+        return Module(nn.Sequential(*(Permuted() for _ in range(3))))
+
+    ours = fit(permuted, vectors(), superpipeline(k=1), val=vectors())
+    assert_same(ours, fit(permuted, vectors(), val=vectors()))
+    with pytest.raises(ValueError, match=r"'net.1.*' are two Parameter objects over the same memory"):
+        fit(lambda: Thaws(permuted().net), vectors(), superpipeline(k=1), max_epochs=2)
 
 
 @pytest.mark.parametrize("change", ["to", "assign", "replace", "double"])
