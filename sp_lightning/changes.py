@@ -26,7 +26,8 @@ from sp_lightning.memory import normal_mode, unseen
 TRUSTED = ("torch.nn.modules.", "torchvision.models.", "transformers.models.", "timm.")
 _SMALL = 2**20  # bytes of a tensor that is kept as it was, in case that it is written where no version shows it
 _PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None)})
-_MODULES = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}  # what forwards do not touch
+# What forwards do not touch, and the lists of weights that nn.RNNBase makes anew whenever its weights are others.
+_MODULES = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl", "_flat_weights", "_flat_weight_refs"}
 # Objects of these have no state that a forward changes, but lead to the whole run.
 _OF_THE_RUN = ("lightning", "pytorch_lightning", "sp_lightning", "torch")
 # A cache of keys and values has a list of objects, one for each layer, that have tensors.
@@ -92,6 +93,7 @@ class Changes:
         for tensor, version in self._inputs:
             if tensor._version != version:
                 raise Unrepeatable(self._refusal(f"writes a tensor of shape {tuple(tensor.shape)} that it is given"))
+        self._inputs.clear()  # a weight among them would keep its layer there
         volatile = self._volatile.get(self._unit)
         for name, copied in list(self._tensors.items()):
             if copied.stays or copied.tensor._version != copied.version:

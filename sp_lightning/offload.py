@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import _unsafe_preserve_version_counter
+from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.device import PAGE, Device, PinnedMemory, Stream, Wait
@@ -123,6 +125,7 @@ class Parcel:
 
     Attributes:
         storage: keeps its address from being given to another.
+        witness: shares the counter of that version, and has no memory.
         nbytes: of the storage.
         source: all of it on the device, ``uint8``; None once compute may use the memory again.
         berth: where it is on the host.
@@ -132,10 +135,24 @@ class Parcel:
         row: of the timeline.
     """
 
-    __slots__ = ("__weakref__", "_ring", "arrived", "back", "berth", "left", "nbytes", "row", "source", "storage")
+    __slots__ = (
+        "__weakref__",
+        "_ring",
+        "arrived",
+        "back",
+        "berth",
+        "left",
+        "nbytes",
+        "row",
+        "source",
+        "storage",
+        "witness",
+    )
 
-    def __init__(self, source: Tensor, berth: Berth, ring: HostRing, row: int) -> None:
+    def __init__(self, saved: Tensor, source: Tensor, berth: Berth, ring: HostRing, row: int) -> None:
         self.storage = StorageWeakRef(source.untyped_storage())
+        self.witness = saved.detach()
+        self.witness.data = saved.new_empty(0)
         self.nbytes = source.nbytes
         self.source: Tensor | None = source
         self.berth = berth
@@ -155,10 +172,9 @@ class Parcel:
 
 
 class Stored(NamedTuple):
-    """A saved tensor that has left: where it lies in its parcel, and what tells whether it was written since."""
+    """A saved tensor that has left: where it lies in its parcel, and its version then."""
 
     parcel: Parcel
-    witness: Tensor
     version: int
     offset: int
     dtype: torch.dtype
@@ -254,26 +270,25 @@ class Offload:
         with self._lock, unseen(), normal_mode(), torch.no_grad():
             bundle.saved += count_once(tensor, self._seen)
             parcel = self._known.get((storage._cdata, tensor._version))
-            if parcel is None:
+            if parcel is None or not _counted_together(tensor, parcel.witness):
                 if bundle.mode != "offload":
                     return None
-                parcel = self._send(strided(tensor, 0, torch.uint8, (nbytes,), (1,)), bundle)
+                parcel = self._send(tensor, bundle)
                 if parcel is None:
                     return None
                 self._known[storage._cdata, tensor._version] = parcel
             if bundle.mode == "offload":
                 bundle.parcels.append(weakref.ref(parcel))
-            witness = tensor.detach()
-            witness.data = tensor.new_empty(0)  # shares the version's counter, and has no memory
             offset = int(tensor.storage_offset()) * tensor.element_size()
-            return Stored(parcel, witness, tensor._version, offset, tensor.dtype, tensor.shape, tensor.stride())
+            return Stored(parcel, tensor._version, offset, tensor.dtype, tensor.shape, tensor.stride())
 
-    def _send(self, source: Tensor, bundle: Bundle) -> Parcel | None:
+    def _send(self, saved: Tensor, bundle: Bundle) -> Parcel | None:
+        source = strided(saved, 0, torch.uint8, (saved.untyped_storage().nbytes(),), (1,))
         berth = self._ring.take(source.nbytes)
         if berth is None:
             self.warn(bundle.unit, "stay on the device")
             return None
-        parcel, device = Parcel(source, berth, self._ring, bundle.row), self._device
+        parcel, device = Parcel(saved, source, berth, self._ring, bundle.row), self._device
         before = self._leaving.get(parcel.storage.cdata)
         if before is not None:  # what it held before it was written; nobody may read that any more
             device.wait(Stream.COMPUTE, before.left, Wait.REUSE_AFTER_STORE)
@@ -379,6 +394,14 @@ class Offload:
             self._device.access(parcel.back, Stream.COMPUTE, write=True)
             parcel.back = None
             self._home.remove(parcel)
+
+
+def _counted_together(tensor: Tensor, other: Tensor) -> bool:
+    """Whether a write of one is one of the other: two views of a storage may count by themselves (``unsafe_chunk``)."""
+    with _unsafe_preserve_version_counter(tensor):
+        before = other._version
+        increment_version(tensor)
+        return other._version != before
 
 
 def count_once(tensor: Tensor, seen: dict[int, StorageWeakRef]) -> int:

@@ -118,7 +118,7 @@ class Packing:
         group = self._parameters[layer]
         which = group.at(offset)
         version = -1 if which is None else group.version(which)
-        if which is not None and tensor._version != version - group.earlier[which]:
+        if which is not None and tensor._version != version:
             which = None  # of .data, say: a version counter of its own, which autograd does not hold against the weight
         edition = self._casts[layer].edition(offset) if layer in self._casts else None
         return _Packed(layer, which, version, offset, tensor.dtype, tensor.shape, tensor.stride(), edition)
@@ -127,7 +127,7 @@ class Packing:
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
         if isinstance(packed, Stored):
-            tensor, expected, found = self._offload.load(packed), packed.version, packed.witness._version
+            tensor, expected, found = self._offload.load(packed), packed.version, packed.parcel.witness._version
         elif isinstance(packed, _Packed):
             if packed.which is not None:
                 self._parameters[packed.layer].refuse_exchanged(packed.which)

@@ -265,8 +265,8 @@ class DeviceParameters:
         # An accumulator that lives keeps the count of references the same, whether a graph is alive or not.
         self._accumulators: list[GradientEdge | None] = [None] * len(spans)
         self._synced: list[bool] | None = None
-        self._references: list[int] = []
-        self.earlier = [0] * len(spans)  # versions of device parameters that were replaced
+        self._references: dict[int, int] = {}  # to each, at the beginning of its layer's forward
+        self._kept: dict[int, int] = {}  # by somebody, since then
         self._versions = [self.version(index) for index in range(len(spans))]
         self._host_versions = [host._version for host in hosts]
         self._addresses = [host.data_ptr() for host in hosts]
@@ -347,36 +347,37 @@ class DeviceParameters:
 
     def watch(self) -> None:
         """The layer's own forward begins: whoever keeps a device parameter from here on may be autograd's hooks."""
-        self._references = self._count_references()
+        self._references = dict(enumerate(self._count_references())) | self._still_kept()
 
-    def detach(self) -> list[tuple[DeviceParameter, DeviceParameter]]:
-        """The layer's slot may be reused.
+    def detach(self) -> None:
+        """The layer's slot may be reused, once :meth:`let_go` says so.
 
-        A device parameter that somebody has kept since :meth:`watch` as it is stays as it is, a view of the slot's
-        memory, and another one takes its place: a checkpoint's recompute keeps frozen weights so, and so do saved-tensor
-        hooks that return what they are given. Autograd would read it without asking. Returns (kept, in its place).
+        A device parameter that somebody has kept since :meth:`watch` stays a view of the slot's memory: a checkpoint's
+        recompute keeps frozen weights so, and so do saved-tensor hooks that return what they are given. Autograd would
+        read it without asking. Whoever else uses it is noticed, as with all that are away.
         """
-        kept = self._take_kept()
-        for index in kept:
-            self.earlier[index] = self.version(index)
-            self._accumulators[index] = None
-            self._synced = None
-        replaced = [(self.all[index], self._make(index)) for index in kept]
-        for index, (_, by) in zip(kept, replaced, strict=True):
-            self.all[index] = by
+        self._kept, self._references = self._references or self._kept, {}
+        self._kept = self._still_kept()
         with _Untouched():
-            for parameter, away, kind in zip(self.all, self._away, self._absent, strict=True):
-                _tensor_data.__set__(parameter, away)
+            for index, (parameter, kind) in enumerate(zip(self.all, self._absent, strict=True)):
+                if index not in self._kept:
+                    _tensor_data.__set__(parameter, self._away[index])
                 parameter.__class__ = kind
         self.attached = False
-        return replaced
 
-    def _take_kept(self) -> list[int]:
-        """Which device parameters have more references than at the last :meth:`watch`, which is forgotten."""
-        before, self._references = self._references, []
-        if not before:
-            return []
-        return [index for index, now in enumerate(self._count_references()) if now > before[index]]
+    def let_go(self) -> bool:
+        """Take the memory from what nobody keeps any more. Returns whether nothing is kept."""
+        if self._kept and not self.attached:
+            before, self._kept = self._kept, self._still_kept()
+            with _Untouched():
+                for index in before.keys() - self._kept.keys():
+                    _tensor_data.__set__(self.all[index], self._away[index])
+        return not self._kept
+
+    def _still_kept(self) -> dict[int, int]:
+        """Which device parameters have more references than they had without whoever keeps them, and how many that was."""
+        now = self._count_references() if self._kept else []
+        return {index: before for index, before in self._kept.items() if now[index] > before}
 
     def at(self, offset: int) -> int | None:
         """The parameter that lies ``offset`` bytes into the layer's memory; None between them, and for a cast."""
@@ -389,7 +390,7 @@ class DeviceParameters:
     def version(self, index: int) -> int:
         """How often a weight was written, on the host or on the device, as far as versions show it."""
         with _Untouched():
-            return self.earlier[index] + self.all[index]._version
+            return int(self.all[index]._version)
 
     def version_once_fetched(self, index: int) -> int:
         """As :meth:`version`, once :meth:`fetched` has taken in what the host has written since."""
@@ -404,7 +405,7 @@ class DeviceParameters:
         Written while the layer was there, or afterwards through a view that somebody still holds.
         """
         with _Untouched():
-            versions = [earlier + each._version for earlier, each in zip(self.earlier, self.all, strict=True)]
+            versions = [each._version for each in self.all]
         before, self._versions = self._versions, versions
         if versions == before:
             return sorted(self.exposed)
@@ -432,8 +433,9 @@ class DeviceParameters:
                 set_requires_grad(parameter, host.requires_grad)
             if host.requires_grad != (self._accumulators[index] is not None):
                 self._accumulators[index] = _edge(parameter) if host.requires_grad else None
-                if self._references:
-                    self._references[index] += 1 if host.requires_grad else -1
+                for counted in (self._references, self._kept):
+                    if index in counted:
+                        counted[index] += 1 if host.requires_grad else -1
 
     @property
     def stale(self) -> bool:

@@ -61,13 +61,6 @@ class Places:
                     module._parameters[attribute] = parameter.host
         self.on_device = False  # now: who was interrupted before this does it again
 
-    def replace(self, replaced: Sequence[tuple[DeviceParameter, DeviceParameter]]) -> None:
-        """Other device parameters take the places of some."""
-        new = {id(old): by for old, by in replaced}
-        if self.on_device:
-            _swap((place, new[id(device)], device) for place, device, _ in self._swaps if id(device) in new)
-        self._swaps = [(place, new.get(id(device), device), host) for place, device, host in self._swaps]
-
     def changed(self) -> bool:
         """Whether modules or parameters were exchanged, or parameters changed their dtype, shape or strides."""
         return self._take_fingerprint() != self._fingerprint

@@ -49,21 +49,24 @@ def recomputed(
     """
     given: Any = (tuple(args), kwargs)
     leaves, spec = tree_flatten(given, is_leaf=_is_leaf)
+    once = {id(leaf): leaf for leaf in leaves}  # what is given twice is one object again: attention asks for that
+    at = {identity: number for number, identity in enumerate(once)}
+    places = [at[id(leaf)] for leaf in leaves]
     changes: Changes | None = None
 
-    def run(anchor: Tensor, *leaves: Any) -> Any:
+    def run(anchor: Tensor, *once: Any) -> Any:
         nonlocal changes, given
         if changes is None:
-            changes, (args, kwargs), given = Changes(unit, module, leaves, volatile), given, None
+            changes, (args, kwargs), given = Changes(unit, module, once, volatile), given, None
             output = forward(*args, **kwargs)
             changes.keep()
             return output
         # Lists and dicts are as they were given; what the forward adds to them is in those of the first run.
-        args, kwargs = tree_unflatten(list(leaves), spec)
+        args, kwargs = tree_unflatten([once[place] for place in places], spec)
         with again(unit, args), changes.undone():
             return changes.context.copy().run(forward, *args, **kwargs)
 
-    return checkpoint(run, anchor, *leaves, use_reentrant=False)
+    return checkpoint(run, anchor, *once.values(), use_reentrant=False)
 
 
 def _is_leaf(value: Any) -> bool:

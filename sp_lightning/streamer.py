@@ -198,6 +198,7 @@ class Streamer:
         self._depth = 0
         self._calls = threading.local()  # of each thread: how deep, and hooks of its own
         self._used: dict[int, Slot] = {}
+        self._kept: set[int] = set()  # released, and some weights may still be kept as they were
         self._pins: defaultdict[int, int] = defaultdict(int)
         self._thread = 0  # whose step it is
         self._shared = False  # whether others use weights, too
@@ -786,9 +787,9 @@ class Streamer:
             if written:
                 moved = any(group.value(i).untyped_storage().data_ptr() != slot.memory.data_ptr() for i in written)
                 self._write_back(layer, ((index, group.value(index)) for index in written))
-            replaced = group.detach()
-            if replaced:
-                self._places.replace(replaced)
+            group.detach()
+            if not group.let_go():
+                self._kept.add(layer)
             if moved:  # param.data = another tensor: the slot does not have it
                 self._slots.forget([layer])
                 group.exposed.clear()
@@ -809,7 +810,9 @@ class Streamer:
         loose = [layer for layer in self._used if not self._pins[layer] and layer not in keep]
         for layer in loose:
             self._release(layer)
-        return bool(loose)
+        let_go = {layer for layer in self._kept if self._parameters[layer].let_go()}
+        self._kept -= let_go
+        return bool(loose or let_go)
 
     def _write_back(self, layer: int, written: Iterable[tuple[int, Tensor]]) -> None:
         """Weights that were written in place on the device become the host's."""
