@@ -526,6 +526,12 @@ def _lightning(arguments: list[str]) -> None:
         if "jsonargparse" not in str(error):
             raise
         raise SystemExit(f'{error} Install it: pip install "sp_lightning[cli]".') from error
+    except ValueError as error:  # of jsonargparse: each type that was tried, and what was given, in full
+        tried = str(error).partition("\nErrors:\n  - ")[2].partition("\nGiven value type:")[0].split("\n  - ")
+        reasons = [each for each in tried if each and not each.startswith("Expected a ")]
+        if not reasons:
+            raise
+        raise SystemExit(f"python -m sp_lightning {arguments[0]}: {' '.join(reasons)}") from error
 
 
 if __name__ == "__main__":

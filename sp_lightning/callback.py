@@ -1,4 +1,4 @@
-"""The strategy's partner: shows the plan, logs the counters, keeps the timeline, lets the next batch's layers come early."""
+"""The strategy's partner: says what a run will take and what it waited for, lets the next batch's layers come early."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
 
 from sp_lightning.picture import draw_timeline, supported_formats
 from sp_lightning.plan import Plan, human_bytes
@@ -20,11 +21,17 @@ from sp_lightning.timeline import Interval, Timeline, chrome_trace
 # Waiting for less than this share of the time, or so few seconds, is not worth a word.
 _LITTLE, _SHORT = 0.05, 1.0
 
+# Lines that this process has shown.
+_SAID: set[str] = set()
+
 
 class Partner(Protocol):
     """What the callback needs of its strategy."""
 
     log: logging.Logger
+
+    def remarks(self) -> list[str]:
+        """What a user should know beside the plan."""
 
     @property
     def plan(self) -> Plan:
@@ -44,10 +51,10 @@ class Partner(Protocol):
 
 
 class SuperpipelineCallback(Callback):
-    """Shows the plan at the start and counters at the end, logs metrics, keeps a timeline, and prefetches across batches.
+    """One line in the log when a run begins, one at its end, prefetches across batches; metrics and a timeline if wanted.
 
-    Attached by the strategy unless ``SuperpipelineStrategy(callback=False)``; training is right without it. It keeps
-    no state, so checkpoints are the same with and without.
+    Attached by the strategy for each run unless ``SuperpipelineStrategy(callback=False)``; training is right without
+    it. It keeps no state, so checkpoints are the same with and without.
 
     Where neither the module nor any callback has a hook between two batches that could write weights, the next
     batch's first layers are fetched while its data loads.
@@ -55,14 +62,17 @@ class SuperpipelineCallback(Callback):
     Args:
         timeline: file for a Chrome trace (JSON) of some training batches: open it in https://ui.perfetto.dev.
         plot: file (PNG, PDF, SVG) for a picture of the last of them; needs matplotlib.
-        every_n_steps: how many training batches pass from one that is kept to the next; the first of all is not kept.
+        every_n_steps: how many training batches pass from one that is kept to the next, the first of all not, and from one
+            step whose metrics are logged to the next.
         progress_bar: show the share of the time that was waited, and the window, in the progress bar.
+        metrics: log the counters to the trainer's loggers, as ``superpipeline/…``.
+        verbose: show the plan, the ledger, and why what was decided, too, which are in the log at DEBUG otherwise.
 
     Raises:
         ValueError, ImportError: an option that cannot be.
     """
 
-    _shown: Plan | None = None
+    _level: int | None = None  # the log's own, while it is verbose
 
     def __init__(
         self,
@@ -71,6 +81,8 @@ class SuperpipelineCallback(Callback):
         plot: str | Path | None = None,
         every_n_steps: int = 50,
         progress_bar: bool = False,
+        metrics: bool = False,
+        verbose: bool = False,
     ) -> None:
         if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
             raise ValueError(f"every_n_steps must be a whole number of at least 1, found {every_n_steps!r}.")
@@ -84,6 +96,8 @@ class SuperpipelineCallback(Callback):
                 )
         self._every = every_n_steps
         self._progress_bar = progress_bar
+        self._metrics = metrics
+        self._verbose = verbose
         self._batches = 0
         self._recording: int | None = None
         self._intervals: Timeline | None = None
@@ -101,6 +115,9 @@ class SuperpipelineCallback(Callback):
                 f'{type(trainer.strategy).__name__}. Use Trainer(strategy="superpipeline"), or remove the callback.'
             )
         self._strategy: Partner = trainer.strategy  # type: ignore[assignment]
+        if self._verbose and self._level is None:
+            self._level = self._strategy.log.level
+            self._strategy.log.setLevel(logging.DEBUG)
         self._intervals = None
         for path in self._files() if stage == "fit" else ():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,32 +157,41 @@ class SuperpipelineCallback(Callback):
         self._strategy.expect_next_batch()
         loop = trainer.fit_loop
         accumulates = pl_module.automatic_optimization and loop._should_accumulate()
-        due = trainer._logger_connector.should_update_logs and not accumulates  # as Lightning logs its own
-        if not (due and trainer.loggers) and not self._progress_bar:
+        step = loop.epoch_loop._batches_that_stepped
+        due = self._metrics and trainer.loggers and not accumulates and (step + 1) % self._every == 0
+        if not due and not self._progress_bar:
             return
         stats = self._strategy.stats()
         rates = self._rates(stats)
-        if due and trainer.loggers:
+        if due:
             metrics = {f"superpipeline/{name}": float(value) for name, value in {**vars(stats), **rates}.items()}
             for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=loop.epoch_loop._batches_that_stepped)
+                logger.log_metrics(metrics, step=step)
         if self._progress_bar:
             shown = {f"superpipeline/{name}": rates[name] for name in ("stall_fraction", "window")}
             pl_module.log_dict(shown, prog_bar=True, logger=False)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._write()
+        self._end()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.VALIDATING:
+            self._end()
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end()
+
+    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._counted:
             self._write()
+        self._be_quiet()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self._counted:
-            stats = self._strategy.stats()
-            said = bottleneck(stats, perf_counter() - self._began, self._strategy.plan)
-            self._strategy.log.info("%s\n%s", counters_line(stats), said)
-            self._counted = False
+        self._be_quiet()
         self._intervals = None
         for path in self._files():
             if path.is_file() and not path.stat().st_size:
@@ -181,12 +207,28 @@ class SuperpipelineCallback(Callback):
     # ------------------------------------------------------------------ what is shown
 
     def _begin(self, *, training: bool = False) -> None:
-        if not self._counted:
-            self._began = self._last_time = perf_counter()
+        if self._counted:
+            return
         self._counted = True
-        if self._shown != self._strategy.plan:
-            self._shown = self._strategy.plan
-            self._strategy.log.info("\n%s", self._shown.table(training=training))
+        self._began = self._last_time = perf_counter()
+        plan, log = self._strategy.plan, self._strategy.log
+        line = " ".join([plan.sentence(training=training), *self._strategy.remarks()])
+        say_once(log, line)
+        log.debug("\n%s", plan.table(training=training))
+
+    def _end(self) -> None:
+        stats, plan, log = self._strategy.stats(), self._strategy.plan, self._strategy.log
+        seconds = perf_counter() - self._began
+        self._counted = False
+        found = bottleneck(stats, seconds, plan)
+        log.debug("%s", counters_line(stats))
+        if found:
+            log.info(found)
+
+    def _be_quiet(self) -> None:
+        if self._level is not None:
+            self._strategy.log.setLevel(self._level)
+            self._level = None
 
     def _rates(self, stats: Stats) -> dict[str, float]:
         """Since the last call: the share of the time that was waited, device memory, traffic, the window."""
@@ -245,6 +287,13 @@ class SuperpipelineCallback(Callback):
         self._steps.clear()
 
 
+def say_once(log: logging.Logger, line: str) -> None:
+    """Several trainers in one process do not say the same again."""
+    if line not in _SAID and log.isEnabledFor(logging.INFO):
+        _SAID.add(line)
+        log.info(line)
+
+
 def counters_line(stats: Stats) -> str:
     """The counters as one sentence."""
     activations = f"{human_bytes(stats.stored_bytes)} of activations stored; " if stats.stored_bytes else ""
@@ -259,7 +308,7 @@ def counters_line(stats: Stats) -> str:
 
 
 def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
-    """What the run waited for most, and the option that would help."""
+    """What the run waited for most, and the option that would help; nothing if that was little."""
     more = "" if plan.k >= len(plan.layers) else "a larger k or memory_budget, or "
     waits = {
         "fetches": (stats.stall_seconds, f"{more}more work per batch (tokens, images) hides them"),
@@ -268,9 +317,9 @@ def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
         "activations": (stats.activation_stall_seconds, "recompute some of them, or give a larger memory_budget"),
     }
     what, (most, remedy) = max(waits.items(), key=lambda each: each[1][0])
-    share = most / max(seconds, 1e-9)
+    share = min(most / max(seconds, 1e-9), 1.0)
     if share < _LITTLE or most < _SHORT:
-        return f"Superpipeline: of {seconds:.1f} s, {stats.waited_seconds:.2f} s were waited: nothing to gain there."
+        return ""
     return f"Superpipeline: of {seconds:.1f} s, {share:.0%} were waited for {what}; {remedy}."
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import tarfile
 import zipfile
 from contextlib import suppress
 from hashlib import blake2s
@@ -93,7 +94,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Raises:
             FileNotFoundError: there is none.
             pickle.UnpicklingError: it holds other objects than tensors and plain values.
-            ValueError: it ends too early.
+            ValueError: it ends too early, or is no checkpoint.
         """
         file = _local(path)
         try:
@@ -101,10 +102,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 weights_only = True if file is None and weights_only is None else weights_only
                 return super().load_checkpoint(path, map_location, weights_only)
             mapped = zipfile.is_zipfile(file)
-            if not mapped and _begins_as_zip(file):
-                raise ValueError(
-                    f"{file} ends too early ({file.stat().st_size} bytes): whoever wrote it was stopped. Take an earlier one."
-                )
+            if not mapped:
+                _refuse_no_checkpoint(file)
             found = _load(file, map_location=map_location, weights_only=weights_only, mmap=mapped)
         except pickle.UnpicklingError as error:
             error.add_note(
@@ -159,7 +158,8 @@ def _somebody_keeps_what_is_loaded(module: pl.LightningModule) -> bool:
         if any(True for _ in child.parameters())
     ):
         return True
-    callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+    trainer = module._trainer  # none where the strategy is connected by hand
+    callbacks = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
     owners = [(module, pl.LightningModule), *((each, pl.Callback) for each in callbacks)]
     return any(
         is_overridden("on_load_checkpoint", owner, parent=base_of(owner, kind))
@@ -222,9 +222,17 @@ def _identity(file: Path) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
 
-def _begins_as_zip(file: Path) -> bool:
+def _refuse_no_checkpoint(file: Path) -> None:
+    """Of a file that is no zip: torch's unpickler would tell of whatever byte it cannot read."""
     with file.open("rb") as stream:
-        return stream.read(4) == b"PK\x03\x04"
+        begins, size = stream.read(16), file.stat().st_size
+    if begins.startswith(b"PK\x03\x04"):
+        raise ValueError(f"{file} ends too early ({size} bytes): whoever wrote it was stopped. Take an earlier one.")
+    if begins[:1] != b"\x80" and not tarfile.is_tarfile(file):  # torch's files before 1.6, which it still reads
+        found = f"its {size} bytes begin with {begins!r}" if begins else "it is empty"
+        raise ValueError(
+            f"{file} is no checkpoint: {found}. ckpt_path= takes a file that ModelCheckpoint or trainer.save_checkpoint wrote."
+        )
 
 
 def _cause(error: BaseException, handled: BaseException | None) -> BaseException:

@@ -72,6 +72,9 @@ class Device:
     synchronous = True
     """Whether copies hold up everything else."""
 
+    computes_on_host = True
+    """Whether the model computes where the optimizer does."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stalled: dict[Wait, float] = dict.fromkeys(Wait, 0.0)
@@ -200,6 +203,7 @@ class Accelerator(Device):
     """
 
     synchronous = False
+    computes_on_host = False
 
     def __init__(self, device: torch.device) -> None:
         if device.index is None:

@@ -39,7 +39,8 @@ class Ledger:
         weights: all parameters, and the casts that travel in place of some.
         gradients: ``param.grad``, and memory for gradients that are added to others.
         state: the optimizers' tensors; None if it is not known before the first step.
-        passes: what one step of the optimizer reads and writes at most, with all its micro-batches.
+        passes: what one step of a fused optimizer reads and writes at most, with all its micro-batches; others pass over
+            more than that.
     """
 
     parameters: int
@@ -64,7 +65,7 @@ class Ledger:
         return (
             f"Superpipeline: host memory of training: {human_bytes(self.nbytes)}, {self.nbytes / count:.3g} bytes per parameter "
             f"({human_bytes(self.weights)} weights, {human_bytes(self.gradients)} gradients with those on their way, {state}).\n"
-            f"Superpipeline: host memory traffic per parameter and optimizer step, at most: {read:.3g} bytes read and "
+            f"Superpipeline: host memory traffic per parameter and fused optimizer step, at most: {read:.3g} bytes read and "
             f"{written:.3g} written (read/written by {passes})."
         )
 

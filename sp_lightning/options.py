@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, cast, get_args
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
+from typing import Any, Literal, ParamSpec, cast, get_args
 
 from torch import nn
 
@@ -13,6 +16,28 @@ from sp_lightning.modes import Activations, Mode
 
 Count = int | Literal["auto"]
 Overlap = Literal["auto", "off", "forward", "backward"]
+Fused = bool | Literal["auto"]
+P = ParamSpec("P")
+
+
+def by_name(init: Callable[P, None]) -> Callable[P, None]:
+    """An ``__init__`` whose options have names, so that a wrong one is told by the class that the user knows."""
+    known = list(signature(init).parameters)[1:]
+
+    @wraps(init)
+    def checked(*args: P.args, **options: P.kwargs) -> None:
+        name, given = type(args[0]).__name__, args[1:]
+        if given:
+            raise TypeError(
+                f"{name} takes its options by name, found {given[0]!r}. For example {name}(k={given[0]!r})."
+            )
+        for option in [each for each in options if each not in known]:
+            close = get_close_matches(option, known, 1, cutoff=0.5)
+            hint = f"Did you mean {close[0]}?" if close else f"There are {', '.join(known)}."
+            raise TypeError(f"{name} has no option {option!r}. {hint}")
+        init(*args, **options)
+
+    return checked
 
 
 def checked_count(option: str, value: Any) -> Count:
@@ -63,6 +88,12 @@ def checked_switch(option: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{option} must be True or False, found {value!r}.")
     return value
+
+
+def checked_fused(value: Any) -> Fused:
+    if not isinstance(value, bool) and value != "auto":
+        raise TypeError(f'fused_optimizer must be "auto", True or False, found {value!r}.')
+    return cast(Fused, value)
 
 
 def checked_overlap(mode: Any) -> Overlap:

@@ -34,7 +34,7 @@ def choose_overlap(asked: Overlap, trainer: Any, optimizers: Sequence[Optimizer]
         return "off", "there is no optimizer"
     never = _against_layered_steps(optimizers)
     if asked == "auto":
-        why = never or _against_background(trainer, optimizers)
+        why = _against_background(trainer, optimizers) or never
         return ("off" if why else "forward"), why
     why = never or (_against_early_updates(trainer, optimizers) if asked == "backward" else "")
     if why:

@@ -141,9 +141,7 @@ class Plan:
             half = _LONGEST // 2
             shown[half:-half] = [f"  … {len(shown) - 2 * half} more"]
         slots = " + ".join(f"{r.slots} × {human_bytes(r.nbytes)}" for r in self.rings if r.slots) or "none"
-        gradients = 0 if training else sum(layer.gradient_bytes for layer in self.trained)
-        host, what = self.host_bytes - gradients, "weights and gradients" if training else "weights"
-        peak = self.peak_device_bytes - (0 if training else self.gradient_bytes)
+        peak, host, what = self._compared(training)
         totals = {
             "slots": (self.slot_bytes, slots),
             "resident": (self.resident_bytes, ""),
@@ -151,15 +149,33 @@ class Plan:
             "peak on the device": (peak, f"{what}; plain {human_bytes(host)}"),
             "host": (host, what),
         }
-        count = f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"
         return "\n".join(
             [
-                f"Superpipeline: {count}, k = {self.k}, k' = {self.k_prime}",
+                self._heading(),
                 *shown,
                 *(f"  {name:<{width}} {human_bytes(n):>10}   {more}".rstrip() for name, (n, more) in totals.items()),
                 *(f"  note: {note}" for note in self.notes),
             ]
         )
+
+    def sentence(self, *, training: bool = True) -> str:
+        """Layers, window, and what device memory is saved against plain Lightning, in one line."""
+        peak, plain, what = self._compared(training)
+        saves = f"{what} take {human_bytes(peak)} of device memory, of plain's {human_bytes(plain)}"
+        if peak >= plain:
+            saves += "; a lower k, or smaller layers, would take less"
+        return f"{self._heading()}: {saves}."
+
+    def _heading(self) -> str:
+        count = f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"
+        return f"Superpipeline: {count}, k = {self.k}, k' = {self.k_prime}"
+
+    def _compared(self, training: bool) -> tuple[int, int, str]:
+        """Bytes on the device here, and with plain Lightning, of what."""
+        if training:
+            return self.peak_device_bytes, self.host_bytes, "weights and gradients"
+        gradients = sum(layer.gradient_bytes for layer in self.trained)
+        return self.peak_device_bytes - self.gradient_bytes, self.host_bytes - gradients, "weights"
 
 
 def human_bytes(nbytes: float) -> str:

@@ -22,11 +22,12 @@ class HostGradScaler(torch.amp.GradScaler):
 
 
 class FusedStep:
-    """Runs an optimizer fused while the strategy has it: one pass over host memory, many times faster on the CPU.
+    """Runs an optimizer's steps fused while the strategy has it: one pass over host memory, many times faster on the CPU.
 
     Only torch's own optimizers, and only groups whose user left ``fused`` and ``foreach`` open. It is switched on in the
     parameter groups and not by constructing the optimizer anew: Lightning refuses to clip one that was constructed
-    fused under mixed precision, because it takes it for one that unscales by itself. What is saved has the user's value.
+    fused under mixed precision, because it takes it for one that unscales by itself. What is saved, and what is seen
+    outside of a step, has the user's value.
 
     Args:
         optimizer: as the user configured it.
@@ -37,10 +38,12 @@ class FusedStep:
         self._fused: list[dict[str, Any]] = []  # the groups that are fused here; their users had None
         self._hooks = [
             optimizer.register_step_pre_hook(self._look),
+            hide := optimizer.register_step_post_hook(self.hide),
             optimizer.register_state_dict_post_hook(self._as_users),
             optimizer.register_load_state_dict_post_hook(lambda *_: self._fused.clear()),  # all groups are new ones
         ]
-        self._look()
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(hide.id, last=False)  # before the user's own
 
     @staticmethod
     def suits(optimizer: Any) -> bool:
@@ -59,8 +62,13 @@ class FusedStep:
         """The optimizer is as the user configured it."""
         for hook in self._hooks:
             hook.remove()
+        self.hide()
+
+    def hide(self, *_: Any) -> None:
+        """The step is over: the groups show the user's value again."""
         for group in self._fused:
-            group["fused"] = None
+            if group["fused"] is True:  # otherwise the user has chosen since
+                group["fused"] = None
         self._fused.clear()
 
     def _look(self, *_: Any) -> None:

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
@@ -29,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.advice import LESS_HOST_MEMORY, RUN_AGAIN_DIFFERED, TRANSFORMS, after_out_of_memory
 from sp_lightning.averages import find_averages
-from sp_lightning.callback import SuperpipelineCallback
+from sp_lightning.callback import SuperpipelineCallback, say_once
 from sp_lightning.capacity import check_host, spare_bytes
 from sp_lightning.checkpoints import BESIDE_AVERAGES, AtomicCheckpointIO, load
 from sp_lightning.device import device_for
@@ -40,9 +41,12 @@ from sp_lightning.ledger import Ledger, make_ledger
 from sp_lightning.modes import Activations, Mode, resolve, summary
 from sp_lightning.options import (
     Count,
+    Fused,
+    by_name,
     checked_activations,
     checked_budget,
     checked_count,
+    checked_fused,
     checked_layers,
     checked_overlap,
     checked_patterns,
@@ -90,13 +94,14 @@ class StreamingStrategy(_Base):
         resident: names or glob patterns of modules or parameters that stay on the device.
         pin_memory: page-lock host memory, without which copies are synchronous.
         fused_optimizer: run torch's optimizers fused (``fused=True``) where they can be; other last bits, much faster.
+            ``"auto"``: on an accelerator, and where ``optimizer_overlap`` asks for it by name.
         optimizer_overlap: when the host updates weights: ``"off"``, in the optimizer's step; ``"forward"``, layer by
             layer in the background, under the next forward; ``"backward"``, each layer as soon as its gradients are
             complete, which are then freed (``p.grad`` is None after the step); ``"auto"``, ``"forward"`` on an
             accelerator where no user code would have to wait for it, else ``"off"``. Results are the same.
         save_frozen: whether checkpoints hold frozen weights. If not, those are left out that are as they were when training
             began; a file without them resumes where the module has the same ones, which is checked.
-        callback: attach a :class:`~sp_lightning.SuperpipelineCallback` if the trainer has none.
+        callback: attach a :class:`~sp_lightning.SuperpipelineCallback` while a run lasts, if the trainer has none.
         device, accelerator, checkpoint_io, precision_plugin: as in Lightning's ``SingleDeviceStrategy``; the device
             is the trainer's unless it is given.
 
@@ -111,6 +116,7 @@ class StreamingStrategy(_Base):
     # A child of Lightning's own logger: shown where its messages are shown.
     log = logging.getLogger("lightning.pytorch.superpipeline")
 
+    @by_name
     def __init__(
         self,
         *,
@@ -121,7 +127,7 @@ class StreamingStrategy(_Base):
         layers: LayerChoice = None,
         resident: str | Sequence[str] = (),
         pin_memory: bool = True,
-        fused_optimizer: bool = True,
+        fused_optimizer: Fused = "auto",
         optimizer_overlap: Overlap = "auto",
         save_frozen: bool = True,
         callback: bool = True,
@@ -131,8 +137,9 @@ class StreamingStrategy(_Base):
         precision_plugin: Precision | None = None,
     ) -> None:
         self._activations = checked_activations(activations)
+        self._k = checked_count("k", k)
         self._window = Window(
-            checked_count("k", k),
+            self._k,
             checked_count("k_prime", k_prime),
             checked_budget(memory_budget),
             filled=self._activations == "auto",
@@ -143,7 +150,7 @@ class StreamingStrategy(_Base):
         self._layers = checked_layers(layers)
         self._resident = checked_patterns("resident", resident)
         self._pin_memory = checked_switch("pin_memory", pin_memory)
-        self._fused_optimizer = checked_switch("fused_optimizer", fused_optimizer)
+        self._fused_optimizer = checked_fused(fused_optimizer)
         self._optimizer_overlap = checked_overlap(optimizer_overlap)
         self._save_frozen = checked_switch("save_frozen", save_frozen)
         self._callback = checked_switch("callback", callback)
@@ -163,6 +170,7 @@ class StreamingStrategy(_Base):
         self._torn: str | None = None
         self._mode: Overlap = "off"
         self._said = ""
+        self._attached: SuperpipelineCallback | None = None
         self._quiet: dict[str, bool] = {}
         self._last_phase = ""
         super().__init__(
@@ -299,7 +307,15 @@ class StreamingStrategy(_Base):
             return
         if not any(isinstance(each, SuperpipelineCallback) for each in trainer.callbacks):
             connector = trainer._callback_connector
-            trainer.callbacks = connector._reorder_callbacks([*trainer.callbacks, self.callback_class()])
+            self._attached = self.callback_class()
+            trainer.callbacks = connector._reorder_callbacks([*trainer.callbacks, self._attached])
+
+    def _detach_callback(self) -> None:
+        """The trainer's callbacks are the user's again, however the run has ended."""
+        trainer: Any = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is not None and self._attached is not None:
+            trainer.callbacks = [each for each in trainer.callbacks if each is not self._attached]
+        self._attached = None
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -347,14 +363,46 @@ class StreamingStrategy(_Base):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
         self._unfuse()
-        if self._fused_optimizer:
+        if self._runs_fused():
             self._fused = {each: FusedStep(each) for each in self.optimizers if FusedStep.suits(each)}
-            for optimizer in [each for each, fused in self._fused.items() if fused.switch_on()]:
-                self.log.info(
-                    "Superpipeline: %s runs fused on the host; its last bits are those of fused=True. "
-                    "SuperpipelineStrategy(fused_optimizer=False) leaves it as it is.",
-                    type(optimizer).__name__,
-                )
+
+    def _runs_fused(self) -> bool:
+        """Whether optimizers whose users left it open run fused: not where the same steps on the CPU are plain's."""
+        if self._fused_optimizer != "auto":
+            return self._fused_optimizer
+        on_host = self.root_device.type == "cpu" if self._streamer is None else self._streamer.device.computes_on_host
+        return not on_host or self._implies_fused()
+
+    def _implies_fused(self) -> bool:
+        return self._fused_optimizer == "auto" and self._optimizer_overlap in ("forward", "backward")
+
+    def remarks(self) -> list[str]:
+        """What a user should know about this run beside the plan, in sentences."""
+        found = []
+        if self._tuning is not None:
+            found.append("k and k' are chosen once two batches have been measured.")
+        if isinstance(self._k, int) and self._k > self.plan.k:
+            found.append(
+                f"k={self._k} is capped at {self.plan.k}, the number of layers: all are on the device at once."
+            )
+        with self._fused_shown() as fused:
+            names = sorted({type(each).__name__ for each in fused})
+        if names:
+            why = f', which optimizer_overlap="{self._optimizer_overlap}" needs' if self._implies_fused() else ""
+            found.append(
+                f"{' and '.join(names)} runs fused on the host{why}: results are bitwise those of plain Lightning whose "
+                "optimizer has fused=True and steps on the CPU; fused_optimizer=False leaves it as it is."
+            )
+        return found
+
+    @contextmanager
+    def _fused_shown(self) -> Generator[list[torch.optim.Optimizer], None, None]:
+        """While this is active groups are as a step will find them; yields the optimizers that will run fused."""
+        try:
+            yield [optimizer for optimizer, fused in self._fused.items() if fused.switch_on()]
+        finally:
+            for fused in self._fused.values():
+                fused.hide()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
@@ -373,6 +421,7 @@ class StreamingStrategy(_Base):
         return {**super().__getstate__(), **run}
 
     def teardown(self) -> None:
+        self._detach_callback()
         if self._streamer is not None and self._ledger is not None:
             self._ledger = self._make_ledger()  # with the state that optimizers have come to
         self._close_streamer()
@@ -435,6 +484,9 @@ class StreamingStrategy(_Base):
             if not hasattr(error, "__notes__"):  # not told yet: it came from backward or from the optimizer
                 self._made_room(error, None)
             raise
+        finally:
+            if optimizer in self._fused:
+                self._fused[optimizer].hide()
 
     def on_exception(self, exception: BaseException) -> None:
         self._abort()
@@ -609,12 +661,11 @@ class StreamingStrategy(_Base):
 
     def _arrange_overlap(self) -> None:
         """Decide how the optimizers' steps run, from optimizers, hooks and callbacks as they are now."""
-        for fused in self._fused.values():
-            fused.switch_on()  # after a load, too
         assert self._streamer is not None
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        mode, why = choose_overlap(self._optimizer_overlap, trainer, self.optimizers)
+        with self._fused_shown():
+            mode, why = choose_overlap(self._optimizer_overlap, trainer, self.optimizers)
         self._mode = mode
         measure = may_measure_early(trainer)
         self._layered = {
@@ -624,7 +675,7 @@ class StreamingStrategy(_Base):
         self._ledger = self._make_ledger()
         said = f"off ({why})" if why else mode
         if said != self._said:
-            self.log.info("%s\nSuperpipeline: updates in the background: %s.", self._ledger, said)
+            self.log.debug("%s\nSuperpipeline: updates in the background: %s.", self._ledger, said)
         self._said = said
 
     def _make_ledger(self) -> Ledger:
@@ -681,7 +732,7 @@ class StreamingStrategy(_Base):
         for each in self._parted:
             each.refuse_trained()
         if self._streamer.changed():
-            self.log.info("Superpipeline: parameters or modules have been exchanged; the layers are absorbed again.")
+            self.log.debug("Superpipeline: parameters or modules have been exchanged; the layers are absorbed again.")
             self._finish_updates()
             streamer, self._streamer = self._streamer, None  # if building fails there is none
             streamer.close()
@@ -700,20 +751,19 @@ class StreamingStrategy(_Base):
         device = device_for(self.root_device)
         plugin: Any = self.precision_plugin
         autocast = _AUTOCAST.get(plugin.precision) if is_a(plugin, MixedPrecision) else None
-        found = find_layers(module, layers=self._layers, resident=self._resident, autocast=autocast)
-        plan = self._plan = self._window.begin(found, device)
+        find = partial(find_layers, module, resident=self._resident, autocast=autocast)
+        found = find(layers=self._layers)
+        plan = self._plan = self._window.begin(found, device, lambda patterns: find(layers=patterns))
         balanced = self._activations == "auto" and self._window.room is not None
         choice: Activations = "keep" if self._activations == "auto" and not balanced else self._activations
         modes = resolve(choice, module, found.units)
         if found.experts and (balanced or "recompute" in modes.values()):
-            found = find_layers(
-                module, layers=self._layers, resident=self._resident, autocast=autocast, whole_blocks=True
-            )
+            found = find(layers=self._layers, whole_blocks=True)
             plan = self._plan = self._window.begin(found, device)
         if choice != "keep":
-            self.log.info("Superpipeline: activations: %s.", "measured first" if balanced else summary(modes))
+            self.log.debug("Superpipeline: activations: %s.", "measured first" if balanced else summary(modes))
             if found.ungrouped:
-                self.log.info("Superpipeline: %s", found.ungrouped)
+                say_once(self.log, f"Superpipeline: {found.ungrouped}")
         check_host(_absorbing(plan), LESS_HOST_MEMORY)
         averages = find_averages(module)
         _move_the_rest(module, found, averages, self.root_device)

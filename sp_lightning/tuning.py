@@ -174,7 +174,7 @@ class Tuning:
         assert window.room is not None
         said = f"k = {plan.k}, k' = {plan.k_prime}{self._saying()}"
         if said != self._said:
-            self._log.info(
+            self._log.debug(
                 "Superpipeline: %s (%s), the fastest by prediction: %s on the device of %s%s.",
                 said, why, human_bytes(needs), human_bytes(window.room),
                 "" if window.rest else ", weights and gradients only: activations are not counted here",

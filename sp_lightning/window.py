@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from sp_lightning.device import Device
 from sp_lightning.layers import Found
@@ -49,12 +49,13 @@ class Window:
         """Whether there is anything to choose."""
         return "auto" in (self._k, self._k_prime) and self.room is not None
 
-    def begin(self, found: Found, device: Device) -> Plan:
+    def begin(self, found: Found, device: Device, find: Callable[[Sequence[str]], Found] | None = None) -> Plan:
         """The plan for the first batches: the smallest window.
 
         Args:
             found: the layers.
             device: before anything is allocated.
+            find: finds the layers that patterns name instead, for advice.
 
         Raises:
             ValueError: not even that fits the budget.
@@ -72,7 +73,7 @@ class Window:
         k, k_prime = (1, 1) if limited else _WITHOUT_LIMIT
         plan = self._plan(k, k_prime)
         if self.room is not None:
-            self._check(plan, self.room, device)
+            self._check(plan, self.room, device, find)
         return plan
 
     def needs(self, plan: Plan) -> int:
@@ -135,27 +136,46 @@ class Window:
         assert self._found is not None
         return make_plan(
             self._found,
-            k=k if self._k == "auto" else self._k,
+            k=k if self._k == "auto" else min(self._k, max(len(self._found.layers), 1)),
             k_prime=k_prime if self._k_prime == "auto" else self._k_prime,
         )
 
-    def _check(self, plan: Plan, room: int, device: Device) -> None:
+    def _check(self, plan: Plan, room: int, device: Device, find: Callable[[Sequence[str]], Found] | None) -> None:
         if not plan.layers or plan.peak_device_bytes <= room:
             return
         largest = max(plan.layers, key=lambda layer: layer.nbytes)
         smallest = make_plan(self._found, k=1, k_prime=1) if self._found else plan
         budget = f"free on {device.device}" if self._budget is None else f"of memory_budget={self._budget!r}"
-        remedy = (
-            f'Cut the largest layer into smaller ones: SuperpipelineStrategy(layers=["{largest.name}.*"]).'
-            if smallest.peak_device_bytes > room
-            else "Use less: SuperpipelineStrategy(k=1, k_prime=1)."
-        )
+        if smallest.peak_device_bytes <= room:
+            remedy = "Use less: SuperpipelineStrategy(k=1, k_prime=1)."
+        else:
+            remedy = _smaller_layers(largest.name, smallest, find) or (
+                'There are no smaller layers in it. Use precision="bf16-true", where it is float32, or give it as much memory.'
+            )
         raise ValueError(
             f"Weights and gradients need {plan.peak_device_bytes} bytes ({human_bytes(plan.peak_device_bytes)}) with k={plan.k} "
             f"and k_prime={plan.k_prime}, and {room} bytes ({human_bytes(room)}) are {budget}. The least is "
             f"{human_bytes(smallest.peak_device_bytes)}, with k=1 and k_prime=1; the largest layer, {largest.name!r}, takes "
             f"{largest.nbytes} bytes ({human_bytes(largest.nbytes)}). {remedy}"
         )
+
+
+def _smaller_layers(largest: str, least: Plan, find: Callable[[Sequence[str]], Found] | None) -> str:
+    """How to cut the largest layer, and those like it, so that less is needed; nothing where no cut does that."""
+    if find is None:
+        return ""
+    alike = ".".join("*" if part.isdecimal() else part for part in largest.split("."))
+    for pattern in (f"{alike}.*", f"{largest}.*"):
+        try:
+            plan = make_plan(find([pattern]), k=1, k_prime=1)
+        except ValueError:  # it has no modules of its own, or what it names overlaps
+            continue
+        if plan.peak_device_bytes < least.peak_device_bytes:
+            return (
+                f'Cut it into smaller ones: SuperpipelineStrategy(layers=["{pattern}"]), whose least is '
+                f"{human_bytes(plan.peak_device_bytes)}."
+            )
+    return ""
 
 
 def _room(budget: int | float | None, free: int | None, margin: float) -> int | None:

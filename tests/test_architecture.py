@@ -83,7 +83,7 @@ def test_the_options_are_frozen() -> None:
         "layers": None,
         "resident": (),
         "pin_memory": True,
-        "fused_optimizer": True,
+        "fused_optimizer": "auto",
         "optimizer_overlap": "auto",
         "save_frozen": True,
         "callback": True,

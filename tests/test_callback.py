@@ -1,8 +1,12 @@
-"""What the user sees: the plan as a table, the counters at the end, metrics in the logger."""
+"""What the user sees: a line when a run begins and one at its end, and the rest where it is asked for."""
 
 from __future__ import annotations
 
+import csv
 import logging
+import re
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,75 +18,184 @@ from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.plan import human_bytes
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.runs import loader, trainer_for
+from tests.support.simdevice import simulated
 
 
-def test_plan_and_counters_are_shown(caplog: pytest.LogCaptureFixture) -> None:
-    log = logging.getLogger("lightning.pytorch")
-    log.addHandler(caplog.handler)
-    log.setLevel(logging.INFO)
-    try:
+@pytest.fixture
+def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Our messages at the level that Lightning gives its logger, as a process that has said nothing yet shows them."""
+    monkeypatch.setattr("sp_lightning.callback._SAID", set())
+    caplog.set_level(logging.INFO, "lightning.pytorch")
+    caplog.handler.setLevel(logging.NOTSET)  # as Lightning's own handler
+    return lambda: [each.getMessage() for each in caplog.records if each.name == "lightning.pytorch.superpipeline"]
+
+
+TRAINING = "Superpipeline: 22 layers, k = 1, k' = 1: weights and gradients take 125.0 KiB of device memory, of plain's 1.2 MiB."
+
+
+def test_the_log_of_a_default_run_is_one_line(heard: Any) -> None:
+    """However many trainers there are; a second one for each other thing that is done."""
+    for _ in range(3):
         trainer = trainer_for(SuperpipelineStrategy(k=1))
         module = llama(layers=20)
         trainer.fit(module, loader(tokens()), loader(tokens()))
-        trainer.validate(module, loader(tokens()), verbose=False)
-    finally:
-        log.removeHandler(caplog.handler)
-        log.setLevel(logging.ERROR)
-    text = caplog.text
-    assert text.count("Superpipeline: 22 layers, k = 1, k' = 1") == 1, "the same plan is shown once"
-    assert "net.model.layers.0 " in text
+    assert heard() == [TRAINING]
+    trainer.validate(module, loader(tokens()), verbose=False)
+    trainer.predict(module, loader(tokens()))
+    assert heard()[1:] == [
+        "Superpipeline: 22 layers, k = 1, k' = 1: weights take 62.5 KiB of device memory, of plain's 636.5 KiB."
+    ]
+
+
+def test_what_a_run_waited_for_is_said_at_its_end(heard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = SuperpipelineStrategy.stats
+    monkeypatch.setattr(SuperpipelineStrategy, "stats", lambda self: replace(counted(self), stall_seconds=3600.0))
+    trainer_for(SuperpipelineStrategy(k=1)).fit(llama(layers=20), loader(tokens()))
+    assert heard()[0] == TRAINING
+    assert [re.sub(r"of \d+\.\d s", "of 1.0 s", line) for line in heard()[1:]] == [
+        "Superpipeline: of 1.0 s, 100% were waited for fetches; a larger k or memory_budget, or more work per batch (tokens, "
+        "images) hides them."
+    ]
+
+
+def test_a_run_on_an_accelerator_says_what_it_is_compared_with(heard: Any) -> None:
+    with simulated(capacity=2**30):
+        trainer_for("superpipeline").fit(Module(Stack()), loader(vectors(4)))
+    assert len(heard()) == 1
+    assert heard()[0].endswith(
+        " k and k' are chosen once two batches have been measured. AdamW runs fused on the host: results are bitwise those "
+        "of plain Lightning whose optimizer has fused=True and steps on the CPU; fused_optimizer=False leaves it as it is."
+    )
+
+
+def test_more_layers_than_there_are_is_remarked_on_once(heard: Any) -> None:
+    strategy = SuperpipelineStrategy(k=1000)
+    trainer_for(strategy).fit(Module(Stack()), loader(vectors(2)))
+    assert strategy.plan.k == len(strategy.plan.layers)
+    assert len(heard()) == 1
+    assert heard()[0].endswith(
+        f"k=1000 is capped at {strategy.plan.k}, the number of layers: all are on the device at once."
+    )
+
+
+def test_the_rest_is_there_for_whom_it_interests(heard: Any) -> None:
+    trainer = trainer_for(SuperpipelineStrategy(k=1), callbacks=[SuperpipelineCallback(verbose=True)])
+    module = llama(layers=20)
+    trainer.fit(module, loader(tokens()), loader(tokens()))
+    text = "\n".join(heard())
+    assert text.count("net.model.layers.0 ") == 1
     assert "… 10 more" in text
     assert "peak on the device" in text
-    assert text.count("layers fetched") == 2
+    assert "bytes per parameter" in text
+    assert "updates in the background: off (they would compete" in text
+    assert text.count("layers fetched") == 1
     assert "on demand" in text
 
 
-def test_counters_go_to_the_users_logger(tmp_path: Path) -> None:
-    trainer = trainer_for("superpipeline", logger=CSVLogger(tmp_path), log_every_n_steps=2)
-    trainer.fit(Module(Stack()), loader(vectors(6)))
-    header, *rows = (Path(trainer.log_dir or "") / "metrics.csv").read_text().splitlines()
-    assert "superpipeline/fetched_layers" in header
-    assert "superpipeline/peak_device_bytes" in header
-    assert len(rows) == 3
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_log_is_as_quiet_as_before_once_a_verbose_run_is_over(fails: bool) -> None:
+    class Fails(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            assert SuperpipelineStrategy.log.level == logging.DEBUG
+            if fails:
+                raise ArithmeticError
+            return super().training_step(batch, batch_idx)
+
+    trainer = trainer_for("superpipeline", callbacks=[SuperpipelineCallback(verbose=True)])
+    with pytest.raises(ArithmeticError) if fails else nullcontext():
+        trainer.fit(Fails(Stack()), loader(vectors(2)))
+    assert SuperpipelineStrategy.log.level == logging.NOTSET
+
+
+def test_nothing_is_logged_that_nobody_asked_for(tmp_path: Path) -> None:
+    """Neither columns in files nor calls of loggers."""
+    files = []
+    for name, strategy in (("plain", "auto"), ("ours", "superpipeline")):
+        calls: list[tuple[int | None, list[str]]] = []
+
+        class Notes(CSVLogger):
+            def log_metrics(self, metrics: Any, step: int | None = None, calls: Any = calls) -> None:
+                calls.append((step, sorted(metrics)))
+                super().log_metrics(metrics, step)
+
+        trainer = trainer_for(strategy, logger=Notes(tmp_path / name), log_every_n_steps=2)
+        trainer.fit(Logs(Stack()), loader(vectors(6)))
+        header = (Path(trainer.log_dir or "") / "metrics.csv").read_text().splitlines()[0]
+        files.append((header, calls))
+    assert files[1] == files[0]
+    assert files[0][0] == "epoch,loss,step"
+
+
+class Logs(Module):
+    """Logs its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
 
 
 @pytest.mark.parametrize(
-    ("options", "steps"),
-    [
-        ({"log_every_n_steps": 4}, [3, 7, 11]),
-        ({"log_every_n_steps": 1, "accumulate_grad_batches": 4}, [0, 1, 2]),
-        ({"log_every_n_steps": 0}, []),
-    ],
+    ("every", "accumulate", "steps"), [(4, 1, [3, 7, 11]), (1, 4, [0, 1, 2]), (2, 3, [1, 3]), (50, 1, [])]
 )
-def test_counters_come_with_what_lightning_logs(options: dict[str, Any], steps: list[int], tmp_path: Path) -> None:
-    class Logs(Module):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            self.log("loss", loss)
-            return loss
-
-    logged: dict[str, list[int | None]] = {"loss": [], "superpipeline/window": []}
-
-    class Notes(CSVLogger):
-        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-            for name in logged.keys() & metrics.keys():
-                logged[name].append(step)
-
-    trainer = trainer_for("superpipeline", logger=Notes(tmp_path), **options)
+def test_metrics_come_every_n_steps(every: int, accumulate: int, steps: list[int], tmp_path: Path) -> None:
+    trainer = trainer_for(
+        "superpipeline",
+        logger=CSVLogger(tmp_path),
+        accumulate_grad_batches=accumulate,
+        callbacks=[SuperpipelineCallback(metrics=True, every_n_steps=every)],
+    )
     trainer.fit(Logs(Stack()), loader(vectors(12)))
-    assert logged == {"loss": steps, "superpipeline/window": steps}
+    file = Path(trainer.log_dir or "") / "metrics.csv"
+    rows = list(csv.DictReader(file.read_text().splitlines())) if file.exists() else []
+    assert [int(row["step"]) for row in rows if row.get("superpipeline/fetched_layers")] == steps
+    assert all(float(row["superpipeline/peak_device_bytes"]) > 0 for row in rows if row.get("superpipeline/window"))
 
 
-def test_attached_once_and_only_if_wanted() -> None:
+def attached(trainer: Any) -> list[pl.Callback]:
+    return [each for each in trainer.callbacks if isinstance(each, SuperpipelineCallback)]
+
+
+class Notices(Module):
+    """How many partners its trainer has while it trains."""
+
+    seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen = len(attached(self.trainer))
+        return super().training_step(batch, batch_idx)
+
+
+def test_attached_once_and_only_if_wanted_and_while_it_runs() -> None:
     def count(strategy: SuperpipelineStrategy, *callbacks: pl.Callback) -> int:
         trainer = trainer_for(strategy, callbacks=list(callbacks))
+        before = list(trainer.callbacks)  # type: ignore[attr-defined]
+        module = Notices(Stack())
         for _ in range(2):
-            trainer.fit(Module(Stack()), loader(vectors(1)))
-        return sum(isinstance(each, SuperpipelineCallback) for each in trainer.callbacks)  # type: ignore[attr-defined]
+            trainer.fit(module, loader(vectors(1)))
+            trainer.predict(module, loader(vectors(1)))
+            assert trainer.callbacks == before  # type: ignore[attr-defined]
+        return module.seen
 
     assert count(SuperpipelineStrategy()) == 1
     assert count(SuperpipelineStrategy(), SuperpipelineCallback()) == 1
     assert count(SuperpipelineStrategy(callback=False)) == 0
+
+
+@pytest.mark.parametrize("hook", ["setup", "configure_optimizers", "training_step", "on_train_epoch_end"])
+def test_what_was_attached_leaves_after_an_error_too(hook: str) -> None:
+    trainer, module = trainer_for("superpipeline"), Module(Stack())
+
+    def fails(*_: Any, **__: Any) -> None:
+        assert len(attached(trainer)) == 1
+        raise ArithmeticError
+
+    setattr(module, hook, fails)
+    with pytest.raises(ArithmeticError):
+        trainer.fit(module, loader(vectors(1)))
+    assert attached(trainer) == []
+    trainer.fit(Module(Stack()), loader(vectors(1)))
+    assert attached(trainer) == []
 
 
 def test_layers_come_early_only_where_that_is_safe() -> None:

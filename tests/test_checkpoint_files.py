@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import re
 import resource
 import shutil
 import subprocess
@@ -264,7 +265,7 @@ def test_asynchronous_checkpoints_are_those_of_their_step(overlap: str, tmp_path
             super().save_checkpoint(*args, **kwargs)
 
     saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1)
-    strategy = SuperpipelineStrategy(k=1, optimizer_overlap=overlap)  # type: ignore[arg-type]
+    strategy = SuperpipelineStrategy(k=1, fused_optimizer=True, optimizer_overlap=overlap)  # type: ignore[arg-type]
     plugin = AsyncCheckpointIO(Slow())
     fit(make, vectors(4), strategy, callbacks=[saver], enable_checkpointing=True, plugins=[plugin], gradients=False)
     for step in (1, 2, 3, 4):
@@ -343,6 +344,34 @@ def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(ValueError, match=r"last.ckpt ends too early \(\d+ bytes\)"):
         AtomicCheckpointIO().load_checkpoint(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"", "it is empty"),
+        (b"epoch,loss\n0,1.5\n1,1.2\n", re.escape(r"its 23 bytes begin with b'epoch,loss\n0,1.5'")),
+        (b"\x08\x00\x00\x00\x00\x00\x00\x00{}", "its 10 bytes begin with .*"),
+    ],
+)
+@pytest.mark.parametrize("weights_only", [None, False])
+def test_a_file_of_another_kind_is_told_as_such(
+    content: bytes, found: str, weights_only: bool | None, tmp_path: Path
+) -> None:
+    """torch tells of ``KeyError: 101``, the first letter of a text, and of ``EOFError``."""
+    file = tmp_path / "metrics.csv"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"metrics.csv is no checkpoint: {found}\. ckpt_path= takes a file that"):
+        trainer_for(superpipeline()).fit(make(), loader(vectors()), ckpt_path=file, weights_only=weights_only)
+
+
+def test_a_strategy_that_is_connected_by_hand_loads(tmp_path: Path) -> None:
+    """Its module has no trainer, and no callbacks that could keep what is loaded."""
+    fit(make, vectors(1)).trainer.save_checkpoint(tmp_path / "one.ckpt")
+    strategy, module = superpipeline(), make()
+    strategy.connect(module)
+    strategy.load_model_state_dict(strategy.load_checkpoint(tmp_path / "one.ckpt"))
+    assert_equal(dict(module.state_dict()), torch.load(tmp_path / "one.ckpt")["state_dict"], "state")
 
 
 def test_files_of_old_versions_of_torch(tmp_path: Path) -> None:

@@ -195,9 +195,7 @@ class Notes(Logger):
     version = 0
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        kept = {name: value for name, value in metrics.items() if not name.startswith("superpipeline/")}
-        if kept:
-            self.lines.append((step, kept))
+        self.lines.append((step, dict(metrics)))
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         self.hparams.append(copy.deepcopy(dict(params)))
@@ -998,12 +996,9 @@ def test_csv_logger(tmp_path: Path) -> None:
         logger = CSVLogger(way.folder, "csv", 0, flush_logs_every_n_steps=1)
         seen = way.fit(partial(WithExtras, 4), logger=logger, max_epochs=2)
         with (way.folder / "csv/version_0/metrics.csv").open() as lines:
-            rows = [
-                sorted((name, value) for name, value in row.items() if value and "superpipeline/" not in name)
-                for row in csv.DictReader(lines)
-            ]
+            rows = [sorted((name, value) for name, value in row.items() if value) for row in csv.DictReader(lines)]
         hparams = dict(load_hparams_from_yaml(way.folder / "csv/version_0/hparams.yaml"))
-        return {**seen, "rows": [row for row in rows if {name for name, _ in row} - {"step"}], "hparams": hparams}
+        return {**seen, "rows": rows, "hparams": hparams}
 
     seen = compare(run, tmp_path)
     assert len(seen["rows"]) > 10
@@ -1024,9 +1019,7 @@ def board(way: Way, *, graph: bool) -> Seen:
     logger.experiment.flush()
     events = reader.EventAccumulator(logger.log_dir, {"scalars": 0, "histograms": 0, "graph": 1}).Reload()
     scalars = {
-        tag: [(event.step, event.value) for event in events.Scalars(tag)]
-        for tag in sorted(events.Tags()["scalars"])
-        if not tag.startswith("superpipeline/")
+        tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in sorted(events.Tags()["scalars"])
     }
     histograms = [(each.step, list(each.histogram_value.bucket)) for each in events.Histograms("weights")]
     nodes = sorted((node.name, node.op, tuple(node.input)) for node in events.Graph().node) if graph else []

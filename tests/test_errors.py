@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from itertools import count
@@ -15,12 +18,15 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import BitsandbytesPrecision, TransformerEnginePrecision
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import sp_lightning
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy, places, updates
 from sp_lightning.device import Device
 from sp_lightning.layered import LayeredStep
+from sp_lightning.options import parse_bytes
 from sp_lightning.packing import packs
 from sp_lightning.streamer import Streamer, _BackwardEnd
 from tests.support.models import Block, Module, Stack, llama, tokens, vectors
@@ -45,8 +51,71 @@ def test_k_and_k_prime(option: str, value: Any, error: type[Exception], message:
 
 
 def test_options_are_keyword_only() -> None:
-    with pytest.raises(TypeError, match="positional"):
+    with pytest.raises(TypeError, match=r"^SuperpipelineStrategy takes its options by name, found 2\."):
         SuperpipelineStrategy(2)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("kprime", "Did you mean k_prime?"),
+        ("budget", "Did you mean memory_budget?"),
+        ("fused", "Did you mean fused_optimizer?"),
+        ("banana", f"There are {', '.join(inspect.signature(SuperpipelineStrategy).parameters)}."),
+    ],
+)
+@pytest.mark.parametrize("kind", [SuperpipelineStrategy, type("Own", (SuperpipelineStrategy,), {})])
+def test_an_option_that_is_not_there(kind: type[SuperpipelineStrategy], option: str, hint: str) -> None:
+    """By the class that the user knows, which is not the one that has the options."""
+    with pytest.raises(TypeError, match=re.escape(f"{kind.__name__} has no option '{option}'. {hint}") + "$"):
+        kind(**{option: 1})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("memory_budget: lots", "python -m sp_lightning fit: memory_budget takes a number with a unit"),
+        ("kprime: 2", "Option 'kprime' is not accepted"),
+    ],
+)
+def test_an_option_of_a_config_that_cannot_be(given: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "fit.yaml").write_text(CONFIG.format(given=given))
+    command = [sys.executable, "-W", "ignore", "-m", "sp_lightning", "fit", "--config", "fit.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env=with_checkout(), capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+CONFIG = """
+trainer:
+  accelerator: cpu
+  logger: false
+  strategy: {{class_path: sp_lightning.SuperpipelineStrategy, init_args: {{{given}}}}}
+model: {{class_path: lightning.pytorch.demos.boring_classes.BoringModel}}
+"""
+
+
+def with_checkout() -> dict[str, str]:
+    """The environment in which other folders' processes import this project."""
+    return {**os.environ, "PYTHONPATH": str(Path(sp_lightning.__file__).parent.parent)}
+
+
+def test_one_strategy_has_one_trainer_and_a_name_as_many_as_it_likes() -> None:
+    """What README says about options and several trainers."""
+    strategy = SuperpipelineStrategy(k=4)
+    trainer_for(strategy)
+    with pytest.raises(MisconfigurationException, match="accelerator set through both strategy class and accelerator"):
+        trainer_for(strategy)
+    StrategyRegistry.register("my_superpipeline", SuperpipelineStrategy, k=4)
+    try:
+        trainers = [trainer_for("my_superpipeline") for _ in range(2)]
+        for trainer in trainers:
+            trainer.fit(Module(Stack()), loader(vectors(2)))
+            assert trainer.strategy.plan.k == 4
+    finally:
+        StrategyRegistry.remove("my_superpipeline")
+    assert trainers[0].strategy is not trainers[1].strategy
 
 
 @pytest.mark.parametrize(
@@ -58,7 +127,7 @@ def test_options_are_keyword_only() -> None:
         ({"layers": nn.Linear(1, 1)}, TypeError, r"layers= takes names.*found Linear"),
         ({"resident": None}, TypeError, r"resident= takes names or glob patterns, found None"),
         ({"resident": [3]}, TypeError, r"resident= takes names or glob patterns"),
-        ({"fused_optimizer": None}, TypeError, r"fused_optimizer must be True or False, found None"),
+        ({"fused_optimizer": None}, TypeError, r'fused_optimizer must be "auto", True or False, found None'),
         ({"pin_memory": "no"}, TypeError, r"pin_memory must be True or False, found 'no'"),
         ({"callback": None}, TypeError, r"callback must be True or False, found None"),
     ],
@@ -148,7 +217,7 @@ class SmallDevice(Device):
         (
             4096, {},
             r"need 20480 bytes \(20\.0 KiB\) with k=1 and k_prime=1, and 3840 bytes \(3\.8 KiB\) are free on cpu.*"
-            r"layer, 'net\.blocks\.0', takes 5120 bytes.*layers=\[\"net\.blocks\.0\.\*\"\]",
+            r"layer, 'net\.blocks\.0', takes 5120 bytes.*layers=\[\"net\.blocks\.\*\.\*\"\]\), whose least is",
         ),
         (24576, {"k": 2, "k_prime": 1}, r"need 25600 bytes .* with k=2 .*least is 20\.0 KiB.*Strategy\(k=1, k_prime=1\)"),
         (
@@ -168,6 +237,47 @@ def test_too_large_for_the_device(free: int | None, options: dict[str, Any], mes
     ):
         start(SuperpipelineStrategy(**options), module)
     assert_equal(dict(module.state_dict()), before, "nothing is lost")
+
+
+class Nested(pl.LightningModule):
+    """Blocks alike, each of several linear layers."""
+
+    def __init__(self, *inner: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            *(
+                nn.Sequential(*(nn.Linear(64, 64) for _ in range(count))) if count else nn.Linear(64, 64)
+                for count in inner
+            )
+        )
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(("inner", "pattern"), [((4, 4, 4), "net.*.*"), ((0, 4, 0), "net.*.*")])
+def test_layers_that_are_advised_were_tried(inner: tuple[int, ...], pattern: str) -> None:
+    """What the error says can be pasted, and then the least is what it says."""
+    batches = [torch.randn(2, 64)]
+    with pytest.raises(ValueError, match="are of memory_budget=1024") as told:
+        fit(lambda: Nested(*inner), batches, SuperpipelineStrategy(memory_budget="1KiB", layers="net.*"))
+    advised = re.search(r"SuperpipelineStrategy\((layers=\[.*\])\), whose least is (.*)\.$", str(told.value))
+    assert advised is not None, str(told.value)
+    assert advised[1] == f'layers=["{pattern}"]'
+    least = parse_bytes("memory_budget", advised[2])
+    with pytest.raises(ValueError, match=re.escape(f"The least is {advised[2]}")):
+        fit(lambda: Nested(*inner), batches, SuperpipelineStrategy(memory_budget=least // 2, layers=[pattern]))
+    fit(lambda: Nested(*inner), batches, SuperpipelineStrategy(memory_budget=int(least * 1.01), layers=[pattern]))
+
+
+@pytest.mark.parametrize("inner", [(0, 0, 0), (1, 1)])
+def test_no_layers_are_advised_where_none_are_smaller(inner: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"There are no smaller layers in it\. Use precision=\"bf16-true\"") as told:
+        fit(lambda: Nested(*inner), [torch.randn(2, 64)], SuperpipelineStrategy(memory_budget="1KiB"))
+    assert "layers=[" not in str(told.value)
 
 
 def test_more_than_one_device() -> None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.step import FusedStep
 from tests.support.runs import Outcome, assert_same, fit
+from tests.support.simdevice import simulated
 
 BATCHES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
 Make = Callable[[Any], Any]
@@ -77,7 +80,7 @@ def open_again(outcome: Outcome) -> Outcome:
 def test_fused_is_bitwise_what_fused_gives(name: str, accumulate: int, clip: dict[str, Any], precision: str) -> None:
     options: dict[str, Any] = {"precision": precision, "accumulate_grad_batches": accumulate, "max_epochs": 2, **clip}
     plain = fit(lambda: Net(in_groups(OPTIMIZERS[name])), BATCHES, **options)
-    ours = fit(lambda: Net(OPTIMIZERS[name]), BATCHES, SuperpipelineStrategy(k=1), **options)
+    ours = fit(lambda: Net(OPTIMIZERS[name]), BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=True), **options)
     assert_same(ours, open_again(plain))
 
 
@@ -91,7 +94,7 @@ def test_fused_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         then(*args, **kwargs)
 
     monkeypatch.setattr(module, "_fused_sgd", counted)
-    fit(lambda: Net(OPTIMIZERS["SGD"]), BATCHES, SuperpipelineStrategy(k=1))
+    fit(lambda: Net(OPTIMIZERS["SGD"]), BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=True))
     assert len(ran) == len(BATCHES)
     fit(lambda: Net(OPTIMIZERS["SGD"]), BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=False))
     assert len(ran) == len(BATCHES)
@@ -105,7 +108,7 @@ def test_what_is_saved_is_the_users_and_resumes_in_mid_epoch(tmp_path: Path) -> 
         )
 
     def ours() -> SuperpipelineStrategy:
-        return SuperpipelineStrategy(k=1)
+        return SuperpipelineStrategy(k=1, fused_optimizer=True)
 
     path = tmp_path / "step=2.ckpt"
     default = OPTIMIZERS["AdamW"]
@@ -149,7 +152,7 @@ def test_it_is_as_before_once_the_strategy_has_gone() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.randn(3))], lr=0.1)
     fused = FusedStep(optimizer)
     optimizer.add_param_group({"params": [nn.Parameter(torch.randn(3))]})
-    assert [group["fused"] for group in optimizer.param_groups] == [True, None]
+    assert [group["fused"] for group in optimizer.param_groups] == [None, None]
     assert fused.switch_on()
     assert [group["fused"] for group in optimizer.param_groups] == [True, True]
     assert [group["fused"] for group in optimizer.state_dict()["param_groups"]] == [None, None]
@@ -177,16 +180,20 @@ class Manual(Net):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
         optimizer: Any = self.optimizers()
+        if batch_idx == 0:
+            optimizer.optimizer.register_step_pre_hook(self.look)
         if batch_idx == 1:
             optimizer.add_param_group({"params": self.net[3].parameters()})
         optimizer.zero_grad()
         self.manual_backward(super().training_step(batch, batch_idx))
         optimizer.step()
+
+    def look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.seen.append([group["fused"] for group in optimizer.param_groups])
 
 
 def test_groups_that_are_added_are_fused_and_all_are_the_users_afterwards() -> None:
-    done = fit(Manual, BATCHES, SuperpipelineStrategy(k=1))
+    done = fit(Manual, BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=True))
     assert done.module.seen == [[True], [True, True], [True, True], [True, True]]
     assert [group["fused"] for group in done.trainer.optimizers[0].param_groups] == [None, None]
 
@@ -219,7 +226,7 @@ class SparseByHand(Sparse):
 @pytest.mark.parametrize("make", [Sparse, SparseByHand])
 def test_sparse_gradients_are_stepped_as_plain_does(make: Callable[[], Net]) -> None:
     plain = fit(make, BATCHES)
-    assert_same(fit(make, BATCHES, SuperpipelineStrategy(k=1)), plain)
+    assert_same(fit(make, BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=True)), plain)
 
 
 class Conditional(Net):
@@ -234,7 +241,7 @@ class Conditional(Net):
 
 
 def test_parameters_may_get_their_first_gradient_later() -> None:
-    ours, plain = fit(Conditional, BATCHES, SuperpipelineStrategy(k=1)), fit(Conditional, BATCHES)
+    ours, plain = fit(Conditional, BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=True)), fit(Conditional, BATCHES)
     assert all(torch.allclose(ours.state[name], value) for name, value in plain.state.items())
 
 
@@ -256,14 +263,99 @@ def test_what_only_behaves_like_an_optimizer_is_left_alone() -> None:
             return self.inner.state_dict()
 
     make = lambda p: Wrapped(torch.optim.SGD(p, lr=0.1))  # noqa: E731
-    assert_same(fit(lambda: Net(make), BATCHES, SuperpipelineStrategy(k=1)), fit(lambda: Net(make), BATCHES))
+    assert_same(
+        fit(lambda: Net(make), BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=True)),
+        fit(lambda: Net(make), BATCHES),
+    )
 
 
-def test_a_log_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "lightning.pytorch"):
-        fit(lambda: Net(OPTIMIZERS["SGD"]), BATCHES[:1], SuperpipelineStrategy())
-        fit(lambda: Net(lambda p: torch.optim.Rprop(p)), BATCHES[:1], SuperpipelineStrategy())
-    lines = [line for line in caplog.messages if "runs fused" in line]
-    assert len(lines) == 1
-    assert "SGD runs fused" in lines[0]
-    assert "fused_optimizer=False" in lines[0]
+class Normed(pl.LightningModule):
+    """Convolutions and BatchNorm; the optimizer as users write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Conv2d(3 if not i else 8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()) for i in range(3)]
+        self.net = nn.Sequential(*blocks, nn.Flatten(), nn.LazyLinear(2))
+        self.net(torch.randn(2, 3, 12, 12))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.net(batch) - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_run_on_the_cpu_is_plains_with_no_option_at_all(precision: str) -> None:
+    """Whoever tries the strategy on a laptop compares two runs of one script."""
+    images = [torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(seed)) for seed in range(32)]
+    plain = fit(Normed, images, precision=precision)
+    ours = fit(Normed, images, "superpipeline", precision=precision)
+    assert len(plain.losses) == 32
+    assert_same(ours, plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "runs_fused"),
+    [
+        ({}, False),
+        ({"optimizer_overlap": "off"}, False),
+        ({"optimizer_overlap": "forward"}, True),
+        ({"optimizer_overlap": "backward"}, True),
+        ({"fused_optimizer": True}, True),
+        ({"fused_optimizer": True, "optimizer_overlap": "off"}, True),
+    ],
+)
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_fused_is_for_accelerators_and_for_who_asks(
+    accelerated: bool, options: dict[str, Any], runs_fused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says so in one sentence, and what it is to be compared with."""
+    caplog.set_level("INFO", "lightning.pytorch")
+    with simulated() if accelerated else nullcontext(), mock.patch("sp_lightning.callback._SAID", set()):
+        ours = fit(lambda: Net(OPTIMIZERS["AdamW"]), BATCHES, SuperpipelineStrategy(k=1, **options), gradients=False)
+    runs_fused = runs_fused or accelerated
+    make = in_groups(OPTIMIZERS["AdamW"]) if runs_fused else OPTIMIZERS["AdamW"]
+    assert_same(ours, open_again(fit(lambda: Net(make), BATCHES, gradients=False)))
+    (line,) = (each for each in caplog.messages if each.startswith("Superpipeline: "))
+    assert ("AdamW runs fused on the host" in line) is runs_fused
+    assert ("results are bitwise those of plain Lightning whose optimizer has fused=True" in line) is runs_fused
+    named = options.get("optimizer_overlap", "off")
+    assert (f'which optimizer_overlap="{named}" needs' in line) is (named != "off")
+
+
+AROUND = [f"on_{each}" for each in (
+    "fit_start", "train_start", "train_epoch_start", "train_batch_start", "train_batch_end", "train_epoch_end", "train_end",
+    "fit_end", "exception",
+)]  # fmt: skip
+
+
+def looks(seen: set[Any]) -> Callback:
+    """Notes the groups' ``fused`` wherever a callback can look outside of a step."""
+
+    def look(trainer: Any, *_: Any) -> None:
+        seen.update(group["fused"] for optimizer in trainer.optimizers for group in optimizer.param_groups)
+
+    hooks: dict[str, Any] = dict.fromkeys(AROUND, look)
+    return LambdaCallback(**hooks)
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+def test_between_steps_the_groups_are_the_users(overlap: Any) -> None:
+    """``BaseFinetuning`` keeps copies of them, which its checkpoints hold."""
+    seen: set[Any] = set()
+    strategy = SuperpipelineStrategy(k=1, fused_optimizer=True, optimizer_overlap=overlap)
+    fit(lambda: Net(OPTIMIZERS["AdamW"]), BATCHES, strategy, gradients=False, callbacks=[looks(seen)])
+    assert seen == {None}
+
+
+def test_after_a_step_that_failed_the_groups_are_the_users() -> None:
+    class Fails(Net):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            raise ArithmeticError
+
+    seen: set[Any] = set()
+    strategy = SuperpipelineStrategy(k=1, fused_optimizer=True)
+    with pytest.raises(ArithmeticError):
+        fit(lambda: Fails(OPTIMIZERS["AdamW"]), BATCHES, strategy, gradients=False, callbacks=[looks(seen)])
+    assert seen == {None}

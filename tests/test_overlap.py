@@ -579,10 +579,9 @@ def test_a_weight_that_backward_needs_after_its_update_is_refused_or_right() -> 
 
 
 def chosen(caplog: pytest.LogCaptureFixture, module: pl.LightningModule, **options: Any) -> str:
-    caplog.set_level(logging.INFO, logger="lightning.pytorch.superpipeline")
+    caplog.set_level(logging.DEBUG, logger="lightning.pytorch.superpipeline")
     caplog.clear()
-    strategy_options = {key: options.pop(key) for key in list(options) if key in ("fused_optimizer",)}
-    strategy = SuperpipelineStrategy(k=1, **strategy_options)
+    strategy = SuperpipelineStrategy(k=1, fused_optimizer=options.pop("fused_optimizer", True))
     with mock.patch("sp_lightning.overlap._computes_on_host", return_value=False):  # as on an accelerator
         trainer_for(strategy, **options).fit(module, loader(vectors()))
     found = [record.getMessage() for record in caplog.records if "background" in record.getMessage()]
@@ -612,7 +611,7 @@ def test_auto_overlaps_where_nobody_would_wait_and_says_what_it_does(
 
 def test_auto_is_off_where_the_cpu_computes_the_model() -> None:
     with taken_apart() as layers:
-        fit(lambda: Module(Stack()), vectors(), SuperpipelineStrategy(k=1), gradients=False)
+        fit(lambda: Module(Stack()), vectors(), SuperpipelineStrategy(k=1, fused_optimizer=True), gradients=False)
     assert not layers
 
 

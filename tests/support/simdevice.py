@@ -85,6 +85,8 @@ class SimDevice(Device):
         capacity: bytes of device memory; more than that is an ``OutOfMemoryError``. None: there is no end to it.
     """
 
+    computes_on_host = False
+
     def __init__(self, device: torch.device, omit: Wait | None = None, capacity: int | None = None) -> None:
         super().__init__(device)
         self.omit = omit
