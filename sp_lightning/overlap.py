@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
@@ -13,7 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from sp_lightning.options import Overlap
 from sp_lightning.quiet import hooks_of_users
-from sp_lightning.step import BARS_FUSED, FusedStep
+from sp_lightning.step import BARS_FUSED, FusedStep, loses_updates
 from sp_lightning.twins import is_a, is_exactly
 
 
@@ -65,6 +66,8 @@ def _against_layered_steps(optimizers: Sequence[Optimizer]) -> str:
             if not group.get("fused"):
                 chosen = {key: group[key] for key in ("fused", *BARS_FUSED) if group.get(key) not in (None, False)}
                 by = ", ".join(f"{key}={value}" for key, value in chosen.items())
+                if not by and loses_updates(optimizer, group):
+                    by = f"torch {torch.__version__} would leave its 16-bit weights as they are"
                 by = by or "fused=False or fused_optimizer=False"
                 return f"only fused steps can be taken apart by layers, and {name} does not run fused ({by})"
     return ""

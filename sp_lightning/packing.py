@@ -112,7 +112,7 @@ class Packing:
         _our_packs.add(pack)
         return saved_tensors_hooks(pack, self._unpack)
 
-    @torch.compiler.disable  # dynamo would read versions when it makes a graph, once for all (torch 2.9)
+    @torch.compiler.disable  # dynamo would read versions when it makes a graph, once for all (torch 2.10)
     def _pack(self, layer: int, tensor: Tensor) -> _Packed:
         offset = int(tensor.storage_offset()) * tensor.element_size()
         group = self._parameters[layer]

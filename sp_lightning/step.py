@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from sp_lightning.memory import normal_mode, unseen
 
 
 class HostGradScaler(torch.amp.GradScaler):
@@ -98,6 +101,27 @@ BARS_FUSED = ("foreach", "differentiable", "capturable")
 _FUSED_ON_CPU = {torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD}
 
 
+def loses_updates(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether torch's fused step would leave weights of a group as they are: SGD those of 16 bits (pytorch#191763)."""
+    return type(optimizer) is torch.optim.SGD and not all(
+        _sgd_updates(dtype) for dtype in {p.dtype for p in group["params"]}
+    )
+
+
+@cache
+def _sgd_updates(dtype: torch.dtype) -> bool:
+    """What torch's fused SGD on the CPU does, tried: that of 2.11 skips whole vectors of 16-bit weights."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return True
+    with normal_mode(), unseen(), torch.no_grad():
+        weight = torch.zeros(256, dtype=dtype, device="cpu")
+        torch._fused_sgd_(
+            [weight], [torch.ones_like(weight)], [], weight_decay=0.0, momentum=0.0, lr=1.0, dampening=0.0,
+            nesterov=False, maximize=False, is_first_step=False,
+        )  # fmt: skip
+        return bool((weight == -1).all())
+
+
 def _can_be_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     with_gradient = [(p, gradient) for p in group["params"] if (gradient := p.grad) is not None]
     # torch's fused SGD fails where some parameters have a momentum buffer and others get their first gradient.
@@ -105,6 +129,7 @@ def _can_be_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bo
     buffers = [state.get(p, {}).get("momentum_buffer") is not None for p, _ in with_gradient]
     return (
         not any(group.get(other) for other in BARS_FUSED)
+        and not loses_updates(optimizer, group)
         and all(p.is_floating_point() and p.device.type == "cpu" for p in group["params"])
         and all(gradient.layout is torch.strided for _, gradient in with_gradient)
         and (not group.get("momentum") or all(buffers) or not any(buffers))

@@ -16,13 +16,16 @@ import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 
-from sp_lightning import SuperpipelineStrategy
+from sp_lightning import SuperpipelineStrategy, step
 from sp_lightning.step import FusedStep
 from tests.support.runs import Outcome, assert_same, fit
 from tests.support.simdevice import simulated
 
 BATCHES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
 Make = Callable[[Any], Any]
+LOSES_UPDATES = step.loses_updates(
+    torch.optim.SGD([torch.zeros(64).bfloat16()]), {"params": [torch.zeros(64).bfloat16()]}
+)
 OPTIMIZERS: dict[str, Make] = {
     "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
@@ -79,9 +82,40 @@ def open_again(outcome: Outcome) -> Outcome:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fused_is_bitwise_what_fused_gives(name: str, accumulate: int, clip: dict[str, Any], precision: str) -> None:
     options: dict[str, Any] = {"precision": precision, "accumulate_grad_batches": accumulate, "max_epochs": 2, **clip}
-    plain = fit(lambda: Net(in_groups(OPTIMIZERS[name])), BATCHES, **options)
+    as_ours = (
+        OPTIMIZERS[name] if (name, precision) == ("SGD", "bf16-true") and LOSES_UPDATES else in_groups(OPTIMIZERS[name])
+    )
+    plain = fit(lambda: Net(as_ours), BATCHES, **options)
     ours = fit(lambda: Net(OPTIMIZERS[name]), BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=True), **options)
     assert_same(ours, open_again(plain))
+
+
+def skips_vectors(weights: list[Tensor], *arguments: Any, **options: Any) -> None:
+    """torch's fused SGD for weights of 16 bits, in 2.11 (pytorch#191763)."""
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_fused_step_that_loses_updates_is_not_used(
+    momentum: float, overlap: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Weights of 16 bits are trained as without ``fused``; those of 32 bits run fused."""
+
+    def make() -> pl.LightningModule:
+        return Net(lambda p: torch.optim.SGD(p, lr=0.1, momentum=momentum))
+
+    monkeypatch.setattr(torch, "_fused_sgd_", skips_vectors)
+    request.addfinalizer(step._sgd_updates.cache_clear)
+    step._sgd_updates.cache_clear()
+    strategy = SuperpipelineStrategy(k=1, fused_optimizer=True, optimizer_overlap=overlap)
+    if overlap == "forward":
+        with pytest.raises(
+            ValueError, match=r"SGD does not run fused \(torch .* would leave its 16-bit weights as they are\)"
+        ):
+            fit(make, BATCHES, strategy, precision="bf16-true")
+        return
+    assert_same(fit(make, BATCHES, strategy, precision="bf16-true"), fit(make, BATCHES, precision="bf16-true"))
+    assert not step.loses_updates(torch.optim.SGD(nn.Linear(8, 8).parameters()), {"params": [torch.zeros(3)]})
 
 
 def test_fused_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
