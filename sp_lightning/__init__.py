@@ -4,10 +4,18 @@
 ``pytorch_lightning`` :mod:`sp_lightning.pytorch_lightning` does so, and has the same classes.
 """
 
+import importlib.metadata
 import sys
 
 from lightning_utilities.core import rank_zero
 from lightning_utilities.core.imports import RequirementCache
+
+for _package, _needed in (("torch", "2.10"), ("lightning", "2.6")):
+    if not RequirementCache(f"{_package}>={_needed}"):
+        raise ImportError(
+            f"sp_lightning needs {_package} {_needed} or newer, and {importlib.metadata.version(_package)} is installed. "
+            f'Install it: pip install -U "{_package}>={_needed}"'
+        )
 
 # Whichever of Lightning's two packages is imported last takes the logger of their messages. It stays with the users'.
 _log = rank_zero.log if "pytorch_lightning" in sys.modules else None

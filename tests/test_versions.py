@@ -1,0 +1,41 @@
+"""What is too old is refused at the import, with the command that helps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parent.parent
+
+
+def imported(preparation: str) -> subprocess.CompletedProcess[str]:
+    script = f"import importlib.metadata as m; original = m.version\n{preparation}\nimport sp_lightning"
+    return subprocess.run([sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("package", "found", "needed"),
+    [("torch", "2.9.1+cu128", "2.10"), ("lightning", "2.5.6", "2.6"), ("lightning", "2.6.0rc1", "2.6")],
+)
+def test_older_versions_are_refused(package: str, found: str, needed: str) -> None:
+    ran = imported(f"m.version = lambda name: {found!r} if name == {package!r} else original(name)")
+    assert ran.returncode == 1
+    assert ran.stderr.rstrip().splitlines()[-1] == (
+        f"ImportError: sp_lightning needs {package} {needed} or newer, and {found} is installed. "
+        f'Install it: pip install -U "{package}>={needed}"'
+    )
+
+
+@pytest.mark.parametrize("found", ["2.10.0+cpu", "2.11.0a0+git1234567"])
+def test_newer_ones_are_not(found: str) -> None:
+    ran = imported(f"m.version = lambda name: {found!r} if name == 'torch' else original(name)")
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_the_metadata_ask_for_the_same() -> None:
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    assert project["dependencies"] == ["torch>=2.10", "lightning>=2.6"]
