@@ -37,7 +37,7 @@ class Activations:
         rows: of each unit in the timeline.
         device: the seam.
         ring: host memory for what is offloaded.
-        stays: addresses of further storages that never leave the device.
+        stays: addresses of storages that never leave the device, now and later; those of buffers are added.
         again: a context for a unit's second run, called with its name and its positional arguments.
     """
 
@@ -49,11 +49,11 @@ class Activations:
         rows: Mapping[str, int],
         device: Device,
         ring: HostRing,
-        stays: Iterable[int],
+        stays: set[int],
         again: Again,
     ) -> None:
-        buffers = (buffer.untyped_storage().data_ptr() for buffer in module.buffers() if buffer.layout is torch.strided)
-        self.offload = Offload(device, ring, [*stays, *buffers])
+        stays |= {buffer.untyped_storage().data_ptr() for buffer in module.buffers() if buffer.layout is torch.strided}
+        self.offload = Offload(device, ring, stays)
         self.ring = ring
         self.modes = dict(modes)
         self._rows = rows

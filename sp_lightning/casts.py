@@ -8,16 +8,15 @@ a cast but the function itself, and what autograd saves of one is packed as its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
 
 from sp_lightning.device import Device, Stream
+from sp_lightning.edition import Edition, Editions
 from sp_lightning.host import HostBlock
-from sp_lightning.memory import normal_mode, part, strided
+from sp_lightning.memory import normal_mode, part
 
 LOWERED_FUNCTIONS: frozenset[Any] = frozenset({
     torch.nn.functional.linear, torch.conv1d, torch.conv2d, torch.conv3d,
@@ -62,28 +61,6 @@ def came_from_cast(gradient: Tensor) -> bool:
     return getattr(gradient, "came_from_cast", None) == gradient._version
 
 
-class Edition:
-    """The casts of a layer as a graph has saved some of them: autocast's copies do not follow the weight either.
-
-    Attributes:
-        kept: their bytes, on the host, once the weights were written and cast anew; None while the wire has them.
-    """
-
-    def __init__(self, begin: int, device: Device) -> None:
-        self.kept: Tensor | None = None
-        self._begin = begin
-        self._device = device
-
-    def recall(self, offset: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-        """A kept cast, or a part of one, in memory of its own on the device; ``offset`` in bytes from the slot's start."""
-        assert self.kept is not None
-        last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-        source = self.kept[offset - self._begin :][: (last + 1) * dtype.itemsize]
-        memory = self._device.send(source)
-        with normal_mode():
-            return strided(memory, 0, dtype, shape, stride)
-
-
 class Casts:
     """The casts of one layer, on the host.
 
@@ -99,7 +76,7 @@ class Casts:
         self._device = device
         self._spans = list(zip(block.planned.casts, masters.planned.spans, strict=True))
         self._begin = block.planned.casts[0].offset
-        self._edition: ref[Edition] | None = None
+        self._editions = Editions(self._begin)
         self._made_of: list[tuple[int, int]] | None = None
 
     @property
@@ -128,28 +105,20 @@ class Casts:
         self._device.access(self._masters.weights, by, write=False)
         self._device.access(self._block.weights, by, write=True)
         wire = self._block.weights
-        edition = self._edition() if self._edition is not None else None
         with normal_mode(), torch.no_grad():
-            if edition is None:
+            if not self._editions.saved:
                 self._cast_into(wire)
-            else:  # a graph has saved some
+            else:
                 casts = wire.clone()
                 self._cast_into(casts)
                 if not torch.equal(casts, wire):
-                    edition.kept = wire[self._begin :].clone()
-                    self._edition = None
+                    self._editions.keep(wire[self._begin :].clone())
                     wire.copy_(casts)
         self._made_of = state
 
     def edition(self, offset: int) -> Edition | None:
         """For what a graph saves at ``offset`` of the slot: the present casts, if it lies among them."""
-        if offset < self._begin:
-            return None
-        edition = self._edition() if self._edition is not None else None
-        if edition is None:
-            edition = Edition(self._begin, self._device)
-            self._edition = ref(edition)
-        return edition
+        return self._editions.now() if offset >= self._begin else None
 
     def _cast_into(self, wire: Tensor) -> None:
         for cast, master in self._spans:

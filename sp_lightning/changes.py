@@ -84,7 +84,7 @@ class Changes:
             Unrepeatable: it has written what cannot be put back.
         """
         for weight in self._weights:
-            if weight.written:
+            if weight.writes_now != weight.writes:
                 raise Unrepeatable(self._refusal(f"writes its parameter {weight.name!r}"))
             if weight.gradient_now not in (None, weight.gradient):  # updates in the background take it away
                 raise Unrepeatable(
@@ -118,7 +118,7 @@ class Changes:
             Unrepeatable: it could not.
         """
         for weight in self._weights:
-            if weight.version_now != weight.version:
+            if weight.writes_now != weight.writes:
                 raise Unrepeatable(self._written_since(f"Parameter {weight.name!r}"))
         volatile = self._volatile.get(self._unit, ())
         for name, tensor, version in self._unchanged:
@@ -186,8 +186,7 @@ class Changes:
                         f"{name}.{key}".lstrip("."),
                         group,
                         index,
-                        group.version_once_fetched(index) + group.steps,
-                        index in group.exposed,
+                        group.writes(index),
                         _gradient(group.hosts[index]),
                     )
                 )
@@ -315,16 +314,14 @@ class _Weight(NamedTuple):
     """A weight before the forward, by its place among device parameters: who holds one itself keeps its layer there.
 
     Attributes:
-        version: of all writes so far.
-        exposed: whether its ``.data`` had been handed out, so that nobody knows when it is written.
+        writes: how often it had been written.
         gradient: which it was, and the version of that.
     """
 
     name: str
     group: Any
     at: int
-    version: int
-    exposed: bool
+    writes: int
     gradient: tuple[int, int] | None
 
     @property
@@ -333,19 +330,9 @@ class _Weight(NamedTuple):
         return _gradient(self.group.hosts[self.at])
 
     @property
-    def version_now(self) -> int:
-        """Of all writes since."""
-        return int(self.group.version_once_fetched(self.at) + self.group.steps)
-
-    @property
-    def written(self) -> bool:
-        """Whether the forward, which has just run, has written it; through ``.data`` too."""
-        if self.version_now != self.version:
-            return True
-        if self.exposed or self.at not in self.group.exposed or not self.group.attached:
-            return False
-        with torch.no_grad():
-            return not _same(self.group.value(self.at).cpu(), self.group.hosts[self.at].detach())
+    def writes_now(self) -> int:
+        """By anybody, so far."""
+        return int(self.group.writes(self.at))
 
 
 def _gradient(parameter: Tensor) -> tuple[int, int] | None:

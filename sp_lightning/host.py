@@ -78,8 +78,15 @@ class HostBlock:
         """Whether the weights are page-locked."""
         return self._weights.pinned
 
-    def write(self, index: int, value: Tensor) -> None:
-        """Take over a weight that was written on the device; synchronous, and visible as an in-place write.
+    def copy_of(self, index: int) -> Tensor:
+        """A weight's present bytes, flat, in memory of their own."""
+        return _part(self.weights, self.planned.spans[index]).clone()
+
+    def write(self, index: int, value: Tensor) -> bool:
+        """Take over a weight that may have been written on the device; synchronous, and visible as an in-place write.
+
+        Returns:
+            Whether it was: its bytes differ from the host's.
 
         Raises:
             RuntimeError: other shape; or other dtype, of a weight that travels as a cast or by its rows.
@@ -90,15 +97,21 @@ class HostBlock:
                 self.apart.add(index)
                 with normal_mode():
                     target.data = value.to("cpu", copy=True)
-                return
+                return True
             raise RuntimeError(
                 f"Parameter {name!r} is {target.dtype} of shape {tuple(target.shape)} and was given {value.dtype} of shape "
                 f"{tuple(value.shape)} inside a step (param.data = other). Exchange it between two batches or before "
                 f"trainer.fit, or keep it on the device: SuperpipelineStrategy(resident=[{name!r}])."
             )
-        self._device.access(self.weights, None, write=True)
         with normal_mode(), torch.no_grad():
+            if index not in self.apart:
+                found = torch.empty(target.nbytes, dtype=torch.uint8)
+                view(found, self._alone[index]).copy_(value)
+                if torch.equal(found, _part(self.weights, self.planned.spans[index])):
+                    return False
+                self._device.access(self.weights, None, write=True)
             target.copy_(value)
+        return True
 
     def adopt(self) -> None:
         """Take in what the user put under parameters (``param.data = other``) since they were absorbed.

@@ -19,7 +19,7 @@ import threading
 import weakref
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -214,15 +214,15 @@ class Offload:
     Args:
         device: the seam.
         ring: host memory.
-        stays: addresses of storages that are on the device in any case.
+        stays: addresses of storages that are on the device in any case, now and later.
     """
 
     log = logging.getLogger("lightning.pytorch.superpipeline")
 
-    def __init__(self, device: Device, ring: HostRing, stays: Iterable[int]) -> None:
+    def __init__(self, device: Device, ring: HostRing, stays: Set[int]) -> None:
         self._device = device
         self._ring = ring
-        self._stays = set(stays)
+        self._stays = stays
         self._lock = threading.RLock()
         self._calls = threading.local()  # of each thread: the bundle of the call under way
         self._known: weakref.WeakValueDictionary[tuple[int, int], Parcel] = weakref.WeakValueDictionary()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from sp_lightning.casts import Casts, Edition
+from sp_lightning.casts import Casts
+from sp_lightning.device import Device
+from sp_lightning.edition import Edition
 from sp_lightning.memory import Loan, normal_mode, strided
 from sp_lightning.offload import Offload, Stored
-from sp_lightning.parameters import DeviceParameters, StandIn
+from sp_lightning.parameters import DeviceParameter, DeviceParameters
 from sp_lightning.slots import Slot
 
 
@@ -33,6 +36,8 @@ class _Packed(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     edition: Edition | None
+    """Of a view of a weight, or of a cast. None for a weight itself, which plain autograd follows when it is given other
+    memory (``param.data = other``); a view keeps the old."""
 
     def view(self, loan: Loan, weights: Sequence[Tensor]) -> Tensor:
         """The saved tensor, where its layer is now."""
@@ -41,10 +46,16 @@ class _Packed(NamedTuple):
                 return weights[self.which].as_strided(self.shape, self.stride, self.offset // self.dtype.itemsize)
             return strided(loan.memory, self.offset, self.dtype, self.shape, self.stride)
 
+    def follow(self, group: DeviceParameters, loan: Loan, weights: Sequence[Tensor]) -> Tensor:
+        """The weight as it is now; it may lie outside of the slot."""
+        assert self.which is not None
+        return group.value(self.which) if group.attached else self.view(loan, weights)
+
 
 _Kept = tuple[Tensor, int]
-"""Any other saved tensor, and its version. Detached, because an output that its own node keeps would never be freed.
-A plain tuple: there are many, and each costs the host time."""
+"""Any other saved tensor, and its version. A leaf is kept itself, as autograd keeps it: it is followed where its ``.data`` is
+exchanged. Others are detached, because an output that its own node keeps would never be freed. A plain tuple: there are
+many, and each costs the host time."""
 
 
 class _Outer(NamedTuple):
@@ -71,6 +82,7 @@ class Packing:
         slots: by the address of their memory.
         casts: by layer, where there are any.
         offload: where other saved tensors may go.
+        device: the seam.
         reach: brings a layer and returns what a function makes of its memory and its weights there.
     """
 
@@ -80,12 +92,14 @@ class Packing:
         slots: Mapping[int, Slot],
         casts: Mapping[int, Casts],
         offload: Offload,
+        device: Device,
         reach: Callable[[int, Callable[[Loan, Sequence[Tensor]], Tensor]], Tensor],
     ) -> None:
         self._parameters = parameters
         self._slots = slots
         self._casts = casts
         self._offload = offload
+        self._device = device
         self._reach = reach
 
     def hooks(self) -> AbstractContextManager[None]:
@@ -94,8 +108,8 @@ class Packing:
         slots, offload = self._slots, self._offload
 
         def pack(tensor: Tensor) -> _Packed | Stored | _Kept | _Outer:
-            if isinstance(tensor, StandIn) and tensor._of.autocast is not None:
-                return _away(tensor)  # by a function of the user's, which was given the cast
+            if issubclass(type(tensor), DeviceParameter):
+                return self._pack_weight(tensor)
             try:
                 address = tensor.untyped_storage().data_ptr()
             except (RuntimeError, NotImplementedError):  # no memory of its own: sparse, wrapped by a transform, fake
@@ -107,7 +121,7 @@ class Packing:
                 return _Outer(outer[0](tensor), outer[1])
             if address and offload.bundle is not None and (stored := offload.store(tensor)) is not None:
                 return stored
-            return tensor.detach(), tensor._version
+            return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
         _our_packs.add(pack)
         return saved_tensors_hooks(pack, self._unpack)
@@ -117,11 +131,24 @@ class Packing:
         offset = int(tensor.storage_offset()) * tensor.element_size()
         group = self._parameters[layer]
         which = group.at(offset)
-        version = -1 if which is None else group.version(which)
-        if which is not None and tensor._version != version:
-            which = None  # of .data, say: a version counter of its own, which autograd does not hold against the weight
-        edition = self._casts[layer].edition(offset) if layer in self._casts else None
+        if which is None:
+            version, edition = -1, self._casts[layer].edition(offset) if layer in self._casts else None
+        else:
+            version, edition = group.version(which), group.editions[which].now()
+            if tensor._version != version:  # of .data, say, which autograd does not hold against the weight
+                which = None
         return _Packed(layer, which, version, offset, tensor.dtype, tensor.shape, tensor.stride(), edition)
+
+    @torch.compiler.disable
+    def _pack_weight(self, weight: DeviceParameter) -> _Packed | _Kept:
+        """The parameter itself, whether its layer is there or away: to look at its memory would bring the layer."""
+        group, index = weight._of, weight._index
+        if group is self._parameters[-1]:  # residents are never away
+            return weight, weight._version
+        version, span = group.version_once_fetched(index), group.spans[index]
+        if weight.dtype is not span.dtype:  # param.data = other, which the slot has no place for
+            return weight.detach(), weight._version
+        return _Packed(group.layer, index, version, span.offset, span.dtype, span.shape, span.stride, None)
 
     def _unpack(self, packed: _Packed | Stored | _Kept | _Outer) -> Tensor:
         if isinstance(packed, _Outer):
@@ -129,12 +156,14 @@ class Packing:
         if isinstance(packed, Stored):
             tensor, expected, found = self._offload.load(packed), packed.version, packed.parcel.witness._version
         elif isinstance(packed, _Packed):
+            group, expected = self._parameters[packed.layer], packed.version
             if packed.which is not None:
-                self._parameters[packed.layer].refuse_exchanged(packed.which)
-            tensor, expected = self._reach(packed.layer, packed.view), packed.version
+                group.refuse_exchanged(packed.which)
+            follows = packed.edition is None and packed.which is not None
+            tensor = self._reach(packed.layer, partial(packed.follow, group) if follows else packed.view)
+            found = expected if packed.which is None else group.version(packed.which)
             if packed.edition is not None and packed.edition.kept is not None:  # what has come may be newer
-                return packed.edition.recall(packed.offset, packed.dtype, packed.shape, packed.stride)
-            found = expected if packed.which is None else self._parameters[packed.layer].version(packed.which)
+                tensor = packed.edition.recall(self._device, packed.offset, packed.dtype, packed.shape, packed.stride)
         else:
             tensor, expected = packed
             found = tensor._version
@@ -150,11 +179,3 @@ def _check_version(tensor: Tensor, expected: int, found: int) -> None:
             "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
             "torch.autograd.set_detect_anomaly(True)."
         )
-
-
-def _away(tensor: StandIn) -> _Packed:
-    """A weight that is saved while its layer is away: to look at its memory would bring the layer."""
-    group, index = tensor._of, tensor._index
-    span = group.spans[index]
-    version = group.version_once_fetched(index)
-    return _Packed(group.layer, index, version, span.offset, span.dtype, span.shape, span.stride, None)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.casts import LOWERED_FUNCTIONS, Cast, autocast_would_cast, came_from_cast
+from sp_lightning.edition import Editions
 from sp_lightning.memory import METADATA, Span, normal_mode, unseen
 
 _Untouched = torch._C.DisableTorchFunctionSubclass  # reads of a stand-in itself, not of the weight that it stands for
@@ -76,17 +77,18 @@ class DeviceParameter(nn.Parameter):
     @property
     def data(self) -> Tensor:
         # Writes through .data bump no version, and may come as long as somebody holds what is returned here.
-        self._of.bring_for(self)
-        self._of.exposed.add(self._index)
-        return _tensor_data.__get__(self)
+        with self._of.present(self):
+            self._of.exposed.add(self._index)
+            return _tensor_data.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
         if value is self:  # module.to(…) that changes nothing
             return
-        self._of.bring_for(self)
-        self._of.exposed.add(self._index)
-        _tensor_data.__set__(self, value)
+        with self._of.present(self):
+            self._of.replacing(self._of.layer, self._index, value)
+            self._of.exposed.add(self._index)
+            _tensor_data.__set__(self, value)
 
     @property
     def grad(self) -> Tensor | None:
@@ -110,8 +112,8 @@ class DeviceParameter(nn.Parameter):
         set_requires_grad(self, value)
 
     def as_subclass(self, cls: Any) -> Any:
-        self._of.bring_for(self)  # torch's does not ask
-        return super().as_subclass(cls)
+        with self._of.present(self):  # torch's does not ask
+            return super().as_subclass(cls)
 
     def requires_grad_(self, requires_grad: bool = True) -> DeviceParameter:
         self.requires_grad = requires_grad
@@ -221,6 +223,8 @@ class DeviceParameters:
             ``casts``, are there.
         kept_raw: whether autograd would save tensors as they are now, and not as our hooks pack them.
         arrived: called with an index and a device parameter when autograd has put a gradient there.
+        replacing: called with an index and the other memory before ``param.data = other``; the layer is there.
+        settle: called before somebody asks which weights were written: what was is the host's then, and is counted.
     """
 
     def __init__(
@@ -234,6 +238,8 @@ class DeviceParameters:
         together: Callable[..., AbstractContextManager[None]],
         kept_raw: Callable[[], bool],
         arrived: Callable[[int, int, Tensor], None],
+        replacing: Callable[[int, int, Tensor], None],
+        settle: Callable[[int], None],
     ) -> None:
         self.layer = layer
         self.spans = spans
@@ -249,9 +255,15 @@ class DeviceParameters:
         self.together = together
         self.kept_raw = kept_raw
         self._arrived = arrived
+        self.replacing = replacing
+        self._settle = settle
+        self.editions = [Editions(span.offset) for span in spans]
+        """What graphs have saved views of."""
         self.exposed: set[int] = set()  # whose .data was handed out: nobody knows when it is written
         self.apart: dict[int, Tensor] = {}
         """Those that were given another dtype, in device memory of their own."""
+        self.unseen = [0] * len(spans)
+        """How often each weight was found to have been written where no version shows it."""
         self.steps = 0
         """A number that rises with each optimizer's step; a fused one bumps no version."""
         self.attached = False
@@ -399,6 +411,12 @@ class DeviceParameters:
     def _count_references(self) -> list[int]:
         return [sys.getrefcount(parameter) for parameter in self.all]
 
+    def writes(self, index: int) -> int:
+        """A number that rises with each write of a weight by anybody, shown by a version or not."""
+        if index in self.exposed:
+            self._settle(self.layer)
+        return self.version_once_fetched(index) + self.steps + self.unseen[index]
+
     def take_written(self) -> list[int]:
         """The weights that were, or through ``.data`` may have been, written since the last call.
 
@@ -472,11 +490,9 @@ class DeviceParameters:
         self._accumulators.clear()
         self.all.clear()
 
-    def bring_for(self, parameter: DeviceParameter) -> None:
-        """Bring the layer if it is away."""
-        if isinstance(parameter, StandIn):
-            with self.together([parameter]):
-                pass
+    def present(self, parameter: DeviceParameter) -> AbstractContextManager[None]:
+        """A context in which a parameter's layer is there."""
+        return self.together([parameter]) if isinstance(parameter, StandIn) else nullcontext()
 
 
 @cache

@@ -24,6 +24,7 @@ class Residents:
         device: the seam.
         adopt: called before they are copied; takes in what the user put under them.
         write_back: called with indices and values of those that were written on the device.
+        stays: addresses of storages that never leave the device; the residents' is added, and follows them.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Residents:
         *,
         adopt: Callable[[int], None],
         write_back: Callable[[int, Iterable[tuple[int, Tensor]]], None],
+        stays: set[int],
     ) -> None:
         self.layer = group.layer
         self.group = group
@@ -43,7 +45,9 @@ class Residents:
         self._device = device
         self._adopt = adopt
         self._write_back = write_back
-        self._memory = device.empty(block.planned.nbytes)
+        self._stays = stays
+        self._memory = device.empty(0)
+        self._take_memory()
         self._current = False
         self._sent: Any = None
         self._attach()
@@ -87,7 +91,11 @@ class Residents:
         """What was written on the device is the host's now."""
         written = self.group.take_written()
         if written:
-            self._write_back(self.layer, ((index, self.group.value(index)) for index in written))
+            values = [(index, self.group.value(index)) for index in written]
+            if any(value.untyped_storage().data_ptr() != self.address for _, value in values):
+                # param.data = other: a graph that has saved a view keeps what it saw, as plain autograd does.
+                self._take_memory()
+            self._write_back(self.layer, values)
             self._attach()
             self._current = False
 
@@ -98,6 +106,11 @@ class Residents:
     def close(self) -> None:
         """Let go of the memory."""
         self._memory = self._device.empty(0)
+
+    def _take_memory(self) -> None:
+        self._stays.discard(self.address)
+        self._memory = self._device.empty(self._block.planned.nbytes)
+        self._stays.add(self.address)
 
     def _attach(self) -> None:
         self.group.attach([view(self._memory, span) for span in self.group.spans])

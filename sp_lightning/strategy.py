@@ -101,6 +101,9 @@ class StreamingStrategy(_Base):
             accelerator where no user code would have to wait for it, else ``"off"``. Results are the same.
         save_frozen: whether checkpoints hold frozen weights. If not, those are left out that are as they were when training
             began; a file without them resumes where the module has the same ones, which is checked.
+        check_writes: look for weights that are written within a step by a way that torch shows no sign of (a reference that
+            was taken before the step, NumPy, DLPack, a storage), by passes over all weights in each step: what was written
+            on the device is taken over, the rest is refused by name. For finding out; it is slow.
         callback: attach a :class:`~sp_lightning.SuperpipelineCallback` while a run lasts, if the trainer has none.
         device, accelerator, checkpoint_io, precision_plugin: as in Lightning's ``SingleDeviceStrategy``; the device
             is the trainer's unless it is given.
@@ -130,6 +133,7 @@ class StreamingStrategy(_Base):
         fused_optimizer: Fused = "auto",
         optimizer_overlap: Overlap = "auto",
         save_frozen: bool = True,
+        check_writes: bool = False,
         callback: bool = True,
         device: str | int | torch.device | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
@@ -153,6 +157,12 @@ class StreamingStrategy(_Base):
         self._fused_optimizer = checked_fused(fused_optimizer)
         self._optimizer_overlap = checked_overlap(optimizer_overlap)
         self._save_frozen = checked_switch("save_frozen", save_frozen)
+        self._check_writes = checked_switch("check_writes", check_writes)
+        if self._check_writes and optimizer_overlap == "backward":
+            raise ValueError(
+                'check_writes=True compares weights over a backward; optimizer_overlap="backward" updates them in it. Use '
+                'optimizer_overlap="off" while you look.'
+            )
         self._callback = checked_switch("callback", callback)
         self._device_given = device is not None
         self._streamer: Streamer | None = None
@@ -593,7 +603,7 @@ class StreamingStrategy(_Base):
     def _is_quiet(self, phase: str) -> bool:
         if phase not in self._quiet:
             assert self.lightning_module is not None
-            self._quiet[phase] = is_quiet(self.lightning_module.trainer, phase)
+            self._quiet[phase] = not self._check_writes and is_quiet(self.lightning_module.trainer, phase)
         return self._quiet[phase]
 
     def _may_write_after(self, phase: str) -> bool:
@@ -769,7 +779,15 @@ class StreamingStrategy(_Base):
         _move_the_rest(module, found, averages, self.root_device)
         pin = self._pin_memory and self.root_device.type != "cpu"
         self._streamer = Streamer(
-            module, found, plan, device, pin=pin, modes=modes, host_room=self._host_room, averages=averages
+            module,
+            found,
+            plan,
+            device,
+            pin=pin,
+            modes=modes,
+            host_room=self._host_room,
+            averages=averages,
+            check_writes=self._check_writes,
         )
         self._streamer.unseen_again = self._unlogged
         self._parted += found.parted

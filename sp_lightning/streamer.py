@@ -59,6 +59,7 @@ from sp_lightning.slots import Slot, Slots
 from sp_lightning.stats import Stats
 from sp_lightning.tables import Table
 from sp_lightning.updates import Updates
+from sp_lightning.watch import WeightWatch
 from sp_lightning.wrapped import parts, stand_in
 
 
@@ -91,6 +92,7 @@ class Streamer:
         modes: what becomes of the activations of each unit; None keeps all.
         host_room: bytes of host memory that activations may take; None for no end.
         averages: modules whose buffers are on the device only for their calls within a step.
+        check_writes: look for writes of weights that torch shows no sign of.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Streamer:
         modes: Mapping[str, Mode] | None = None,
         host_room: int | None = None,
         averages: Sequence[nn.Module] = (),
+        check_writes: bool = False,
     ) -> None:
         self.plan = plan
         self._module = module
@@ -120,6 +123,7 @@ class Streamer:
             HostBlock(layer, planned, device, staging, pin=pin, fetched_seldom=index in self._on_demand)
             for index, (layer, planned) in enumerate(zip(layers, (*plan.moving, plan.residents), strict=True))
         ]
+        self._weight_watch = WeightWatch(self._blocks) if check_writes else None
         self._casts = {
             layer: Casts(self._blocks[layer], self._blocks[masters], device) for layer, masters in self._masters.items()
         }
@@ -147,6 +151,8 @@ class Streamer:
                 together=self._together,
                 kept_raw=_kept_raw,
                 arrived=self._arrived,
+                replacing=self._replacing,
+                settle=self._settle_writes,
             )
             for index, block in enumerate(self._blocks)
         ]
@@ -159,6 +165,7 @@ class Streamer:
             table = Table(embedding, self._blocks[index], device, pin=pin, reading=reading, compacted=compacted)
             self._parameters[index].look_up = table.look_up
             self._tables[index] = table
+        stays: set[int] = set()
         self._residents = Residents(
             self._parameters[-1],
             self._blocks[-1],
@@ -166,6 +173,7 @@ class Streamer:
             device,
             adopt=self._adopt,
             write_back=self._write_back,
+            stays=stays,
         )
         self._places = Places(module, found.places, self._blocks, self._parameters, self._stand_ins_for_wrapped())
         self._index_of = {layer.name: index for index, layer in enumerate(plan.layers)}
@@ -176,11 +184,11 @@ class Streamer:
             {name: self._index_of.get(name, self._residents.layer) for name in found.units},
             device,
             HostRing(device, pin=pin, limit=host_room),
-            [self._residents.address],
+            stays,
             self._again,
         )
         self._packing = Packing(
-            self._parameters, self._slots.by_address, self._casts, self.activations.offload, self._reach
+            self._parameters, self._slots.by_address, self._casts, self.activations.offload, device, self._reach
         )
         of_tables: dict[nn.Module, tuple[int, ...]] = {table.module: (index,) for index, table in self._tables.items()}
         self._gates = attach_gates(self, {**found.visits, **of_tables})
@@ -245,6 +253,9 @@ class Streamer:
             if training:
                 self.activations.begin()
             self._activate()
+            if self._weight_watch is not None:
+                self.updates.finish()
+                self._weight_watch.look()
             self._fetch_ahead()
 
     def expect(self, phase: str, *, training: bool) -> None:
@@ -279,8 +290,12 @@ class Streamer:
 
         Args:
             settle: whether user code may write weights next, which no transfer may be reading then.
+
+        Raises:
+            RuntimeError: weights were written by a way that only ``check_writes`` sees.
         """
         with self._lock:
+            self._compare_writes()
             self._in_step = False
             self._pins.clear()
             self._take_back_writes()
@@ -304,7 +319,9 @@ class Streamer:
             self._depth = 0
             self._pop_hooks(all_calls=True)
             self.abandon_backward()
+            watch, self._weight_watch = self._weight_watch, None  # there is an error already
             self.end()
+            self._weight_watch = watch
             self.forget()
 
     def abandon_backward(self) -> None:
@@ -345,6 +362,7 @@ class Streamer:
             self.updates.finish()
         with self._lock:
             self._take_back_writes()
+            self._compare_writes()
             self._synchronize_uploads()
             for each in parameters:
                 host = each
@@ -364,6 +382,8 @@ class Streamer:
             self._expected = None
             if self._in_step and self._manual:
                 self._activate()  # the step goes on after the optimizer's
+                if self._weight_watch is not None:
+                    self._weight_watch.look()
 
     def settle(self) -> None:
         """Between steps: user code may write weights now, which no transfer may be reading, and none has read."""
@@ -673,8 +693,11 @@ class Streamer:
         self._announced = True
         self._accumulates = True
         self._join_backward()
-        if not quiet:
-            with self._lock:
+        with self._lock:
+            for layer in [layer for layer in self._used if not self._pins[layer] and self._outdated(layer)]:
+                self._release(layer)  # somebody has written or exchanged the host's
+            self._compare_writes()
+            if not quiet:
                 self._write_back_late(self._slots.all)
                 self._forget_copies()
 
@@ -768,6 +791,7 @@ class Streamer:
             views = self._slots.views(self._used[layer])
             if not group.attached:
                 group.attach(views[: len(group.all)])
+                self._suspect(group)
             group.sync_requires_grad()
             if layer in self._masters:
                 self._offer_casts(layer, views[len(group.all) :])
@@ -785,7 +809,8 @@ class Streamer:
             written = group.take_written()
             moved = False
             if written:
-                moved = any(group.value(i).untyped_storage().data_ptr() != slot.memory.data_ptr() for i in written)
+                places = self._slots.views(slot)
+                moved = any(not _same_place(group.value(index), places[index]) for index in written)
                 self._write_back(layer, ((index, group.value(index)) for index in written))
             group.detach()
             if not group.let_go():
@@ -815,14 +840,60 @@ class Streamer:
         return bool(loose or let_go)
 
     def _write_back(self, layer: int, written: Iterable[tuple[int, Tensor]]) -> None:
-        """Weights that were written in place on the device become the host's."""
+        """Weights that were, or may have been, written on the device become the host's."""
+        group = self._parameters[layer]
         for index, value in written:
             self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
-            self._blocks[layer].write(index, value)
-            if index in self._blocks[layer].apart:
-                self._parameters[layer].set_apart(index, value)
-            self._parameters[layer].written_back()
-            self._parameters[layer].casts = None
+            if self._blocks[layer].write(index, value):
+                if index in self._blocks[layer].apart:
+                    group.set_apart(index, value)
+                group.unseen[index] += 1
+                group.written_back()
+                group.casts = None
+                if self._weight_watch is not None:
+                    self._weight_watch.look_at(self._blocks[layer], index)
+
+    def _suspect(self, group: DeviceParameters) -> None:
+        if self._weight_watch is not None:
+            group.exposed.update(range(len(group.all)))
+
+    def _compare_writes(self) -> None:
+        if self._weight_watch is not None and self._in_step:
+            self._weight_watch.compare()
+
+    def _settle_writes(self, layer: int) -> None:
+        """What may have been written of a layer through ``.data`` is the host's now."""
+        with self._lock, unseen():
+            group = self._parameters[layer]
+            if group.attached:
+                self._write_back(layer, ((index, group.value(index)) for index in sorted(group.exposed)))
+            else:
+                self._write_back_late([slot for slot in self._slots.all if slot.layer == layer])
+
+    def _replacing(self, layer: int, index: int, value: Tensor) -> None:
+        """A weight is about to be given other memory (``param.data = other``); graphs that saved views of it keep the old."""
+        with self._lock, unseen():
+            self._refuse_tying(layer, index, value)
+            group = self._parameters[layer]
+            if group.editions[index].saved:
+                self._write_back(layer, [(index, group.value(index))])  # earlier writes through .data are theirs, too
+                self._keep_saved(layer, index)
+
+    def _refuse_tying(self, layer: int, index: int, value: Tensor) -> None:
+        address = value.untyped_storage().data_ptr()
+        slot = self._slots.by_address.get(address)
+        other = (
+            slot.layer if slot is not None else self._residents.layer if address == self._residents.address else None
+        )
+        if other is not None:
+            at = self._parameters[other].at(int(value.storage_offset()) * value.element_size())
+            if at is not None and (other, at) != (layer, index):
+                raise RuntimeError(
+                    _tied(self._parameters[layer].spans[index].name, self._parameters[other].spans[at].name)
+                )
+
+    def _keep_saved(self, layer: int, index: int) -> None:
+        self._parameters[layer].editions[index].keep(self._blocks[layer].copy_of(index))
 
     def _take_back_writes_of(self, layer: int) -> None:
         """As :meth:`_take_back_writes`, of one layer, which stays."""
@@ -869,6 +940,9 @@ class Streamer:
         if displaced:
             self._refuse_tied(block, displaced)
             self._synchronize_uploads()
+            for index in displaced:
+                self._keep_saved(layer, index)
+                self._parameters[layer].unseen[index] += 1
             block.adopt()
 
     def _refuse_tied(self, block: HostBlock, displaced: Sequence[int]) -> None:
@@ -877,11 +951,7 @@ class Streamer:
             for span, parameter, address in zip(other.planned.spans, other.parameters, other.addresses, strict=True):
                 name = mine.get(address)
                 if name is not None and name != span.name and parameter.data_ptr() == address and parameter.numel():
-                    raise RuntimeError(
-                        f"Parameter {name!r} was given the memory of {span.name!r} (param.data = other.data); moving them "
-                        f"would part them silently. Tie them by sharing one object (module_b.weight = module_a.weight), or "
-                        f"give it a copy: param.data = other.data.clone()."
-                    )
+                    raise RuntimeError(_tied(name, span.name))
 
     def _forget_copies(self) -> None:
         """What no running call uses is out of date."""
@@ -905,6 +975,7 @@ class Streamer:
             self._residents.group.ask(before_use=False)
             self._places.hold_device()
         self._residents.refresh()
+        self._suspect(self._residents.group)
 
     def _deactivate(self) -> None:
         """Host parameters into the modules."""
@@ -988,6 +1059,18 @@ _DIFFERENTIATING = (
     torch._C._functorch.TransformType.Grad,
     torch._C._functorch.TransformType.Jvp,
 )
+
+
+def _same_place(tensor: Tensor, other: Tensor) -> bool:
+    return (tensor.data_ptr(), tensor.stride()) == (other.data_ptr(), other.stride())
+
+
+def _tied(name: str, other: str) -> str:
+    return (
+        f"Parameter {name!r} was given the memory of {other!r} (param.data = other.data); moving them would part them "
+        f"silently. Tie them by sharing one object (module_b.weight = module_a.weight), or give it a copy: "
+        f"param.data = other.data.clone()."
+    )
 
 
 def _kept_raw() -> bool:

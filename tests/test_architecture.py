@@ -15,9 +15,9 @@ PACKAGE = Path(sp_lightning.__file__).parent
 # One layer's way, downwards: a file may import from those before it only.
 ORDER = (
     "_version", "memory", "wrapped", "frozen", "layers", "modes", "options", "plan", "ledger", "trace", "timeline",
-    "device", "host", "tables", "casts", "parameters", "places", "gates", "slots", "changes", "recompute",
+    "device", "edition", "host", "tables", "casts", "parameters", "places", "gates", "slots", "changes", "recompute",
     "offload", "activations", "packing", "prefetch", "prediction", "balance", "estimate", "spec", "window",
-    "capacity", "gradients", "updates", "residents", "averages", "stats", "streamer", "tuning", "step", "layered",
+    "capacity", "gradients", "updates", "residents", "watch", "averages", "stats", "streamer", "tuning", "step", "layered",
     "repeat", "twins", "quiet", "overlap", "picture", "callback", "checkpoints", "advice", "strategy",
     "pytorch_lightning", "__init__", "__main__",
 )  # fmt: skip
@@ -86,6 +86,7 @@ def test_the_options_are_frozen() -> None:
         "fused_optimizer": "auto",
         "optimizer_overlap": "auto",
         "save_frozen": True,
+        "check_writes": False,
         "callback": True,
         "device": None,
         "accelerator": None,

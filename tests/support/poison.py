@@ -44,13 +44,14 @@ def poisoned() -> Iterator[None]:
                 block.weights.copy_(copy)
         deactivate(self)
 
-    def hidden_write(self: HostBlock, index: int, value: Tensor) -> None:
-        write(self, index, value)
-        if self in hidden:
+    def hidden_write(self: HostBlock, index: int, value: Tensor) -> bool:
+        written = write(self, index, value)
+        if written and self in hidden:
             span = self.planned.spans[index]
             part = slice(span.offset, span.offset + span.nbytes)
             self.weights[part] = hidden[self][part]
             hidden[self][part] = 0xFF
+        return written
 
     with (
         mock.patch.object(Slots, "release", poisoned_release),

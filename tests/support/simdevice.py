@@ -368,9 +368,9 @@ def simulated(
             modes.append(mode)
         return made[-1]
 
-    def engine_write(self: HostBlock, index: int, value: Tensor) -> None:
+    def engine_write(self: HostBlock, index: int, value: Tensor) -> bool:
         with self._device.engine():  # type: ignore[attr-defined]
-            write(self, index, value)
+            return write(self, index, value)
 
     def engine_take(self: HostBlock, index: int) -> None:
         with self._device.engine():  # type: ignore[attr-defined]
