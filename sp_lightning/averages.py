@@ -1,7 +1,8 @@
 """Copies of a model's weights that a module keeps in buffers: averages, as latent diffusion's ``LitEma`` keeps them.
 
 Between steps they are on the host, where the weights are: ``average.type_as(weight)`` makes a copy where the two are
-apart, and what is then written to it is lost. Within a step weights are the device's; so is such a module's call.
+apart, and what is then written to it is lost. Within a step weights are the device's; so are such a module's buffers for
+its call, and, once somebody asks for one of them outside of a call (a method that updates them), until the step is over.
 """
 
 from __future__ import annotations
@@ -39,34 +40,90 @@ class OnTheDevice:
         self._device = device
         self._in_step = in_step
         self._depth = 0
+        self._asked = False
         self._sent: list[_Sent] = []
+        for owner in module.modules():
+            owner._buffers = _Buffers(owner._buffers, self._ask)
 
     def enter(self, visits: Sequence[int], inputs: Any) -> Sequence[int]:
         """The module is called."""
         self._depth += 1
-        if self._depth == 1 and self._in_step():
-            for owner in self._module.modules():
-                for name, host in owner._buffers.items():
-                    if host is not None and host.device != self._device:
-                        sent = torch.empty_like(host, device=self._device).copy_(host)
-                        self._sent.append(_Sent(owner._buffers, name, host, sent))
-            for each in self._sent:
-                each.place[each.name] = each.sent
+        self._send()
         return visits
 
     def leave(self, visits: Sequence[int], output: Any) -> None:
         """The call has returned, or raised: what it has written is the host's."""
         self._depth -= 1
-        if self._depth:
-            return
+        if not self._depth and not self._asked:
+            self.send_back()
+
+    def send_back(self) -> None:
+        """What was written on the device is the host's."""
+        self._asked = False
         sent, self._sent = self._sent, []
         with torch.no_grad():
             for place, name, host, device in sent:
-                now = place.get(name)
+                now = dict.get(place, name)
                 if now is device:
                     place[name] = host.copy_(device)
                 elif now is not None:
                     place[name] = now.to(host.device)
+
+    def close(self) -> None:
+        """The buffers are on the host for good."""
+        self.send_back()
+        for owner in self._module.modules():
+            if isinstance(owner._buffers, _Buffers):
+                owner._buffers = owner._buffers.plain()
+
+    def _ask(self) -> None:
+        if not self._depth and self._in_step():
+            self._asked = True
+            self._send()
+
+    def _send(self) -> None:
+        if self._sent or not self._in_step():
+            return
+        for owner in self._module.modules():
+            for name, host in dict.items(owner._buffers):
+                if host is not None and host.device != self._device:
+                    sent = torch.empty_like(host, device=self._device).copy_(host)
+                    self._sent.append(_Sent(owner._buffers, name, host, sent))
+        for each in self._sent:
+            each.place[each.name] = each.sent
+
+
+class _Buffers(dict[str, Any]):
+    """A module's buffers, which tell whoever keeps them when somebody looks at one."""
+
+    def __init__(self, buffers: dict[str, Any], ask: Callable[[], None]) -> None:
+        super().__init__(buffers)
+        self._ask = ask
+
+    def __getitem__(self, name: str) -> Any:
+        self._ask()
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._ask()
+        return super().get(name, default)
+
+    def items(self) -> Any:
+        self._ask()
+        return super().items()
+
+    def values(self) -> Any:
+        self._ask()
+        return super().values()
+
+    def plain(self) -> dict[str, Any]:
+        """As torch has it."""
+        return dict(dict.items(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is a plain module's."""
+        self._ask()
+        return dict, (self.plain(),)
 
 
 class _Sent(NamedTuple):

@@ -192,8 +192,8 @@ class Streamer:
         )
         of_tables: dict[nn.Module, tuple[int, ...]] = {table.module: (index,) for index, table in self._tables.items()}
         self._gates = attach_gates(self, {**found.visits, **of_tables})
-        for each in averages:
-            keeper = OnTheDevice(each, device.device, in_step=lambda: self._places.on_device)
+        self._averages = [OnTheDevice(each, device.device, in_step=lambda: self._places.on_device) for each in averages]
+        for each, keeper in zip(averages, self._averages, strict=True):
             self._gates += attach_gates(keeper, {each: ()})
         # the batch: which trace, which phase was expected, whether modules hold device parameters
         self._prefetch = Prefetch(plan, self._slots, self.updates.ready)
@@ -496,6 +496,8 @@ class Streamer:
             for group in self._parameters:
                 group.close()
             self._places.close()
+            for each in self._averages:
+                each.close()
             for block in self._blocks:
                 block.unpin()
             self._device.close()
@@ -982,6 +984,8 @@ class Streamer:
         if self._places.on_device:
             self._residents.group.ask(before_use=True)
             self._places.hold_host()
+            for each in self._averages:
+                each.send_back()
 
     def _synchronize_uploads(self) -> None:
         """The host waits until no transfer reads its weights any more."""

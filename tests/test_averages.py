@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -16,7 +17,7 @@ from sp_lightning.gates import attach_gates
 from sp_lightning.layers import find_layers
 from sp_lightning.strategy import _move_the_rest
 from tests.support.models import Module, Stack, vectors
-from tests.support.runs import assert_same, fit, fused
+from tests.support.runs import assert_same, fit, fused, superpipeline
 from tests.support.simdevice import simulated
 
 
@@ -67,7 +68,7 @@ class Teacher(Average):
 class Diffusion(Module):
     """Averages after each batch, as latent diffusion does, or within the step; validates with both."""
 
-    def __init__(self, *, within: bool) -> None:
+    def __init__(self, *, within: str) -> None:
         super().__init__(Stack())
         self.average = Average(self.net)
         self.within = within
@@ -84,7 +85,11 @@ class Diffusion(Module):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         hidden = self.net(batch)
-        if self.within:
+        if self.within == "call":
+            self.average(self.net)
+        if self.within in ("method", "both"):
+            self.average.forward(self.net)
+        if self.within == "both":
             self.average(self.net)
         return (hidden + self.net(batch)).square().mean()
 
@@ -100,8 +105,8 @@ class Diffusion(Module):
 
 @pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
 @pytest.mark.parametrize("device", ["cpu", "simulated"])
-@pytest.mark.parametrize("within", [False, True])
-def test_averages_are_those_of_plain_lightning(within: bool, device: str, overlap: Any) -> None:
+@pytest.mark.parametrize("within", ["", "call", "method", "both"])
+def test_averages_are_those_of_plain_lightning(within: str, device: str, overlap: Any) -> None:
     def run(strategy: Any) -> tuple[Any, dict[str, Tensor]]:
         outcome = fit(fused(lambda: Diffusion(within=within)), vectors(3), strategy, val=vectors(2), gradients=False)
         return outcome, outcome.trainer.callback_metrics
@@ -111,6 +116,54 @@ def test_averages_are_those_of_plain_lightning(within: bool, device: str, overla
         ours, metrics = run(SuperpipelineStrategy(k=1, optimizer_overlap=overlap))
     assert_same(ours, plain)
     assert {name: float(each) for name, each in metrics.items()} == {n: float(each) for n, each in expected.items()}
+
+
+@pytest.mark.parametrize("within", ["call", "method", "both"])
+def test_what_a_step_has_sent_is_back_after_it(within: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keepers: list[OnTheDevice] = []
+    sent: list[int] = []
+
+    def elsewhere(module: nn.Module, device: torch.device, in_step: Any) -> OnTheDevice:
+        keepers.append(OnTheDevice(module, torch.device("cpu:0"), in_step))
+        return keepers[-1]
+
+    class Watched(Diffusion):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            sent.append(sum(len(keeper._sent) for keeper in keepers))
+            return loss
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            assert not any(keeper._sent for keeper in keepers)
+
+    plain = fit(lambda: Watched(within=within), vectors(3), val=vectors(2))
+    sent.clear()
+    monkeypatch.setattr("sp_lightning.streamer.OnTheDevice", elsewhere)
+    assert_same(fit(lambda: Watched(within=within), vectors(3), superpipeline(k=1), val=vectors(2)), plain)
+    assert len(keepers) == 1
+    assert all(sent) == (within != "call")
+
+
+def test_a_method_within_a_step_is_on_the_device() -> None:
+    """``cpu:0`` stands for another device than ``cpu``; what is asked for stays there until the step is over."""
+    average = Average(Stack())
+    host = dict(average.named_buffers())
+    step = [True]
+    keeper = OnTheDevice(average, torch.device("cpu:0"), lambda: step[0])
+    name = next(iter(average.names.values()))
+    sent = getattr(average, name)
+    assert sent is not host[name]
+    assert all(buffer is not host[each] for each, buffer in average.named_buffers())
+    assert copy.deepcopy(average).get_buffer(name) is not sent
+    sent.add_(1)
+    assert not torch.equal(host[name], sent)
+    step[0] = False
+    keeper.send_back()
+    assert average.get_buffer(name) is host[name]
+    assert torch.equal(host[name], sent)
+    keeper.close()
+    assert type(average._buffers) is dict
+    assert type(copy.deepcopy(average)._buffers) is dict
 
 
 class Penalized(Module):
@@ -155,7 +208,7 @@ def test_a_call_within_a_step_is_on_the_device() -> None:
         lambda *_: seen.append([buffer is host[n] for n, buffer in average.named_buffers()])
     )
     average(Stack())
-    assert all(buffer is host[name] for name, buffer in average.named_buffers())
+    assert all(buffer is host[name] for name, buffer in dict.items(average._buffers))
     assert not any(torch.equal(host[name], before[name]) for name in average.names.values())
     step[0] = False
     average(Stack())
@@ -163,7 +216,7 @@ def test_a_call_within_a_step_is_on_the_device() -> None:
     with pytest.raises(KeyError, match="weight"):
         average(nn.Linear(2, 2))
     assert seen == [[False] * len(host), [True] * len(host), [False] * len(host)]
-    assert all(buffer is host[name] for name, buffer in average.named_buffers())
+    assert all(buffer is host[name] for name, buffer in dict.items(average._buffers))
     assert len(handles) == 2
 
 
