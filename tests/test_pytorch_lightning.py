@@ -98,10 +98,13 @@ def test_training_and_resuming_are_bitwise_its_own(tmp_path: Path, precision: An
 
 @pytest.mark.parametrize("own", [SuperpipelineCallback, LightningsCallback])
 def test_the_callback_is_attached_once_and_is_its_own(tmp_path: Path, own: type) -> None:
-    trainer = trainer_for("superpipeline", fast_dev_run=True)
+    trainer, seen = trainer_for("superpipeline", fast_dev_run=True), list[Any]()
+    look = LambdaCallback(on_train_start=lambda trainer, _: seen.extend(trainer.callbacks))
+    trainer.callbacks.append(look)  # type: ignore[attr-defined]
     trainer.fit(Deep())
-    (attached,) = (each for each in trainer.callbacks if isinstance(each, LightningsCallback))
+    (attached,) = (each for each in seen if isinstance(each, LightningsCallback))
     assert isinstance(attached, ptl.Callback)
+    assert attached not in trainer.callbacks  # type: ignore[attr-defined]
     given = own(timeline=tmp_path / "run.json", every_n_steps=1)
     trainer = trainer_for("superpipeline", callbacks=[given], enable_checkpointing=False)
     trainer.fit(Deep())
