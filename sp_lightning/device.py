@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -60,6 +61,7 @@ class Wait(enum.Enum):
     USE_AFTER_RETURN = "a returned activation is read after its transfer"
     REUSE_AFTER_RETURN = "memory of a returned activation that nobody read is used again after the transfer"
     CLOSE_AFTER_STORE = "the host's memory of activations is freed after the last transfer from or to it"
+    UNPIN_AFTER_COPY = "host memory is unpinned after the last copy from or to it"
 
 
 class Device:
@@ -100,7 +102,7 @@ class Device:
         return True
 
     def unpin(self, memory: Tensor) -> None:
-        """Undo :meth:`pin`. The caller has synchronised."""
+        """Undo :meth:`pin`. No copy from or to the memory is under way."""
 
     def copy(
         self, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: Stream, *, why: Wait | None = None
@@ -340,12 +342,21 @@ class PinnedMemory:
         self.bytes = device.host_empty(nbytes)
         self.pinned = pin and device.pin(self.bytes)
         # The finalizer holds the memory, so that it is unpinned before it is freed.
-        self._finalizer = weakref.finalize(self, device.unpin, self.bytes) if self.pinned else None
+        self._finalizer = weakref.finalize(self, _unpin, device, self.bytes, os.getpid()) if self.pinned else None
 
     def unpin(self) -> None:
-        """Give the page lock back; the memory stays as it is. The caller has synchronised."""
+        """Give the page lock back; the memory stays as it is."""
         if self._finalizer is not None:
             self._finalizer()
+
+
+def _unpin(device: Device, memory: Tensor, process: int) -> None:
+    """Unpin memory once nothing is copied any more: whoever lets go of it need not know of its last copy."""
+    if os.getpid() != process:  # a forked worker has a copy of the memory, and can neither wait nor unpin
+        return
+    for stream in (Stream.UPLOAD, Stream.DOWNLOAD):
+        device.synchronize(device.record(stream), Wait.UNPIN_AFTER_COPY)
+    device.unpin(memory)
 
 
 def _one_thread() -> ThreadPoolExecutor:

@@ -162,7 +162,7 @@ class HostBlock:
             self._gradients = None
 
     def unpin(self) -> None:
-        """Give the page locks back; parameters and gradients stay where they are. The caller has synchronised."""
+        """Give the page locks back; parameters and gradients stay where they are."""
         self._weights.unpin()
         if self._gradients is not None:
             self._gradients.unpin()
@@ -199,3 +199,7 @@ class Staging:
     def give_back(self, block: PinnedMemory) -> None:
         """The block may be overwritten."""
         self._free[block.bytes.nbytes].append(block)
+
+    def unpin(self) -> None:
+        """Let go of what is free."""
+        self._free.clear()

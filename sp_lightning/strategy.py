@@ -777,13 +777,12 @@ class StreamingStrategy(_Base):
         check_host(_absorbing(plan), LESS_HOST_MEMORY)
         averages = find_averages(module)
         _move_the_rest(module, found, averages, self.root_device)
-        pin = self._pin_memory and self.root_device.type != "cpu"
         self._streamer = Streamer(
             module,
             found,
             plan,
             device,
-            pin=pin,
+            pin=self._pin_memory,
             modes=modes,
             host_room=self._host_room,
             averages=averages,

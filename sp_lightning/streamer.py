@@ -113,7 +113,7 @@ class Streamer:
         self.found = found
         self.device = self._device = device
         self._lock = threading.RLock()  # backward's hooks run on autograd's threads; never held across user code
-        staging = Staging(device, pin=pin)
+        staging = self._staging = Staging(device, pin=pin)
         self._masters = {layer: each.masters for layer, each in enumerate(plan.layers) if each.masters is not None}
         self._owners = {masters: layer for layer, masters in self._masters.items()}
         self._on_demand = range(len(plan.layers), len(plan.moving))  # masters, then tables: these leave after each use
@@ -500,6 +500,9 @@ class Streamer:
                 each.close()
             for block in self._blocks:
                 block.unpin()
+            for table in self._tables.values():
+                table.unpin()
+            self._staging.unpin()
             self._device.close()
 
     # ------------------------------------------------------------------ doors: module calls
@@ -845,6 +848,7 @@ class Streamer:
         """Weights that were, or may have been, written on the device become the host's."""
         group = self._parameters[layer]
         for index, value in written:
+            # The blocking copy in write() implies this wait; it would be needed were the copy none.
             self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
             if self._blocks[layer].write(index, value):
                 if index in self._blocks[layer].apart:

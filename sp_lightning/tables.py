@@ -51,7 +51,7 @@ class Table:
         self.module = module
         self.used_whole = False
         """Whether, in this step, anything has computed with the whole weight."""
-        self._leaving = PinnedMemory(device, 0, pin=False)
+        self._leaving = PinnedMemory(device, 0, pin=pin)  # one page
         self._left: Any = None
         self.sent_bytes = 0
         """Of all rows so far."""
@@ -99,6 +99,8 @@ class Table:
         width = span.shape[1]
         nbytes = len(numbers) * width * span.dtype.itemsize
         device, source = self._device, self._block.weights
+        # Compute has waited for the rows before, and look_up's blocking copy of indices for compute: this wait is needed
+        # where that copy is none, or where another thread's stream asks for it.
         device.synchronize(self._left, Wait.GATHER_AFTER_SEND)
         with unseen(), normal_mode(), torch.no_grad():
             if self._leaving.bytes.nbytes < nbytes:
@@ -111,6 +113,10 @@ class Table:
             self._left = device.record(Stream.UPLOAD)
             self.sent_bytes += nbytes
             return strided(arrived, 0, span.dtype, (len(numbers), width), (width, 1))
+
+    def unpin(self) -> None:
+        """Give the page lock back."""
+        self._leaving.unpin()
 
 
 class _LookUp(torch.autograd.Function):

@@ -43,7 +43,6 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device import Device
 from sp_lightning.parameters import DeviceParameter
-from sp_lightning.streamer import Streamer
 from tests.support.models import Module, Stack
 from tests.support.runs import assert_equal, loader, trainer_for
 from tests.support.simdevice import SimDevice, simulated
@@ -297,9 +296,7 @@ def loses_a_worker(scene: Scene) -> Iterator[None]:
 def may_not_pin(scene: Scene) -> Iterator[None]:
     """A warning is all."""
     scene.whole, scene.struck = [STEPS], True
-    pinning = lambda *args, pin, **options: Streamer(*args, pin=True, **options)  # noqa: E731 -- not for a CPU, else
     with (
-        mock.patch("sp_lightning.strategy.Streamer", pinning),
         mock.patch.object(Device, "pin", return_value=False),
         pytest.warns(UserWarning, match="could not be page-locked"),
     ):

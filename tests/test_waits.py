@@ -1,7 +1,8 @@
 """The omission matrix: leave out each wait of the engine in turn, and something here must fail.
 
 The rows are the engine's own list (:class:`sp_lightning.device.Wait`), so a new wait without its scenario fails. A wait
-whose omission nothing notices is not needed, and goes: two went that way.
+whose omission nothing notices is not needed, and goes: two went that way. A second matrix looks whether a wait is seen
+where a device waits for more than the simulation: the two that are not are listed with what implies them.
 
 | wait | scenario that fails without it |
 |---|---|
@@ -16,17 +17,20 @@ whose omission nothing notices is not needed, and goes: two went that way.
 | FETCH_AFTER_UPDATE | updates in the background |
 | READ_AFTER_UPDATE | updates in the background, and a callback that looks at weights |
 | STORE_AFTER_SAVE, REUSE_AFTER_STORE, RETURN_AFTER_USE, USE_AFTER_RETURN | activations that are offloaded |
-| REUSE_AFTER_RETURN | a unit without a backward, whose activations were under way |
+| REUSE_AFTER_RETURN | a unit without a backward, whose activations were under way, and nothing else comes |
 | GATHER_AFTER_SEND | an embedding of which only rows travel |
 | CLOSE_AFTER_STORE | a last forward without a backward |
 | DROP_AFTER_DRAIN | a hook that raises while gradients are applied |
+| UNPIN_AFTER_COPY | residents alone, in a prediction whose results nobody reads |
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -36,10 +40,14 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device import Wait
+from sp_lightning.device import Stream, Wait
+from sp_lightning.gradients import Gradients
+from sp_lightning.host import HostBlock
+from sp_lightning.offload import Offload
+from sp_lightning.tables import Table
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import Outcome, assert_same, fit, fused, loader, superpipeline, trainer_for
-from tests.support.simdevice import Mixed, Race, simulated
+from tests.support.simdevice import Mixed, Race, SimDevice, Watch, simulated
 
 
 def training(strategy: Any) -> Outcome:
@@ -125,6 +133,13 @@ def offloaded(strategy: Any, make: Any = lambda: Module(Stack())) -> Outcome:
     return fit(make, vectors(), strategy)
 
 
+def returned_in_vain(strategy: Any) -> Outcome:
+    """Nothing else comes to the device in backward: all layers stay in their slots, all other activations stay."""
+    if isinstance(strategy, SuperpipelineStrategy):
+        strategy._activations, strategy._window._k = {"net.blocks.2": "offload"}, 99
+    return fit(lambda: Module(Aside()), vectors(), strategy)
+
+
 class Aside(Stack):
     """A block whose result nobody uses."""
 
@@ -132,7 +147,7 @@ class Aside(Stack):
         x = self.stem(x)
         for index, block in enumerate(self.blocks):
             if index == 2:
-                self.unused = block(x)
+                self.unused = block(x + 0)  # which nobody else saves, and waits for
             else:
                 x = block(x)
         return self.head(x)
@@ -181,6 +196,18 @@ def predicted(strategy: Any) -> Outcome:
     return Outcome(losses, [], state, [], torch.get_rng_state(), module, trainer)
 
 
+def predicted_unseen(strategy: Any) -> Outcome:
+    """Nothing but residents: their transfer is waited for by compute alone, and compute by nobody."""
+    if isinstance(strategy, SuperpipelineStrategy):
+        strategy._resident = ["net"]
+    case = CASES["vit"]
+    pl.seed_everything(7, verbose=False)
+    trainer, module = trainer_for(strategy), case.make()
+    trainer.predict(module, loader(case.batches()), return_predictions=False)
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    return Outcome(list(state.values()), [], state, [], torch.get_rng_state(), module, trainer)
+
+
 SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {
     Wait.FETCH_AFTER_USE: training,
     Wait.USE_AFTER_FETCH: training,
@@ -196,7 +223,7 @@ SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {
     Wait.REUSE_AFTER_STORE: offloaded,
     Wait.RETURN_AFTER_USE: offloaded,
     Wait.USE_AFTER_RETURN: offloaded,
-    Wait.REUSE_AFTER_RETURN: lambda strategy: offloaded(strategy, lambda: Module(Aside())),
+    Wait.REUSE_AFTER_RETURN: returned_in_vain,
     Wait.CLOSE_AFTER_STORE: lambda strategy: offloaded(strategy, lambda: NoBackward(Stack())),
     Wait.GATHER_AFTER_SEND: looked_up,
     Wait.UPDATE_AFTER_FETCH: training,
@@ -204,7 +231,20 @@ SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {
     Wait.FETCH_AFTER_UPDATE: in_the_background,
     Wait.READ_AFTER_UPDATE: looked_at,
     Wait.CLOSE_AFTER_FETCH: predicted,
+    Wait.UNPIN_AFTER_COPY: predicted_unseen,
 }
+
+
+@contextmanager
+def left_out() -> Iterator[None]:
+    """Around a run that is to fail."""
+    logging.getLogger("lightning.pytorch.superpipeline").setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:  # a race in tearing down leaves hooks, which is no matter here
+        torch_optimizer._global_optimizer_pre_hooks.clear()
+        torch_optimizer._global_optimizer_post_hooks.clear()
+        logging.getLogger("lightning.pytorch.superpipeline").setLevel(logging.NOTSET)
 
 
 @pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True`` raised")
@@ -219,11 +259,80 @@ def test_every_wait_is_needed(wait: Wait, monkeypatch: pytest.MonkeyPatch) -> No
         ours = scenario(superpipeline(k=1))
     assert wait in made[0].waits, "the scenario does not come past this wait"
     assert_same(ours, scenario("auto"))
-    logging.getLogger("lightning.pytorch.superpipeline").setLevel(logging.CRITICAL)
-    try:
-        with simulated(wait), pytest.raises((Race, Mixed, AssertionError)):
-            assert_same(scenario(superpipeline(k=1)), ours)
-    finally:  # a race in tearing down leaves hooks, which is no matter here
-        torch_optimizer._global_optimizer_pre_hooks.clear()
-        torch_optimizer._global_optimizer_post_hooks.clear()
-        logging.getLogger("lightning.pytorch.superpipeline").setLevel(logging.NOTSET)
+    with left_out(), pytest.raises((Race, Mixed, AssertionError)), simulated(wait):
+        assert_same(scenario(superpipeline(k=1)), ours)
+
+
+# ---------------------------------------------------------------- what else a device waits for
+
+
+@contextmanager
+def as_a_device_does() -> Iterator[None]:
+    """Two things that the simulation leaves out so as to see each wait for itself.
+
+    A copy to the host that is not told otherwise is done in the order of compute, and the host waits for it. And memory
+    that compute has done with is written by the next kernel, which may come after another wait, not at once.
+    """
+    write, look_up, dispatch = HostBlock.write, Table.look_up, Watch.__torch_dispatch__
+    freed: list[Tensor] = []
+
+    def block(device: Any) -> None:
+        device.synchronize(device.record(Stream.COMPUTE), "a copy that blocks")
+
+    def written(self: HostBlock, index: int, value: Tensor) -> None:
+        self._device.access(self.weights, Stream.COMPUTE, write=True)
+        block(self._device)
+        write(self, index, value)
+
+    def looked_up(self: Table, *args: Any, **options: Any) -> Any:
+        block(self._device)  # the indices come to the host
+        return look_up(self, *args, **options)
+
+    def freeing(method: Callable[..., None]) -> Callable[..., None]:
+        def later(self: Any, *args: Any, **options: Any) -> None:
+            access = self._device.access
+
+            def note(memory: Tensor, by: Stream | None, *, write: bool) -> None:
+                freed.append(memory) if by is Stream.COMPUTE else access(memory, by, write=write)
+
+            with mock.patch.object(self._device, "access", note):
+                method(self, *args, **options)
+
+        return later
+
+    def dispatched(self: Watch, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        while freed and not self._device.inside:
+            SimDevice.access(self._device, freed.pop(), Stream.COMPUTE, write=True)
+        return dispatch(self, func, types, args, kwargs)
+
+    with (
+        mock.patch.object(HostBlock, "write", written),
+        mock.patch.object(Table, "look_up", looked_up),
+        mock.patch.object(Gradients, "retire", freeing(Gradients.retire)),
+        mock.patch.object(Offload, "retire", freeing(Offload.retire)),
+        mock.patch.object(Offload, "_drop", freeing(Offload._drop)),
+        mock.patch.object(Watch, "__torch_dispatch__", dispatched),
+    ):
+        yield
+
+
+IMPLIED = {
+    Wait.WRITE_BACK_AFTER_USE: "the weight's own copy to the host",
+    Wait.GATHER_AFTER_SEND: "the copy of the indices to the host, since compute has waited for the rows before",
+}
+"""Waits that a blocking copy beside them implies on a device; they would be needed were it none."""
+
+
+@pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True`` raised")
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a failed backward that fails to end
+@pytest.mark.parametrize("wait", Wait, ids=lambda wait: wait.name)
+def test_no_other_wait_implies_it(wait: Wait, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for those that are listed with what does."""
+    monkeypatch.setattr("sp_lightning.offload.WORTH_MOVING", 1)
+    with simulated() as made, as_a_device_does():
+        ours = SCENARIOS[wait](superpipeline(k=1))
+    with left_out(), nullcontext() if wait in IMPLIED else pytest.raises((Race, Mixed)):
+        with simulated(wait) as made, as_a_device_does():
+            assert_same(SCENARIOS[wait](superpipeline(k=1)), ours)
+        assert wait in made[0].waits

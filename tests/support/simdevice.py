@@ -8,6 +8,7 @@ What a synchronous CPU hides shows here, every time and not only when a race is 
   the others: issuing work orders a stream after the host, a wait orders it after the event. Each access to memory must be ordered
   after the conflicting ones before it; otherwise :class:`Race` names both and the missing edge. Compute runs eagerly
   here, so that late copies alone would miss every wait *of* a copy stream; the clocks do not.
+- **Unpinning** host memory is a write by the host, whoever does it; :func:`simulated` raises what came too early.
 - **Watch.** A dispatch mode that sees every operator: what touches a slot is an access by compute, what touches the
   host store one by the host, whether the engine declared it or not; an operator that takes both raises :class:`Mixed`.
 """
@@ -94,6 +95,8 @@ class SimDevice(Device):
         self.peak = 0
         self.made: list[tuple[int, StorageWeakRef]] = []  # bytes of what operators on the device have made
         self.waits: list[Wait] = []
+        self.pinned: set[int] = set()
+        self.early: list[Race] = []  # where memory was unpinned; a finalizer cannot raise them
         self.clocks: dict[Agent, Clock] = {agent: {} for agent in (HOST, *Stream)}
         self.on_device: list[tuple[int, int, StorageWeakRef]] = []
         self.on_host: list[tuple[int, int, StorageWeakRef]] = []
@@ -140,6 +143,17 @@ class SimDevice(Device):
         poison(memory)
         self.on_host.append((*_range(memory), StorageWeakRef(memory.untyped_storage())))
         return memory
+
+    def pin(self, memory: Tensor) -> bool:
+        self.pinned.add(memory.data_ptr())
+        return True
+
+    def unpin(self, memory: Tensor) -> None:
+        self.pinned.remove(memory.data_ptr())
+        try:
+            self._check(memory, HOST, write=True, what="unpinned")
+        except Race as race:
+            self.early.append(race)
 
     def copy(
         self, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: Stream, *, why: Wait | None = None
@@ -387,3 +401,5 @@ def simulated(
         finally:
             for mode in reversed(modes):
                 mode.__exit__(None, None, None)
+        for race in (race for device in made for race in device.early):
+            raise race
