@@ -89,8 +89,12 @@ class Device:
         with normal_mode():
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def host_empty(self, nbytes: int) -> Tensor:
-        """Uninitialised page-aligned, page-padded host memory of at least ``nbytes`` bytes, ``uint8``."""
+    def host_empty(self, nbytes: int, *, pin: bool = False) -> Tensor:
+        """Uninitialised page-aligned, page-padded host memory of at least ``nbytes`` bytes, ``uint8``.
+
+        Args:
+            pin: that :meth:`pin` follows.
+        """
         with normal_mode():
             padded = math.ceil(max(nbytes, 1) / PAGE) * PAGE
             raw = torch.empty(padded + PAGE, dtype=torch.uint8, device="cpu")
@@ -218,10 +222,17 @@ class Accelerator(Device):
         # Never cached: hooks of backward run on autograd's thread, which has a current stream of its own.
         return self._side[stream] if stream in self._side else torch.accelerator.current_stream(self.device)
 
+    def host_empty(self, nbytes: int, *, pin: bool = False) -> Tensor:
+        if pin and self.device.type != "cuda":
+            with normal_mode(), contextlib.suppress(RuntimeError):  # it has none left, or is not allowed to
+                return torch.empty(math.ceil(max(nbytes, 1) / PAGE) * PAGE, dtype=torch.uint8, pin_memory=True)
+        return super().host_empty(nbytes)
+
     def pin(self, memory: Tensor) -> bool:
-        # torch's own pinned allocator rounds each tensor up to a power of two; registering the block does not.
+        # torch's own pinned allocator rounds each tensor up to a power of two; registering the block does not. Only CUDA
+        # (and ROCm) can.
         if self.device.type != "cuda":
-            return False
+            return memory.is_pinned()
         runtime = torch.cuda.cudart()
         if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
             return True
@@ -229,6 +240,8 @@ class Accelerator(Device):
         return False
 
     def unpin(self, memory: Tensor) -> None:
+        if self.device.type != "cuda":
+            return  # torch's allocator takes it back when nobody holds it
         if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())) != 0:
             _clear_last_error(self.device)
 
@@ -264,11 +277,11 @@ class Accelerator(Device):
             event.synchronize()
 
     def free_bytes(self) -> int | None:
-        if self.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self.device)
-            # Memory that the allocator holds and nobody uses can be had as well.
-            return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return None
+        free, held, used = map(self._counted, ("get_memory_info", "memory_reserved", "memory_allocated"))
+        if free is None or held is None or used is None:
+            return None
+        # Memory that the allocator holds and nobody uses can be had as well.
+        return int(free[0] + held - used)
 
     def mark(self, stream: Stream) -> Any:
         if not self.timelines:
@@ -293,11 +306,19 @@ class Accelerator(Device):
         return Timeline(seconds)
 
     def peak_bytes(self) -> int | None:
-        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+        peak = self._counted("max_memory_allocated")
+        return None if peak is None else int(peak)
 
     def reset_peak(self) -> None:
+        self._counted("reset_peak_memory_stats")
+
+    def _counted(self, name: str) -> Any:
+        """One of torch's counters of device memory; None where this torch (before 2.10) or this backend has none."""
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+            return getattr(torch.cuda, {"get_memory_info": "mem_get_info"}.get(name, name))(self.device)
+        with contextlib.suppress(AttributeError, RuntimeError):
+            return getattr(torch.accelerator, name)(self.device)
+        return None
 
     def stall_seconds(self, *why: Wait) -> float:
         self._sum_waits()
@@ -339,7 +360,7 @@ class PinnedMemory:
     """
 
     def __init__(self, device: Device, nbytes: int, *, pin: bool) -> None:
-        self.bytes = device.host_empty(nbytes)
+        self.bytes = device.host_empty(nbytes, pin=pin)
         self.pinned = pin and device.pin(self.bytes)
         # The finalizer holds the memory, so that it is unpinned before it is freed.
         self._finalizer = weakref.finalize(self, _unpin, device, self.bytes, os.getpid()) if self.pinned else None

@@ -138,7 +138,7 @@ class SimDevice(Device):
         self.on_device.append((*_range(memory), StorageWeakRef(memory.untyped_storage())))
         return memory
 
-    def host_empty(self, nbytes: int) -> Tensor:
+    def host_empty(self, nbytes: int, *, pin: bool = False) -> Tensor:
         memory = super().host_empty(nbytes)
         poison(memory)
         self.on_host.append((*_range(memory), StorageWeakRef(memory.untyped_storage())))
