@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,6 +38,7 @@ from examples.benchmarks import (
 )
 from examples.benchmarks.limit_model import prediction_seconds, training_seconds
 from examples.benchmarks.workloads import Workload
+from sp_lightning.device import Device
 
 SHORT = ["--precision", "32-true", "--steps", "5", "--k-and-k-prime", "2:1"]
 GIB = 2**30
@@ -72,7 +74,8 @@ def test_limits_are_one_row(tmp_path: Path) -> None:
     assert row["dram_bytes"] > 1e8
     assert row["adamw_bytes"] == pytest.approx(28 / row["adamw_seconds_per_parameter"])
     assert row["default_adamw_seconds_per_parameter"] > 0
-    assert (row["host_to_device_bytes"] is None) == (not torch.cuda.is_available())
+    for kind in ("", "_allocated"):  # registered, as ours is, and allocated pinned
+        assert (row[f"host_to_device_bytes{kind}"] is None) == (not torch.cuda.is_available())
 
 
 def test_weights_and_data_are_the_same_every_time() -> None:
@@ -513,3 +516,35 @@ def test_foresight_measures_and_predicts_every_window(tmp_path: Path, capsys: py
             "the same kind of number; its truth is a benchmark's matter"
         )
     assert capsys.readouterr().out.count("measured") == 2
+
+
+def test_transfers_are_measured_from_both_kinds_of_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as a machine without a GPU can say: on it, neither streams nor page locks are any."""
+    measured: list[Any] = []
+    empty = torch.empty
+
+    def rates(there: torch.Tensor, back: torch.Tensor, device: torch.device, seconds: float) -> dict[str, float]:
+        measured.append((there.data_ptr() % 4096, there.nbytes == back.nbytes, seconds))
+        return dict.fromkeys(limits.TRANSFERS, float(len(measured)))
+
+    monkeypatch.setattr(limits, "_transfer_rates", rates)
+    monkeypatch.setattr(limits, "device_for", lambda device: Device(torch.device("cpu")))
+    monkeypatch.setattr(limits, "_buffer_bytes", lambda seconds: 8192)
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more))
+    found = limits.transfer_bytes(torch.device("cuda"), 2.0)
+    assert [each[1:] for each in measured] == [(True, 1.0), (True, 1.0)]
+    assert measured[0][0] == 0, "registered memory begins at a page"
+    assert found == {
+        **dict.fromkeys(limits.TRANSFERS, 1.0),
+        **{f"{name}_allocated": 2.0 for name in limits.TRANSFERS},
+    }
+
+
+def test_a_transfer_rate_is_bytes_over_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    there, back = (torch.empty(2**20, dtype=torch.uint8) for _ in range(2))
+    monkeypatch.setattr(limits, "_median_seconds", lambda call, seconds: call() or 0.5)
+    found = limits._transfer_rates(there, back, torch.device("cpu"), 0.3)
+    assert found == dict.fromkeys(limits.TRANSFERS, 2**21)
+    assert there.sum() == back.sum() == 2**20, "both were touched before: the first touch of a page is no transfer"

@@ -152,13 +152,16 @@ def _origin(found: Sequence[Row]) -> str:
 def _ceilings(limits: Row) -> str:
     lines = [[f"matrix product, {name}", f"{rate / 1e12:.3g} TFLOP/s"] for name, rate in limits["matrix_flops"].items()]
     names = {
-        "host_to_device_bytes": "host to device, pinned",
-        "device_to_host_bytes": "device to host, pinned",
+        "host_to_device_bytes": "host to device, registered memory",
+        "device_to_host_bytes": "device to host, registered memory",
         "duplex_bytes": "each way while both are busy",
+        "host_to_device_bytes_allocated": "host to device, memory allocated pinned",
+        "device_to_host_bytes_allocated": "device to host, memory allocated pinned",
+        "duplex_bytes_allocated": "each way while both are busy, memory allocated pinned",
         "dram_bytes": "host memory, read and written",
         "adamw_bytes": "the same, by fused AdamW on the CPU",
     }
-    lines += [[text, f"{limits[key] / 1e9:.3g} GB/s"] for key, text in names.items() if limits[key] is not None]
+    lines += [[text, f"{limits[key] / 1e9:.3g} GB/s"] for key, text in names.items() if limits.get(key)]
     update = {"adamw": "fused AdamW on the CPU", "default_adamw": "AdamW as users write it, on the CPU"}
     lines += [
         [text, f"{1e9 * limits[f'{key}_seconds_per_parameter']:.3g} ns per parameter"] for key, text in update.items()
