@@ -297,13 +297,14 @@ def say_once(log: logging.Logger, line: str) -> None:
 def counters_line(stats: Stats) -> str:
     """The counters as one sentence."""
     activations = f"{human_bytes(stats.stored_bytes)} of activations stored; " if stats.stored_bytes else ""
+    held_up = f" and {stats.host_waits} times for compute" if stats.host_waits else ""
     waited = f", {stats.activation_stall_seconds:.2f} s for activations" if stats.stored_bytes else ""
     return (
         f"Superpipeline: {stats.fetched_layers} layers fetched ({human_bytes(stats.fetched_bytes)}) in {stats.transfers} "
         f"transfers, {stats.demand_fetches} on demand, {stats.extra_slots} extra slots; {human_bytes(stats.drained_bytes)} of "
         f"gradients drained; {activations}peak of weights and gradients {human_bytes(stats.peak_device_bytes)}; waited "
         f"{stats.stall_seconds:.2f} s for fetches, {stats.drain_stall_seconds:.2f} s for gradients, "
-        f"{stats.update_stall_seconds:.2f} s for updates{waited}."
+        f"{stats.update_stall_seconds:.2f} s for updates{waited}{held_up}."
     )
 
 

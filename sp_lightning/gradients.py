@@ -92,6 +92,8 @@ class Gradients:
         self._landed: deque[_Drain] = deque()
         self.device_bytes = 0
         self.drained_bytes = 0
+        self.host_waits = 0
+        """How often the host has waited for a sparse gradient, whose size compute decides."""
 
     def arrived(self, layer: int, index: int, gradient: Tensor) -> bool:
         """Autograd finished one gradient; it leaves with its layer's others. Returns whether they are all there.
@@ -133,6 +135,7 @@ class Gradients:
             parameter = block.parameters[index]
             if gradient.layout is not torch.strided:  # sparse: of no fixed size, as nn.Embedding(sparse=True) makes
                 sparse = gradient.to("cpu")
+                self.host_waits += 1
                 self.drained_bytes += sparse._values().nbytes
                 if of in self.compacted:
                     rows, own = _each_row_once(sparse), block.gradient_target(index) if parameter.grad is None else None

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -301,6 +301,24 @@ def _is_cut(module: nn.Module, walk: _Walk, *, block: bool) -> bool:
 def _is_compiled(module: nn.Module) -> bool:
     """One graph: ``torch.compile(module)`` or ``module.compile()``. Nothing can come and go inside."""
     return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def refuse_cuda_graphs(module: nn.Module) -> None:
+    """CUDA graphs are recorded for weights at one address; torch would record anew for each slot that a layer comes to.
+
+    Raises:
+        ValueError: a module with weights is compiled so.
+    """
+    for name, each in module.named_modules():
+        own = [value for value in vars(each).values() if isinstance(value, (FunctionType, MethodType))]
+        for compiled in (each, *own) if any(True for _ in each.parameters()) else ():
+            config = getattr(compiled, "get_compiler_config", None)  # of modules and functions that are compiled
+            if config is not None and (config() or {}).get("triton.cudagraphs"):
+                raise ValueError(
+                    f"{name or type(each).__name__!r} is compiled with CUDA graphs, as by torch.compile(mode="
+                    '"reduce-overhead") or (mode="max-autotune"): they hold the addresses of weights, and streamed weights '
+                    'change theirs. Compile it without them: torch.compile(mode="max-autotune-no-cudagraphs"), or no mode.'
+                )
 
 
 def _composite(module: nn.Module) -> bool:

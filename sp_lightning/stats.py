@@ -14,6 +14,8 @@ class Stats:
         fetched_bytes, drained_bytes: copied to the device, rows of embeddings included, and gradients copied to the host.
         transfers: groups of layers that were fetched as one.
         demand_fetches: layers that were needed before the trace had asked for them; each stalls compute.
+        host_waits: times that the host waited for compute where it could have run ahead: for the indices of rows, for sparse
+            gradients, for weights that were written on the device.
         extra_slots: slots made beyond the plan because views of weights had escaped.
         peak_device_bytes: most device memory that weights and gradients took.
         stored_bytes, returned_bytes: activations copied to the host, and back.
@@ -28,6 +30,7 @@ class Stats:
     drained_bytes: int
     transfers: int
     demand_fetches: int
+    host_waits: int
     extra_slots: int
     peak_device_bytes: int
     stored_bytes: int

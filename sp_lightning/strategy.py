@@ -36,7 +36,7 @@ from sp_lightning.checkpoints import BESIDE_AVERAGES, AtomicCheckpointIO, load
 from sp_lightning.device import device_for
 from sp_lightning.frozen import FROZEN, Frozen, LeftOut, fill_in, note_loaded, note_trained
 from sp_lightning.layered import LayeredStep
-from sp_lightning.layers import Found, LayerChoice, Parted, find_layers
+from sp_lightning.layers import Found, LayerChoice, Parted, find_layers, refuse_cuda_graphs
 from sp_lightning.ledger import Ledger, make_ledger
 from sp_lightning.modes import Activations, Mode, resolve, summary
 from sp_lightning.options import (
@@ -92,7 +92,8 @@ class StreamingStrategy(_Base):
         layers: what is a layer: None (found), names or glob patterns of modules, module classes, or a callable that
             takes the LightningModule and returns names or modules.
         resident: names or glob patterns of modules or parameters that stay on the device.
-        pin_memory: page-lock host memory, without which copies are synchronous.
+        pin_memory: page-lock host memory, without which copies are synchronous; that of gradients and activations in the
+            first batch, which takes longer for it.
         fused_optimizer: run torch's optimizers fused (``fused=True``) where they can be; other last bits, much faster.
             ``"auto"``: on an accelerator, and where ``optimizer_overlap`` asks for it by name.
         optimizer_overlap: when the host updates weights: ``"off"``, in the optimizer's step; ``"forward"``, layer by
@@ -761,6 +762,8 @@ class StreamingStrategy(_Base):
         device = device_for(self.root_device)
         plugin: Any = self.precision_plugin
         autocast = _AUTOCAST.get(plugin.precision) if is_a(plugin, MixedPrecision) else None
+        if not device.synchronous:
+            refuse_cuda_graphs(module)
         find = partial(find_layers, module, resident=self._resident, autocast=autocast)
         found = find(layers=self._layers)
         plan = self._plan = self._window.begin(found, device, lambda patterns: find(layers=patterns))

@@ -217,6 +217,7 @@ class Streamer:
         self._announced = False  # whether the running backward is that of the loss
         self._accumulates = False
         self._demand_fetches = 0
+        self._write_backs = 0
         self._peak = 0
         self.unseen_again: Callable[[], AbstractContextManager[None]] = nullcontext
         """Around a forward that is run again: nobody but autograd is to see it."""
@@ -467,6 +468,9 @@ class Streamer:
             drained_bytes=self._gradients.drained_bytes,
             transfers=self._slots.transfers,
             demand_fetches=self._demand_fetches,
+            host_waits=self._write_backs
+            + self._gradients.host_waits
+            + sum(t.host_waits for t in self._tables.values()),
             extra_slots=self._slots.extra_slots,
             peak_device_bytes=self._peak,
             stored_bytes=self.activations.offload.stored_bytes,
@@ -850,6 +854,7 @@ class Streamer:
         for index, value in written:
             # The blocking copy in write() implies this wait; it would be needed were the copy none.
             self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
+            self._write_backs += 1
             if self._blocks[layer].write(index, value):
                 if index in self._blocks[layer].apart:
                     group.set_apart(index, value)
@@ -1090,7 +1095,7 @@ def _warn_unpinned(blocks: Sequence[HostBlock]) -> None:
     if unpinned:
         warnings.warn(
             f"{unpinned / 2**30:.2f} GiB of host memory could not be page-locked (pinned): copies to the device are then "
-            "synchronous and two to three times slower, results are the same. Raise the limit (ulimit -l), or pass "
-            "pin_memory=False to go without and without this warning.",
+            "synchronous and two to three times slower, results are the same. Raise the limit of locked memory, if there is "
+            "one (ulimit -l), or pass pin_memory=False to go without and without this warning.",
             stacklevel=2,
         )

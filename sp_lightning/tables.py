@@ -55,6 +55,8 @@ class Table:
         self._left: Any = None
         self.sent_bytes = 0
         """Of all rows so far."""
+        self.host_waits = 0
+        """How often the host has waited for indices."""
 
     def look_up(
         self,
@@ -79,6 +81,7 @@ class Table:
         with self._reading() as possible:
             if not possible:
                 return None
+            self.host_waits += 1
             with unseen(), normal_mode():
                 numbers, renumbered = torch.unique(indices.detach().to("cpu", torch.int64), return_inverse=True)
                 renumbered = renumbered.to(indices.device)

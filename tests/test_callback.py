@@ -12,9 +12,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
+from sp_lightning.callback import counters_line
 from sp_lightning.plan import human_bytes
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.runs import loader, trainer_for
@@ -221,3 +224,44 @@ def test_bytes_read_well() -> None:
     assert [human_bytes(n) for n in (0, 1023, 1024, 1.5 * 2**20, 3 * 2**30, 2**41)] == [
         "0 B", "1023 B", "1.0 KiB", "1.5 MiB", "3.0 GiB", "2.0 TiB",
     ]  # fmt: skip
+
+
+class LooksUp(Stack):
+    """With a table, of which only rows travel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(300, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.table(x[:, 0].abs().mul(50).long() % 300))
+
+
+class ClampsOnTheDevice(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.stem.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class SparseRows(LooksUp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(300, 16, sparse=True)
+
+
+class Descends(Module):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("net", "waits"), [(Stack, 0), (LooksUp, 6), (SparseRows, 6), (ClampsOnTheDevice, 3)], ids=lambda each: str(each)
+)
+def test_what_keeps_the_host_from_running_ahead_is_counted(net: Any, waits: int) -> None:
+    """In each of three batches: the indices and the gradient of rows, or a weight that was written on the device."""
+    strategy = SuperpipelineStrategy(k=1)
+    trainer_for(strategy).fit(Descends(net()), loader(vectors(3)))
+    stats = strategy.stats()
+    assert stats.host_waits == waits
+    assert (f"and {waits} times for compute." in counters_line(stats)) == (waits > 0)

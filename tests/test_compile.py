@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -12,6 +13,8 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
+from sp_lightning.device import Device
+from sp_lightning.layers import refuse_cuda_graphs
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.runs import Batches, LossRecorder, assert_equal, loader, superpipeline, trainer_for
 
@@ -125,3 +128,58 @@ def test_what_is_compiled_as_a_whole_moves_as_one_and_the_plan_says_so() -> None
     trainer_for(strategy).fit(module, loader(vectors(1)))
     assert [layer.name for layer in strategy.plan.layers] == ["net"]
     assert any("Compile its layers instead" in note for note in strategy.plan.notes)
+
+
+class Asynchronous(Device):
+    """An accelerator, as far as set-up asks."""
+
+    synchronous = False
+
+
+def lightning_module_with_graphs(module: Any) -> Any:
+    return torch.compile(module, mode="reduce-overhead")
+
+
+def layer_with_graphs(module: Any) -> Any:
+    module.net.blocks[2].compile(mode="max-autotune")
+    return module
+
+
+def function_with_graphs(module: Any) -> Any:
+    block = module.net.blocks[2]
+    block.forward = torch.compile(block.forward, options={"triton.cudagraphs": True})
+    return module
+
+
+def inner_module_with_graphs(module: Any) -> Any:
+    module.net.blocks[2] = torch.compile(module.net.blocks[2], mode="reduce-overhead")
+    return module
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        (lightning_module_with_graphs, "'Module'"),
+        (layer_with_graphs, "'net.blocks.2'"),
+        (function_with_graphs, "'net.blocks.2'"),
+        (inner_module_with_graphs, "'net.blocks.2'"),
+    ],
+)
+def test_cuda_graphs_are_refused_by_name(way: Any, name: str) -> None:
+    """They are recorded for the addresses of weights, which streaming changes; a CPU has none, and compiles as ever."""
+    torch._dynamo.reset()
+    with (
+        mock.patch("sp_lightning.strategy.device_for", Asynchronous),
+        pytest.raises(ValueError, match=rf"{name} is compiled with CUDA graphs.*max-autotune-no-cudagraphs"),
+    ):
+        trainer_for(superpipeline(k=1)).fit(way(Module(Stack())), loader(vectors(1)))
+
+
+def test_the_remedy_has_no_cuda_graphs() -> None:
+    """Nor have other ways to compile, nor modules without weights."""
+    module = Module(Stack())
+    module.net.blocks[0].compile(mode="max-autotune-no-cudagraphs")
+    module.net.blocks[1].compile()
+    module.net.blocks[2].compile(backend="aot_eager")
+    module.net.blocks[3].drop.compile(mode="reduce-overhead")
+    refuse_cuda_graphs(module)

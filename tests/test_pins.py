@@ -33,8 +33,8 @@ def test_unpinning_too_early_is_noticed(stream: Stream) -> None:
     """The simulation has to see what a finalizer does, too."""
     device = SimDevice(torch.device("cpu"), omit=Wait.UNPIN_AFTER_COPY)
     memory, other = PinnedMemory(device, 64, pin=True), device.empty(64)
-    pair = [other], [memory.bytes[:64]]
-    device.copy(*(pair if stream is Stream.UPLOAD else reversed(pair)), stream)
+    source, target = (memory.bytes[:64], other) if stream is Stream.UPLOAD else (other, memory.bytes[:64])
+    device.copy([target], [source], stream)
     del memory
     assert "unpinned by host" in str(device.early[0])
     assert stream.value in str(device.early[0])

@@ -199,7 +199,7 @@ def predicted(strategy: Any) -> Outcome:
 def predicted_unseen(strategy: Any) -> Outcome:
     """Nothing but residents: their transfer is waited for by compute alone, and compute by nobody."""
     if isinstance(strategy, SuperpipelineStrategy):
-        strategy._resident = ["net"]
+        strategy._resident = ("net",)
     case = CASES["vit"]
     pl.seed_everything(7, verbose=False)
     trainer, module = trainer_for(strategy), case.make()
