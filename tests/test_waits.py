@@ -80,6 +80,30 @@ def steps_first(strategy: Any) -> Outcome:
     return fit(StepsFirst, CASES["vit"].batches(), strategy)
 
 
+class Ahead(Module):
+    """Forwards right before an optimizer's step: the host comes to it long before the device has done with them."""
+
+    def __init__(self) -> None:
+        super().__init__(CASES["vit"].make().net)
+        self.automatic_optimization = False
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+        with torch.no_grad():
+            self.seen += [self.net(batch[0]) for _ in range(2)]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def ahead(strategy: Any) -> Outcome:
+    outcome = fit(Ahead, CASES["vit"].batches(), strategy)
+    assert isinstance(outcome.module, Ahead)
+    outcome.losses += [each.cpu() for each in outcome.module.seen]
+    return outcome
+
+
 class RaisesWhileApplying(Module):
     def __init__(self) -> None:
         super().__init__(Stack())
@@ -279,10 +303,9 @@ def as_a_device_does() -> Iterator[None]:
     def block(device: Any) -> None:
         device.synchronize(device.record(Stream.COMPUTE), "a copy that blocks")
 
-    def written(self: HostBlock, index: int, value: Tensor) -> None:
-        self._device.access(self.weights, Stream.COMPUTE, write=True)
+    def written(self: HostBlock, index: int, value: Tensor) -> bool:
         block(self._device)
-        write(self, index, value)
+        return write(self, index, value)
 
     def looked_up(self: Table, *args: Any, **options: Any) -> Any:
         block(self._device)  # the indices come to the host

@@ -1,0 +1,17 @@
+"""A time limit between tests, so that what has run by then is reported: Ctrl-C inside ``fit`` is Lightning's."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+
+SECONDS = float(os.environ.get("GPU_TEST_SECONDS", "inf"))
+_begun = time.monotonic()
+
+
+def pytest_runtest_setup(item: Any) -> None:
+    if time.monotonic() - _begun > SECONDS:
+        pytest.exit(f"{SECONDS:.0f} s are over; {item.nodeid} and what follows has not run")

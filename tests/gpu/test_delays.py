@@ -1,0 +1,73 @@
+"""Each wait, left out on a GPU where everything comes late: the results must show it.
+
+What the simulated device reasons about (``tests/test_waits.py``) the hardware does here. This has not run yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from sp_lightning.device import Wait
+from tests.support.delays import REGIMES, Slow, delayed
+from tests.support.runs import Outcome, assert_same, superpipeline
+from tests.test_waits import IMPLIED, SCENARIOS, ahead, left_out
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+NOT_SEEN = {
+    **IMPLIED,
+    Wait.DROP_AFTER_DRAIN: "the next gradient comes into that memory by the same stream, and nothing else does",
+    Wait.CLOSE_AFTER_FETCH: "page locks are given back next, which waits for all copies before anybody takes memory",
+    Wait.CLOSE_AFTER_STORE: "the same",
+}
+"""Waits whose omission no result can show, and why; the clocks of the simulated device show it."""
+
+
+@pytest.fixture(autouse=True)
+def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("sp_lightning.offload.WORTH_MOVING", 1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def run(scenario: Any, slow: Slow, omit: Wait | None) -> tuple[Outcome, list[Any]]:
+    with delayed(slow, omit) as made:
+        outcome = scenario(superpipeline(k=1))
+    return outcome, made
+
+
+def is_seen(wait: Wait, scenario: Any, slow: Slow) -> bool:
+    expected, made = run(scenario, slow, None)
+    assert not made[0].early
+    with left_out():
+        ours, made = run(scenario, slow, wait)
+        try:
+            assert_same(ours, expected)
+        except AssertionError:
+            return True
+    return bool(made[0].early)
+
+
+@pytest.mark.parametrize("wait", [wait for wait in Wait if wait not in NOT_SEEN], ids=lambda wait: wait.name)
+def test_a_wait_that_is_left_out_is_seen(wait: Wait) -> None:
+    """In one of the two regimes, in its own scenario or in the one where the host runs far ahead."""
+    assert any(is_seen(wait, scenario, slow) for scenario in (SCENARIOS[wait], ahead) for slow in REGIMES)
+
+
+@pytest.mark.parametrize("slow", REGIMES)
+@pytest.mark.parametrize("scenario", [ahead, *dict.fromkeys(SCENARIOS.values())], ids=lambda each: each.__name__)
+def test_delays_change_nothing(scenario: Any, slow: Slow) -> None:
+    """And nothing is unpinned while a copy is under way."""
+    other = next(each for each in REGIMES if each != slow)
+    ours, made = run(scenario, slow, None)
+    assert not made[0].early
+    assert_same(ours, run(scenario, other, None)[0])
