@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sp_lightning.device import Device, PinnedMemory, Stream, Wait
 from sp_lightning.host import HostBlock, Staging
-from sp_lightning.memory import aligned, normal_mode, strided
+from sp_lightning.memory import aligned, coalesced, normal_mode, strided
 
 
 @dataclass
@@ -247,7 +247,7 @@ def _each_row_once(gradient: Tensor) -> Tensor:
         numbers, where = torch.unique(gradient._indices()[0], return_inverse=True)
         values = gradient._values()
         rows = values.new_zeros((len(numbers), *values.shape[1:])).index_add_(0, where, values)
-        return torch.sparse_coo_tensor(numbers[None], rows, gradient.shape, is_coalesced=True, check_invariants=False)
+        return coalesced(numbers, rows, gradient.shape)
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:

@@ -138,6 +138,11 @@ def strided(memory: Tensor, offset: int, dtype: torch.dtype, shape: Iterable[int
     return result
 
 
+def coalesced(numbers: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
+    """A sparse tensor that has these rows, each once and in order. Not by ``torch.sparse_coo_tensor``, which warns (2.11)."""
+    return torch.ops.aten._sparse_coo_tensor_unsafe(numbers[None], rows, shape, is_coalesced=True)
+
+
 def _metadata() -> frozenset[Any]:
     attributes = (
         "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "_version", "is_cuda", "is_cpu", "is_xpu",

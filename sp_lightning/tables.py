@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sp_lightning.device import Device, PinnedMemory, Stream, Wait
 from sp_lightning.host import HostBlock
-from sp_lightning.memory import normal_mode, part, strided, unseen
+from sp_lightning.memory import coalesced, normal_mode, part, strided, unseen
 
 
 class Table:
@@ -155,8 +155,7 @@ class _LookUp(torch.autograd.Function):
             renumbered = torch.searchsorted(numbers, indices.to(numbers.dtype).contiguous())
             padding = int(torch.searchsorted(ctx.numbers, padding)) if padding in ctx.numbers else -1
             rows = backward(gradient, renumbered, len(numbers), padding, by_frequency, False)
-            shape = ctx.weight.shape
-            found = torch.sparse_coo_tensor(numbers[None], rows, shape, is_coalesced=True, check_invariants=False)
+            found = coalesced(numbers, rows, ctx.weight.shape)
         return found, None, None, None, None, None
 
 

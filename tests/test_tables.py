@@ -156,6 +156,14 @@ CASES: dict[str, Callable[[], Module]] = {
 }
 
 
+def sparse_gradients_have_a_norm() -> bool:
+    try:
+        torch.nn.utils.get_total_norm([torch.ones(2, 2).to_sparse(1)])
+    except NotImplementedError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}],
@@ -163,6 +171,10 @@ CASES: dict[str, Callable[[], Module]] = {
 )  # fmt: skip
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_bitwise_equal(name: str, options: dict[str, Any]) -> None:
+    if name == "sparse" and "gradient_clip_val" in options and not sparse_gradients_have_a_norm():
+        pytest.skip(
+            "this torch cannot clip sparse gradients, plain or not: aten::linalg_vector_norm lacks SparseCPU (2.11)"
+        )
     strategy = superpipeline(k=1)
     with poisoned():
         ours = fit(CASES[name], numbers(), strategy, val=numbers(2), **options)
