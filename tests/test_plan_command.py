@@ -260,7 +260,24 @@ def config(name: str, folder: Path, **more: Any) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+def shapes_of_experts_are_known() -> bool:
+    try:
+        torch._grouped_mm(
+            torch.empty(8, 16, device="meta"),
+            torch.empty(2, 16, 16, device="meta"),
+            offs=torch.empty(2, dtype=torch.int32, device="meta"),
+        )
+    except RuntimeError:
+        return False
+    return True
+
+
+on_paper = pytest.mark.skipif(
+    not shapes_of_experts_are_known(), reason="aten::_grouped_mm takes no float32 on paper (meta) in this torch (2.11)"
+)
+
+
+@pytest.mark.parametrize("name", [pytest.param(each, marks=on_paper if each == "mixtral" else ()) for each in CONFIGS])
 def test_encoder_decoders_speech_and_experts_are_run(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,6 +285,7 @@ def test_encoder_decoders_speech_and_experts_are_run(
     assert found["activation_bytes"], found["why_no_activations"]
 
 
+@on_paper
 def test_experts_count_for_the_tokens_that_are_routed_to_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
