@@ -15,14 +15,20 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
 
 from sp_lightning.balance import Balance
+from sp_lightning.callback import remedy
 from sp_lightning.estimate import Work, cast, estimate, on_paper
 from sp_lightning.layers import Found, find_layers
 from sp_lightning.ledger import Ledger, make_ledger
 from sp_lightning.modes import Call, Mode
 from sp_lightning.options import parse_bytes
-from sp_lightning.picture import draw_windows, require_matplotlib
+from sp_lightning.picture import Point, draw_windows, require_matplotlib
 from sp_lightning.plan import Plan, human_bytes, make_plan
 from sp_lightning.prediction import Prediction, Rates, Visit, predict, schedule_visits
 from sp_lightning.spec import WANTED, Subject, load
@@ -40,6 +46,9 @@ PRECISIONS = {
 _PASSES_OF_ADAMW = 7
 _CHECKPOINTING = "gradient_checkpointing_enable"  # of transformers' models
 MODES: tuple[Mode, ...] = get_args(Mode)
+LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+# Nobody minds waiting for so small a share of the time.
+_LITTLE = 0.05
 
 
 @dataclass(frozen=True)
@@ -106,9 +115,7 @@ def answer(options: argparse.Namespace) -> Answer:
     try:
         with on_paper(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            subject = load(
-                options.model, batch=options.batch, tokens=options.tokens, image=options.image, shape=options.input
-            )
+            subject = _load(options, image=options.image)
             module = subject.module
             if not any(True for _ in module.parameters()):
                 raise ValueError(f"{options.model!r} has no parameters, so there is nothing to stream.")
@@ -119,7 +126,7 @@ def answer(options: argparse.Namespace) -> Answer:
             found = find_layers(module, layers=options.layers, resident=options.resident or (), autocast=autocast)
             prompts: Work | None = None
             if options.generate is None:
-                work, why = _work(subject, found, options, autocast)
+                subject, work, why = _work(subject, found, options, autocast)
             else:
                 prompts, work, why = *_generating(subject, found, options, autocast), ""
             ledger = None
@@ -136,24 +143,62 @@ def answer(options: argparse.Namespace) -> Answer:
     smallest = make_plan(found, k=1, k_prime=1)
     host = ledger.nbytes if ledger is not None else smallest.host_bytes - _gradients(smallest)
     host += _offloaded(work, options)
-    rows = tuple(_row(found, k, k_prime, work, ledger, options) for k, k_prime in _choices(found, options))
+    rows = tuple(
+        _row(found, k, k_prime, work, subject.uses, ledger, options) for k, k_prime in _choices(found, options)
+    )
     host_fits = options.host_memory is None or host <= options.host_memory
     answered = Answer(subject, found, work, why, ledger, host, host_fits, rows)
     if prompts is None or answered.best is None:
         return answered
-    return replace(answered, prompt_seconds=_predicted(answered.best.plan, prompts, ledger, options).seconds)
+    return replace(
+        answered, prompt_seconds=_predicted(answered.best.plan, prompts, subject.uses, ledger, options).seconds
+    )
+
+
+def _load(options: argparse.Namespace, *, image: int | None = None, whole: bool = False) -> Subject:
+    sizes = {"batch": options.batch, "tokens": options.tokens, "shape": options.input}
+    return load(options.model, **sizes, image=image, whole=whole)
 
 
 def _work(
     subject: Subject, found: Found, options: argparse.Namespace, autocast: torch.dtype | None
-) -> tuple[Work | None, str]:
+) -> tuple[Subject, Work | None, str]:
+    """What a batch computes; or else why nobody knows. Of --input, whole numbers are tried where others are refused.
+
+    Raises:
+        ValueError: the model cannot take the size that was asked for.
+    """
+    work = _tried(subject, found, options, autocast)
+    if isinstance(work, Work):
+        return subject, work, ""
+    why = f"{type(work).__name__}: {str(work).strip().splitlines()[0] if str(work).strip() else ''}"
+    if options.image is not None or options.input is not None:
+        other = replace(_load(options, whole=options.input is not None), module=subject.module)
+        again = _tried(other, found, options, autocast)
+        if isinstance(again, Work) and options.input is not None:
+            return other, again, ""
+        if isinstance(again, Work):
+            raise ValueError(
+                f"--image {options.image}: {options.model!r} cannot take that ({why}). Leave --image out: it is run with "
+                f"{other.items} then."
+            )
+        if options.input is not None and not isinstance(work, LOOKS_AT_VALUES):
+            raise ValueError(
+                f"--input {' '.join(map(str, options.input))}: {options.model!r} cannot take one tensor of that shape ({why}). "
+                "Give the shape of a whole batch, or set example_input_array in the module to what its forward takes, and "
+                "leave --input out."
+            )
+    return subject, None, why
+
+
+def _tried(
+    subject: Subject, found: Found, options: argparse.Namespace, autocast: torch.dtype | None
+) -> Work | Exception:
     try:
-        if options.predict:
-            with torch.no_grad():
-                return estimate(found, lambda: subject.run(training=False, autocast=autocast)), ""
-        return estimate(found, lambda: subject.run(training=True, autocast=autocast)), ""
+        with torch.no_grad() if options.predict else nullcontext():
+            return estimate(found, lambda: subject.run(training=not options.predict, autocast=autocast))
     except Exception as error:  # whatever a module raises that looks at values; the answer says so
-        return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        return error
 
 
 def _generating(
@@ -176,36 +221,57 @@ def _generating(
 
 
 def _row(
-    found: Found, k: int, k_prime: int, work: Work | None, ledger: Ledger | None, options: argparse.Namespace
+    found: Found, k: int, k_prime: int, work: Work | None, uses: int, ledger: Ledger | None, options: argparse.Namespace
 ) -> Row:
     plan = make_plan(found, k=k, k_prime=k_prime)
     nbytes = plan.peak_device_bytes if not options.predict else plan.slot_bytes + plan.resident_bytes
     nbytes += _alive(work, options)
-    prediction = _predicted(plan, work, ledger, options)
+    prediction = _predicted(plan, work, uses, ledger, options)
     return Row(plan, nbytes, prediction, options.gpu_memory is None or nbytes <= options.gpu_memory)
 
 
-def _predicted(plan: Plan, work: Work | None, ledger: Ledger | None, options: argparse.Namespace) -> Prediction:
-    rates = Rates(
-        upload=options.pcie * 1e9,
-        download=options.pcie * 1e9,
-        update=options.dram * 1e9 / _PASSES_OF_ADAMW,
-        host_memory=options.dram * 1e9,
-    )
+def _predicted(
+    plan: Plan, work: Work | None, uses: int, ledger: Ledger | None, options: argparse.Namespace, **rates: float
+) -> Prediction:
+    """With some of the ``rates`` other than asked for."""
+    usual = {
+        "upload": options.pcie * 1e9,
+        "download": options.pcie * 1e9,
+        "update": options.dram * 1e9 / _PASSES_OF_ADAMW,
+        "host_memory": options.dram * 1e9,
+    }
+    found = Rates(**{**usual, **rates})
     traffic = sum(each.read + each.written for each in ledger.passes if each.what == "update") if ledger else 0
-    return predict(plan, _visits(plan, work, rates, options), rates, overlap=options.overlap, host_traffic=traffic)
+    return predict(
+        plan, _visits(plan, work, uses, found, options), found, overlap=options.overlap, host_traffic=traffic
+    )
 
 
-def _visits(plan: Plan, work: Work | None, rates: Rates, options: argparse.Namespace) -> list[Visit]:
+def _visits(plan: Plan, work: Work | None, uses: int, rates: Rates, options: argparse.Namespace) -> list[Visit]:
     if work is not None:
-        calls, visits = work.calls, work.visits(flops=options.tflops * 1e12, memory=options.device_bandwidth * 1e9)
-    else:
-        calls = tuple(Call(layer.name, saved=0, inputs=0) for layer in plan.layers)
-        counts = [sum(math.prod(span.shape) for span in (*layer.spans, *layer.casts)) for layer in plan.layers]
-        seconds = [2 * n * options.batch * options.tokens / (options.tflops * 1e12) for n in counts]
-        visits = schedule_visits(plan, seconds, training=not options.predict)
+        visits = work.visits(flops=options.tflops * 1e12, memory=options.device_bandwidth * 1e9)
+        return _in_mode(plan, work.calls, visits, rates, options)
+    calls = tuple(Call(layer.name, saved=0, inputs=0) for layer in plan.layers)
+    counts = [sum(math.prod(span.shape) for span in (*layer.spans, *layer.casts)) for layer in plan.layers]
+    seconds = [2 * n * uses / (options.tflops * 1e12) for n in counts]
+    return _in_mode(plan, calls, schedule_visits(plan, seconds, training=not options.predict), rates, options)
+
+
+def _in_mode(
+    plan: Plan, calls: tuple[Call, ...], visits: list[Visit], rates: Rates, options: argparse.Namespace
+) -> list[Visit]:
+    """Second forwards, and what travels, where that is asked for."""
     index_of = {layer.name: index for index, layer in enumerate(plan.layers)}
     return Balance(calls, index_of, visits, rates).visited(dict.fromkeys((c.unit for c in calls), options.activations))
+
+
+def _flops(answer: Answer, options: argparse.Namespace) -> int:
+    """Of a batch, second forwards included."""
+    work, plan = answer.work, answer.rows[0].plan
+    if work is None:
+        return 0
+    visits = work.visits(flops=1.0, memory=math.inf)  # a second for each
+    return round(sum(each.seconds for each in _in_mode(plan, work.calls, visits, Rates(1, 1, 1, 1), options)))
 
 
 def _alive(work: Work | None, options: argparse.Namespace) -> int:
@@ -246,7 +312,7 @@ def table(answer: Answer, options: argparse.Namespace) -> str:
     what = "prediction" if options.predict else "training, AdamW"
     lines = [
         f"{answer.subject.name}: {_human_count(count)} parameters, {options.precision}, {what}, {answer.subject.items}",
-        shown.table(training=not options.predict),
+        shown.table(training=not options.predict, state=answer.ledger.state if answer.ledger else None),
         "",
         _activations(answer, options),
         _host(answer, options, count),
@@ -257,18 +323,40 @@ def table(answer: Answer, options: argparse.Namespace) -> str:
     ]
     for row in answer.rows:
         weights = row.plan.peak_device_bytes if not options.predict else row.plan.slot_bytes + row.plan.resident_bytes
-        waiting = (
-            max(0.0, 1 - row.prediction.busy["compute"] / row.prediction.seconds) if row.prediction.seconds else 0.0
-        )
         rest = human_bytes(row.device_bytes) if answer.work is not None else "?"
         mark = " ◀" if row is best else "" if row.fits else "  does not fit"
         lines.append(
             f"{row.plan.k:>4} {row.plan.k_prime:>3} {human_bytes(weights):>14} {rest:>14} "
-            f"{row.prediction.seconds:>9.3g} {waiting:>8.0%}  {row.prediction.binds}{mark}"
+            f"{row.prediction.seconds:>9.3g} {_waiting(row):>8.0%}  {row.prediction.binds}{mark}"
         )
+    lines += _waited(answer, best or answer.rows[0], options)
     if answer.work is not None and not options.predict:
         lines += ["", *_modes(answer.work), *(f"note: {each}" for each in _notes(answer, options))]
     return "\n".join([*lines, "", verdict(answer, options)])
+
+
+def _waiting(row: Row) -> float:
+    """The share of the time in which the device does not compute."""
+    return max(0.0, 1 - row.prediction.busy["compute"] / row.prediction.seconds) if row.prediction.seconds else 0.0
+
+
+def _waited(answer: Answer, row: Row, options: argparse.Namespace) -> list[str]:
+    """What costs most time beside computing, which is what a batch would be faster by without it; and what helps."""
+    free: dict[str, dict[str, float]] = {
+        "fetches": {"upload": math.inf},
+        "gradients to leave": {"download": math.inf},
+        "updates": {"update": math.inf},
+    }
+    saved = {}
+    for what, rates in free.items():
+        ledger = None if what == "updates" else answer.ledger
+        without = _predicted(row.plan, answer.work, answer.subject.uses, ledger, options, **rates)
+        saved[what] = 1 - without.seconds / max(row.prediction.seconds, 1e-9)
+    what = max(saved, key=saved.__getitem__)
+    if saved[what] < _LITTLE:
+        return []
+    window = f"k = {row.plan.k}, k' = {row.plan.k_prime}"
+    return [f"waiting, with {window}: {saved[what]:.0%} of the time for {what}; {remedy(what, row.plan)}."]
 
 
 def _modes(work: Work) -> list[str]:
@@ -366,9 +454,9 @@ def _activations(answer: Answer, options: argparse.Namespace) -> str:
     if answer.work is None:
         return (
             f"activations unknown: no batch could be run without values ({answer.why_no_work}). Times are guessed from "
-            f"parameter counts, as for {options.batch} × {options.tokens} tokens"
+            f"parameter counts, as if each weight was used {answer.subject.uses} times in a forward"
         )
-    flops = f"{answer.work.flops / 1e12:.3g} TFLOP per {'batch' if options.generate is None else 'token'}"
+    flops = f"{_flops(answer, options) / 1e12:.3g} TFLOP per {'batch' if options.generate is None else 'token'}"
     return f"activations and intermediate results {human_bytes(_alive(answer.work, options))}, {flops}"
 
 
@@ -399,7 +487,7 @@ def as_json(answer: Answer, options: argparse.Namespace) -> str:
             "activation_bytes": _alive(answer.work, options) if answer.work else None,
             "saved_bytes": {mode: answer.work.saved(mode) for mode in MODES} if answer.work else None,
             "offloaded_bytes": answer.work.offloaded if answer.work else None,
-            "flops": answer.work.flops if answer.work else None,
+            "flops": _flops(answer, options) if answer.work else None,
             "why_no_activations": answer.why_no_work or None,
             "batch": answer.subject.items,
             "training": not options.predict,
@@ -436,7 +524,9 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(
             name, help=f"Lightning's CLI with this strategy registered: {name} --config FILE", add_help=False
         )
-    plan = commands.add_parser("plan", help="does a model fit, with which k, and how fast?")
+    plan = commands.add_parser(
+        "plan", help="does a model fit, with which k, and how fast? (exit status 1: it does not fit)"
+    )
     plan.add_argument("model", help=WANTED)
     plan.add_argument("--predict", action="store_true", help="no training (which is with AdamW otherwise)")
     plan.add_argument(
@@ -504,6 +594,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     options.predict = options.predict or options.generate is not None
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # sizes that are tried
     if options.plot is not None:
         require_matplotlib()
         options.plot.parent.mkdir(parents=True, exist_ok=True)
@@ -511,10 +602,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = answer(options)
     except (ValueError, ImportError) as error:
         parser.exit(2, f"python -m sp_lightning plan: {error}\n")
-    print(as_json(found, options) if options.json else table(found, options))
+    print(as_json(found, options) if options.json else table(found, options), flush=True)
     if options.plot is not None:
-        points = [(f"{r.plan.k}:{r.plan.k_prime}", float(r.device_bytes), r.prediction.seconds) for r in found.rows]
+        points = [Point(r.plan.k, r.plan.k_prime, r.device_bytes, r.prediction.seconds) for r in found.rows]
         draw_windows(points, options.gpu_memory, options.plot, f"{found.subject.name}, {options.precision}")
+    if found.best is None:
+        raise SystemExit(1)
 
 
 def _lightning(arguments: list[str]) -> None:

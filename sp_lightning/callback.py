@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
+from sp_lightning.ledger import Ledger
 from sp_lightning.picture import draw_timeline, supported_formats
 from sp_lightning.plan import Plan, human_bytes
 from sp_lightning.quiet import WRITE_NO_WEIGHTS
@@ -36,6 +37,10 @@ class Partner(Protocol):
     @property
     def plan(self) -> Plan:
         """What was decided."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """The host's memory, in training."""
 
     def stats(self) -> Stats:
         """The counters."""
@@ -212,9 +217,10 @@ class SuperpipelineCallback(Callback):
         self._counted = True
         self._began = self._last_time = perf_counter()
         plan, log = self._strategy.plan, self._strategy.log
-        line = " ".join([plan.sentence(training=training), *self._strategy.remarks()])
+        state = self._strategy.ledger.state if training else None
+        line = " ".join([plan.sentence(training=training, state=state), *self._strategy.remarks()])
         say_once(log, line)
-        log.debug("\n%s", plan.table(training=training))
+        log.debug("\n%s", plan.table(training=training, state=state))
 
     def _end(self) -> None:
         stats, plan, log = self._strategy.stats(), self._strategy.plan, self._strategy.log
@@ -310,18 +316,28 @@ def counters_line(stats: Stats) -> str:
 
 def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
     """What the run waited for most, and the option that would help; nothing if that was little."""
-    more = "" if plan.k >= len(plan.layers) else "a larger k or memory_budget, or "
     waits = {
-        "fetches": (stats.stall_seconds, f"{more}more work per batch (tokens, images) hides them"),
-        "gradients to leave": (stats.drain_stall_seconds, "a larger k_prime leaves them more time"),
-        "updates": (stats.update_stall_seconds, "a larger batch, or accumulate_grad_batches, makes them rarer"),
-        "activations": (stats.activation_stall_seconds, "recompute some of them, or give a larger memory_budget"),
+        "fetches": stats.stall_seconds,
+        "gradients to leave": stats.drain_stall_seconds,
+        "updates": stats.update_stall_seconds,
+        "activations": stats.activation_stall_seconds,
     }
-    what, (most, remedy) = max(waits.items(), key=lambda each: each[1][0])
+    what, most = max(waits.items(), key=lambda each: each[1])
     share = min(most / max(seconds, 1e-9), 1.0)
     if share < _LITTLE or most < _SHORT:
         return ""
-    return f"Superpipeline: of {seconds:.1f} s, {share:.0%} were waited for {what}; {remedy}."
+    return f"Superpipeline: of {seconds:.1f} s, {share:.0%} were waited for {what}; {remedy(what, plan)}."
+
+
+def remedy(what: str, plan: Plan) -> str:
+    """What makes the device wait less for that."""
+    more = "" if plan.k >= len(plan.layers) else "a larger k or memory_budget, or "
+    return {
+        "fetches": f"{more}more work per batch (tokens, images) hides them",
+        "gradients to leave": "a larger k_prime leaves them more time",
+        "updates": "a larger batch, or accumulate_grad_batches, makes them rarer",
+        "activations": "recompute some of them, or give a larger memory_budget",
+    }[what]
 
 
 def _writable(option: str, path: str | Path | None) -> Path | None:

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from sp_lightning.layers import Found
 from sp_lightning.modes import EXEMPT, Call, Mode, peak_bytes
-from sp_lightning.offload import count_once
+from sp_lightning.offload import count_once, is_small
 from sp_lightning.plan import human_bytes
 from sp_lightning.prediction import Visit
 
@@ -76,13 +76,15 @@ class Work:
         activation_bytes: most bytes alive at once beside parameters and casts that travel: activations, intermediate
             results, gradients of activations, the gradients of the layer that is in backward; and buffers.
         calls: of the units, in the order of the forward; small storages are not in them.
+        small: the same calls with those only: they are kept or computed again, and never travel.
         outside: bytes that autograd saves outside of all units, in the loss as a rule, whatever the units' modes.
-        largest_outside: the largest of those.
+        largest_outside: the largest of those, if it is not small.
     """
 
     costs: tuple[Cost, ...]
     activation_bytes: int
     calls: tuple[Call, ...]
+    small: tuple[Call, ...]
     outside: int
     largest_outside: Saved | None
 
@@ -98,7 +100,12 @@ class Work:
 
     def saved(self, mode: Mode) -> int:
         """Most bytes of saved tensors on the device at once, where all units are in one mode."""
-        return peak_bytes(self.calls, dict.fromkeys((call.unit for call in self.calls), mode)) + self.outside
+        modes = dict.fromkeys((call.unit for call in self.calls), mode)
+        if mode == "offload":
+            return peak_bytes(self.calls, modes) + sum(call.saved for call in self.small) + self.outside
+        both = zip(self.calls, self.small, strict=True)
+        calls = [Call(one.unit, one.saved + other.saved, one.inputs + other.inputs) for one, other in both]
+        return peak_bytes(calls, modes) + self.outside
 
     def alive(self, mode: Mode) -> int:
         """As ``activation_bytes``, where all units are in one mode."""
@@ -171,8 +178,9 @@ def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
             # A tensor's own backward would run without _Fused, and checkpoints compute forwards in it.
             torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss))
     outside = saves.outside()
-    largest = max(outside, key=lambda each: each.nbytes, default=None)
-    return Work(trial.costs(), trial.peak(), tuple(saves.calls), sum(each.nbytes for each in outside), largest)
+    largest = max((each for each in outside if not is_small(each.nbytes)), key=lambda each: each.nbytes, default=None)
+    calls, small = tuple(saves.calls), tuple(saves.small)
+    return Work(trial.costs(), trial.peak(), calls, small, sum(each.nbytes for each in outside), largest)
 
 
 @dataclass
@@ -206,6 +214,7 @@ class _Saves:
     def __init__(self, stays: Callable[[Tensor], bool]) -> None:
         self._stays = stays
         self.calls: list[Call] = []
+        self.small: list[Call] = []  # what of them is in small storages
         self._now: int | None = None  # the call under way
         self._above: list[int | None] = []  # those that it is made in
         # By storage; what is weakly held keeps its address from being given to another.
@@ -234,7 +243,9 @@ class _Saves:
         if torch.is_grad_enabled():
             given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
             self._now = len(self.calls)
-            self.calls.append(Call(unit, 0, sum(count_once(each, self._given) for each in given)))
+            sizes = [count_once(each, self._given, small=True) for each in given]
+            self.calls.append(Call(unit, 0, sum(each for each in sizes if not is_small(each))))
+            self.small.append(Call(unit, 0, sum(filter(is_small, sizes))))
 
     def _leave(self, *_: Any) -> None:
         self._now = self._above.pop()
@@ -242,9 +253,10 @@ class _Saves:
     def _pack(self, tensor: Tensor) -> Tensor:
         if tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg() or self._stays(tensor)):
             if self._now is not None:
-                call = self.calls[self._now]
-                self.calls[self._now] = replace(call, saved=call.saved + count_once(tensor, self._seen))
-            elif nbytes := count_once(tensor, self._between):
+                nbytes = count_once(tensor, self._seen, small=True)
+                calls = self.small if is_small(nbytes) else self.calls
+                calls[self._now] = replace(calls[self._now], saved=calls[self._now].saved + nbytes)
+            elif nbytes := count_once(tensor, self._between, small=True):
                 self._outside[tensor.untyped_storage()._cdata] = Saved(nbytes, tensor.dtype, tensor.shape)
         return tensor.detach()  # an output that its own node keeps would never be freed
 

@@ -138,6 +138,12 @@ class Found:
     ungrouped: str = ""
 
     @property
+    def plain_bytes(self) -> tuple[int, int]:
+        """What is on the device where nothing streams: of weights, and of the gradients of those that are trained."""
+        trained = [p for p in self.places if p.requires_grad]
+        return sum(map(_nbytes, self.places)), sum(map(_nbytes, trained))
+
+    @property
     def masters(self) -> tuple[Layer, ...]:
         """The float32 parameters of every layer that has casts, as further layers that come on demand."""
         return tuple(Layer(layer.name, layer.lowered) for layer in self.layers if layer.lowered)

@@ -404,13 +404,18 @@ def _counted_together(tensor: Tensor, other: Tensor) -> bool:
         return other._version != before
 
 
-def count_once(tensor: Tensor, seen: dict[int, StorageWeakRef]) -> int:
-    """Bytes of a tensor's storage, if it is large and was not seen before."""
+def count_once(tensor: Tensor, seen: dict[int, StorageWeakRef], *, small: bool = False) -> int:
+    """Bytes of a tensor's storage, if it was not seen before, and is large or may be ``small``."""
     try:
         storage = tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):  # none of its own: sparse, or wrapped by a transform
         return 0
-    if storage._cdata in seen or storage.nbytes() < WORTH_MOVING:
+    if storage._cdata in seen or (is_small(storage.nbytes()) and not small):
         return 0
     seen[storage._cdata] = StorageWeakRef(storage)
     return storage.nbytes()
+
+
+def is_small(nbytes: int) -> bool:
+    """Whether a storage stays where it is."""
+    return nbytes < WORTH_MOVING

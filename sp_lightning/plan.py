@@ -76,6 +76,7 @@ class Plan:
         masters: float32 parameters that travel as casts, as further layers: they have no slots, and come on demand.
         tables: embeddings of which only rows travel, likewise.
         experts: indices of the layers that only come when something is routed to them.
+        plain: weights, and gradients, which plain training has on the device, with the optimizer's state.
     """
 
     k: int
@@ -88,6 +89,7 @@ class Plan:
     masters: tuple[PlannedLayer, ...] = ()
     tables: tuple[PlannedLayer, ...] = ()
     experts: frozenset[int] = frozenset()
+    plain: tuple[int, int] = (0, 0)
 
     @property
     def moving(self) -> tuple[PlannedLayer, ...]:
@@ -126,15 +128,18 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of weights and gradients; optimizer state comes on top. Plain training has them on the device."""
+        """Host memory of weights and gradients; optimizer state comes on top."""
         blocks = sum(layer.nbytes + layer.gradient_bytes for layer in self.trained)
         return blocks + sum(masters.nbytes for masters in self.masters)
 
     def __str__(self) -> str:
         return self.table()
 
-    def table(self, *, training: bool = True) -> str:
-        """A line for each layer, the middle ones left out if there are many, then the totals, with gradients in training."""
+    def table(self, *, training: bool = True, state: int | None = None) -> str:
+        """A line for each layer, the middle ones left out if there are many, then the totals, with gradients in training.
+
+        What plain training takes is known with the bytes of the optimizer's ``state``.
+        """
         width = max([len(layer.name) for layer in self.layers] + [24])
         shown = [f"  {layer.name:<{width}} {human_bytes(layer.nbytes):>10}" for layer in self.layers]
         if len(shown) > _LONGEST:
@@ -142,11 +147,12 @@ class Plan:
             shown[half:-half] = [f"  … {len(shown) - 2 * half} more"]
         slots = " + ".join(f"{r.slots} × {human_bytes(r.nbytes)}" for r in self.rings if r.slots) or "none"
         peak, host, what = self._compared(training)
+        plain = self._plain(training, state)
         totals = {
             "slots": (self.slot_bytes, slots),
             "resident": (self.resident_bytes, ""),
             **({"gradients in flight": (self.gradient_bytes, "")} if training else {}),
-            "peak on the device": (peak, f"{what}; plain {human_bytes(host)}"),
+            "peak on the device": (peak, f"{what}; plain {plain}" if plain else what),
             "host": (host, what),
         }
         return "\n".join(
@@ -158,11 +164,14 @@ class Plan:
             ]
         )
 
-    def sentence(self, *, training: bool = True) -> str:
+    def sentence(self, *, training: bool = True, state: int | None = None) -> str:
         """Layers, window, and what device memory is saved against plain Lightning, in one line."""
-        peak, plain, what = self._compared(training)
-        saves = f"{what} take {human_bytes(peak)} of device memory, of plain's {human_bytes(plain)}"
-        if peak >= plain:
+        peak, all_of_them, what = self._compared(training)
+        plain = self._plain(training, state)
+        saves = f"{what} take {human_bytes(peak)} of device memory"
+        if plain:
+            saves += f", plain Lightning {plain}"
+        if peak >= all_of_them:
             saves += "; a lower k, or smaller layers, would take less"
         return f"{self._heading()}: {saves}."
 
@@ -171,11 +180,18 @@ class Plan:
         return f"Superpipeline: {count}, k = {self.k}, k' = {self.k_prime}"
 
     def _compared(self, training: bool) -> tuple[int, int, str]:
-        """Bytes on the device here, and with plain Lightning, of what."""
+        """Bytes on the device, and on the host, of what."""
         if training:
             return self.peak_device_bytes, self.host_bytes, "weights and gradients"
         gradients = sum(layer.gradient_bytes for layer in self.trained)
         return self.peak_device_bytes - self.gradient_bytes, self.host_bytes - gradients, "weights"
+
+    def _plain(self, training: bool, state: int | None) -> str:
+        """What is on the device with plain Lightning, as far as that is known."""
+        weights, gradients = self.plain
+        if not training:
+            return human_bytes(weights)
+        return "" if state is None else f"{human_bytes(weights + gradients + state)} with optimizer state"
 
 
 def human_bytes(nbytes: float) -> str:
@@ -212,9 +228,12 @@ def make_plan(found: Found, *, k: int, k_prime: int) -> Plan:
         masters=tuple(replace(each, ring=len(rings)) for each in masters),
         tables=tuple(replace(each, ring=len(rings) + bool(masters)) for each in tables),
         experts=found.experts,
+        plain=found.plain_bytes,
     )
     if plan.host_bytes and plan.peak_device_bytes >= plan.host_bytes:
-        saves_nothing = "this takes no less device memory than plain training: lower k, or choose smaller layers."
+        saves_nothing = (
+            "this takes no less device memory than all weights and gradients do: lower k, or choose smaller layers."
+        )
         return replace(plan, notes=(*plan.notes, saves_nothing))
     return plan
 

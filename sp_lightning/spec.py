@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+# Pixels on each side of a patch, of most transformers that see.
+_PATCH = 16
 WANTED = (
     "a factory (package.module:Factory), a transformers config (a folder with config.json, or such a file), or the name of "
     "a torchvision model (vit_h_14)"
@@ -32,6 +34,7 @@ class Subject:
         module: its parameters have no memory.
         batch: makes the keyword or positional arguments of a forward; None if nobody knows what it takes.
         items: what a batch consists of: ``4096 tokens``.
+        uses: how often a forward uses a weight, at a guess: once for each token, or patch of an image.
         generation: given how many tokens are generated, what runs the prompts, and what runs the last of the tokens with
             the keys and values of all before it. None where the model has no such cache.
     """
@@ -40,6 +43,7 @@ class Subject:
     module: nn.Module
     batch: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]] | None
     items: str
+    uses: int
     generation: Callable[[int], tuple[Callable[[], None], Callable[[], None]]] | None = None
 
     def run(self, *, training: bool, autocast: torch.dtype | None) -> Tensor | None:
@@ -56,7 +60,9 @@ class Subject:
             return _loss(output) if training else None
 
 
-def load(spec: str, *, batch: int, tokens: int, image: int | None, shape: Sequence[int] | None = None) -> Subject:
+def load(
+    spec: str, *, batch: int, tokens: int, image: int | None, shape: Sequence[int] | None = None, whole: bool = False
+) -> Subject:
     """Make the model. To be called in :func:`~sp_lightning.estimate.on_paper`.
 
     Args:
@@ -65,6 +71,7 @@ def load(spec: str, *, batch: int, tokens: int, image: int | None, shape: Sequen
         tokens: per sequence.
         image: pixels on each side; None for what the model is made for.
         shape: of what a factory's module takes; None for its example.
+        whole: whether that is whole numbers, as token ids are.
 
     Raises:
         ValueError: unknown, a config that needs code from a model hub, or a size that says nothing about this kind of model.
@@ -78,7 +85,7 @@ def load(spec: str, *, batch: int, tokens: int, image: int | None, shape: Sequen
     if path.is_dir() or path.suffix == ".json":
         return _transformers(spec, path / "config.json" if path.is_dir() else path, batch, tokens, image)
     if ":" in spec:
-        return _factory(spec, shape)
+        return _factory(spec, batch * tokens, shape, whole)
     return _torchvision(spec, batch, image)
 
 
@@ -89,7 +96,7 @@ def _refuse(what: str, given: dict[str, Any], instead: str) -> None:
         raise ValueError(f"{' and '.join(wrong)} cannot be used with {what!r}. Use {instead}.")
 
 
-def _factory(spec: str, shape: Sequence[int] | None) -> Subject:
+def _factory(spec: str, uses: int, shape: Sequence[int] | None, whole: bool) -> Subject:
     where, _, name = spec.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
@@ -112,17 +119,19 @@ def _factory(spec: str, shape: Sequence[int] | None) -> Subject:
     if hasattr(module, "configure_model"):  # where a LightningModule makes what is large
         make: Any = module.configure_model
         make()
-    example = torch.zeros(*shape) if shape is not None else getattr(module, "example_input_array", None)
-    items = "no batch known"
-    if example is not None:
-        items = "its example_input_array" if shape is None else f"a batch of {' × '.join(map(str, shape))}"
+    example, items = getattr(module, "example_input_array", None), "its example_input_array"
+    if shape is not None:
+        example = torch.zeros(*shape, dtype=torch.long if whole else None)
+        items = f"a batch of {' × '.join(map(str, shape))}{' whole numbers' if whole else ''}"
+    elif example is None:
+        items = "no batch known"
 
     def batch() -> tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(example, dict):
             return (), example
         return (example if isinstance(example, (tuple, list)) else (example,)), {}  # type: ignore[return-value]
 
-    return Subject(spec, module, batch if example is not None else None, items)
+    return Subject(spec, module, batch if example is not None else None, items, uses)
 
 
 def _torchvision(spec: str, batch: int, image: int | None) -> Subject:
@@ -138,7 +147,15 @@ def _torchvision(spec: str, batch: int, image: int | None) -> Subject:
         module = models.get_model(spec, weights=None)
     size = image or _image_size_of_weights(models.get_model_weights(spec))
     shape = (batch, 3, size, size)
-    return Subject(spec, module, lambda: ((torch.zeros(shape),), {}), f"{batch} images of {size} × {size}")
+    return Subject(spec, module, lambda: ((torch.zeros(shape),), {}), _images(batch, size), batch * _patches(size))
+
+
+def _images(batch: int, size: int) -> str:
+    return f"{batch} image{'' if batch == 1 else 's'} of {size} × {size}"
+
+
+def _patches(size: int) -> int:
+    return max(1, size // _PATCH) ** 2
 
 
 def _image_size_of_weights(weights: Any) -> int:
@@ -174,7 +191,10 @@ def _transformers(spec: str, file: Path, batch: int, tokens: int, image: int | N
     os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"
     module = kind(config) if kind is not None else transformers.AutoModel.from_config(config)
     vision, text = getattr(config, "vision_config", None), config.get_text_config()
-    pixels = image or getattr(vision or config, "image_size", None)
+    pixels = getattr(vision or config, "image_size", None)
+    if image is not None and pixels is None:
+        raise ValueError(f"--image {image} cannot be used with {spec!r}, which takes no images. Leave it out.")
+    pixels = image or pixels
     with_text = getattr(text, "vocab_size", None) is not None
     taken = set(inspect.signature(module.forward).parameters)
     most = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
@@ -221,8 +241,9 @@ def _transformers(spec: str, file: Path, batch: int, tokens: int, image: int | N
     caches = with_text and {"past_key_values", "input_ids"} <= taken
     items = [f"{batch} × {tokens} tokens"] if with_text else []
     if isinstance(pixels, int):
-        items.append(f"{batch} images of {pixels} × {pixels}")
-    return Subject(spec, module, make, ", ".join(items), generation if caches else None)
+        items.append(_images(batch, pixels))
+    uses = batch * (tokens if with_text else _patches(pixels) if isinstance(pixels, int) else 1)
+    return Subject(spec, module, make, ", ".join(items), uses, generation if caches else None)
 
 
 def _loss(output: Any) -> Tensor:

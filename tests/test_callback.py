@@ -33,7 +33,10 @@ def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
     return lambda: [each.getMessage() for each in caplog.records if each.name == "lightning.pytorch.superpipeline"]
 
 
-TRAINING = "Superpipeline: 22 layers, k = 1, k' = 1: weights and gradients take 125.0 KiB of device memory, of plain's 1.2 MiB."
+TRAINING = (
+    "Superpipeline: 22 layers, k = 1, k' = 1: weights and gradients take 125.0 KiB of device memory, "
+    "plain Lightning 2.4 MiB with optimizer state."
+)
 
 
 def test_the_log_of_a_default_run_is_one_line(heard: Any) -> None:
@@ -46,7 +49,7 @@ def test_the_log_of_a_default_run_is_one_line(heard: Any) -> None:
     trainer.validate(module, loader(tokens()), verbose=False)
     trainer.predict(module, loader(tokens()))
     assert heard()[1:] == [
-        "Superpipeline: 22 layers, k = 1, k' = 1: weights take 62.5 KiB of device memory, of plain's 636.5 KiB."
+        "Superpipeline: 22 layers, k = 1, k' = 1: weights take 62.5 KiB of device memory, plain Lightning 621.1 KiB."
     ]
 
 

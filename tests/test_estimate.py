@@ -112,7 +112,7 @@ def test_what_is_saved_outside_of_units(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(offload, "WORTH_MOVING", SOME)
     work = worked(MODELS["llama"])
     assert work.largest_outside == Saved(16 * 64 * 4, torch.float32, torch.Size([16, 64]))
-    assert work.outside == work.largest_outside.nbytes
+    assert work.outside == work.largest_outside.nbytes + 16 * 8 + 4  # the labels, and how many they are
     assert str(work.largest_outside) == "float32 (16, 64), 4.0 KiB"
 
     monkeypatch.setattr(offload, "WORTH_MOVING", 1)
@@ -125,11 +125,20 @@ def test_what_is_saved_outside_of_units(monkeypatch: pytest.MonkeyPatch) -> None
     assert work.outside == 256
 
 
-def test_what_is_small_is_not_counted() -> None:
+def test_what_is_small_is_counted_and_does_not_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is kept or computed again, as what is large; offloaded it stays."""
     work = worked(MODELS["llama"])
     assert {(call.saved, call.inputs) for call in work.calls} == {(0, 0)}
-    assert (work.outside, work.largest_outside) == (0, None)
+    assert work.largest_outside is None
     assert work.alive("offload") == work.activation_bytes
+    assert work.offloaded == 0
+    monkeypatch.setattr(offload, "WORTH_MOVING", 1)
+    large = worked(MODELS["llama"])
+    assert work.small == large.calls
+    assert work.outside == large.outside > 16 * 64 * 4
+    for mode in ("keep", "recompute"):
+        assert work.saved(mode) == large.saved(mode)
+    assert work.saved("offload") == work.saved("keep") > large.saved("offload")
 
 
 def test_modes_take_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from sp_lightning import offload
 from sp_lightning.__main__ import main
+from sp_lightning.plan import human_bytes
 from tests.support.models import Module, Stack
 from tests.support.runs import fit, superpipeline
 from tests.support.simdevice import simulated
@@ -24,8 +26,13 @@ SHAPES = Path(__file__).parents[1] / "examples" / "shapes"
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    main(["plan", *arguments, "--json"])
+    status: Any = 0
+    try:
+        main(["plan", *arguments, "--json"])
+    except SystemExit as ended:
+        status = ended.code
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert status == (found["best"] is None)
     return found
 
 
@@ -340,6 +347,96 @@ def test_a_module_that_is_made_late_and_an_input_by_its_shape(capsys: pytest.Cap
     assert found["batch"] == "a batch of 4 × 16"
 
 
+def test_what_does_not_fit_ends_with_another_status(capsys: pytest.CaptureFixture[str]) -> None:
+    """The answer is printed all the same."""
+    for option in ("--gpu-memory=1KiB", "--host-memory=1KiB"):
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", "tests.test_plan_command:Known", "--k", "1", option])
+        assert ended.value.code == 1
+        assert "It does not fit: " in capsys.readouterr().out
+
+
+class TakesTokens(Module):
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Embedding(64, 16), Stack()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.net(ids)  # type: ignore[no-any-return]
+
+
+def test_an_input_of_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "tests.test_plan_command:TakesTokens", "--input", "4", "8", "--k", "1")
+    assert found["batch"] == "a batch of 4 × 8 whole numbers"
+    assert found["activation_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["vit_b_16", "--image", "100"],
+            "cannot take that (AssertionError: Wrong image height! Expected 224 but got 100!)",
+        ),
+        (["vit_b_16", "--image", "100"], "Leave --image out: it is run with 1 image of 224 × 224 then."),
+        ([str(SHAPES / "llama-3-8b.json"), "--image", "100"], "which takes no images. Leave it out."),
+        (["tests.test_plan_command:ConfiguresModel", "--input", "4", "8"], "set example_input_array in the module"),
+    ],
+)
+def test_sizes_that_the_model_cannot_take(
+    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not the activations are unknown then; and torch's own log of what was tried is not shown."""
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *arguments, "--k", "1"])
+    assert ended.value.code == 2
+    said = capfd.readouterr().err
+    assert message in said
+    assert said.startswith("python -m sp_lightning plan: --i")
+    assert said.count("\n") == 1
+
+
+def test_what_is_waited_for_is_named_with_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    """As much computing as a slow host's updates take; and links so slow that weights are waited for."""
+    model = [
+        str(SHAPES / "llama-3-8b.json"),
+        "--precision",
+        "bf16-true",
+        "--tokens",
+        "4096",
+        "--k",
+        "1",
+        "--k-prime",
+        "1",
+    ]
+    main(["plan", *model])
+    text = capsys.readouterr().out
+    assert re.search(r"waiting, with k = 1, k' = 1: \d+% of the time for updates; a larger batch, or accumulate", text)
+    main(["plan", *model, "--pcie", "3", "--dram", "1000"])
+    assert re.search(
+        r"\d+% of the time for fetches; a larger k or memory_budget, or more work", capsys.readouterr().out
+    )
+    main(["plan", *model, "--dram", "1000"])
+    assert "waiting, with" not in capsys.readouterr().out
+    main(["plan", model[0], *model[1:3], "--tokens", "8192", *model[5:], "--dram", "120"])  # what helps
+    assert "waiting, with" not in capsys.readouterr().out
+
+
+def test_plain_training_is_shown_with_its_optimizer_state(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the recipes compute it: weights, gradients and AdamW's moments."""
+    count = sum(p.numel() for p in Known().parameters())
+    main(["plan", "tests.test_plan_command:Known", "--k", "1"])
+    assert f"weights and gradients; plain {human_bytes(16 * count)} with optimizer state\n" in capsys.readouterr().out
+    main(["plan", "tests.test_plan_command:Known", "--k", "1", "--predict"])
+    assert f"weights; plain {human_bytes(4 * count)}\n" in capsys.readouterr().out
+
+
+def test_times_of_images_are_not_guessed_from_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "fasterrcnn_mobilenet_v3_large_fpn", "--k", "1", "--batch", "2"])
+    text = capsys.readouterr().out
+    assert "as if each weight was used 392 times in a forward" in text  # 2 images of 14 × 14 patches
+    assert "token" not in text
+
+
 def frozen() -> nn.Module:
     return Stack().requires_grad_(False)
 
@@ -398,6 +495,7 @@ def test_activations_in_each_mode(capsys: pytest.CaptureFixture[str], monkeypatc
         found = plan(capsys, *arguments, "--activations", mode)
         (other,) = found["windows"]
         freed = saved["keep"] - saved[mode]
+        assert (found["flops"] > 1.25 * kept["flops"]) == (mode == "recompute")
         assert kept["activation_bytes"] - found["activation_bytes"] == freed
         assert window["device_bytes"] - other["device_bytes"] == freed
         assert found["host_bytes"] - kept["host_bytes"] == (kept["offloaded_bytes"] if mode == "offload" else 0)

@@ -1,0 +1,79 @@
+"""Pictures can be read: nothing lies on top of anything else, what is thin is shown larger, axes have numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sp_lightning.picture import Point, draw_timeline, draw_windows, require_matplotlib
+from sp_lightning.timeline import Interval
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Those that were drawn."""
+    pyplot = require_matplotlib()
+    close, found = pyplot.close, list[Any]()
+    monkeypatch.setattr(pyplot, "close", found.append)
+    yield found
+    for each in found:
+        close(each)
+
+
+def box(artist: Any) -> Any:
+    return artist.get_window_extent(artist.figure.canvas.get_renderer())
+
+
+def batch(layers: int, fetch: float) -> list[Interval]:
+    """Milliseconds: a forward and a backward of 30 for each layer, with a short fetch before and a drain after it."""
+    found = []
+    for at, layer in enumerate([*range(layers), *reversed(range(layers))]):
+        kind: Any = "forward" if at < layers else "backward"
+        begin = 0.04 * at
+        found += [
+            Interval("fetch", layer, begin, begin + fetch, 1),
+            Interval(kind, layer, begin + 0.005, begin + 0.035, 0),
+        ]
+    return found
+
+
+@pytest.mark.parametrize("layers", [2, 12, 60])
+def test_a_batch(layers: int, figures: list[Any], tmp_path: Path) -> None:
+    draw_timeline(batch(layers, 0.001), [f"layers.{index}" for index in range(layers)], tmp_path / "a.png", "a batch")
+    (figure,) = figures
+    (legend,), (whole, near) = figure.legends, figure.axes
+    for panel in (whole, near):
+        assert panel.xaxis.label.get_text() == "milliseconds"
+        assert not box(legend).overlaps(box(panel.xaxis.label))
+    fetches = next(bars for bars in near.containers if bars.get_label() == "fetch")
+    low, high = near.get_xlim()
+    seen = [bar for bar in fetches if low <= bar.get_x() and bar.get_x() + bar.get_width() <= high]
+    assert seen
+    assert all(box(bar).width >= 2 for bar in seen)
+
+
+EQUAL = [
+    Point(k, k_prime, (18 + 0.05 * k + 0.1 * k_prime) * 2**30, 0.9) for k in (1, 2, 4, 8, 16, 32) for k_prime in (1, 2)
+]
+FALLING = [
+    Point(k, k_prime, (2 + 0.4 * k + 0.3 * k_prime) * 2**30, 0.7 - 0.01 * k + 0.1 * k_prime)
+    for k in (1, 2, 4, 8, 16, 32) for k_prime in (1, 2)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("points", [EQUAL, FALLING, EQUAL[:1]], ids=["equal", "falling", "one"])
+def test_windows(points: list[Point], figures: list[Any], tmp_path: Path) -> None:
+    draw_windows(points, 24 * 2**30, tmp_path / "a.png", "windows")
+    (figure,) = figures
+    (axes,) = figure.axes
+    low, high = axes.get_xlim()
+    assert sum(low <= each <= high for each in axes.get_xticks()) >= 3
+    numbers = {text.get_text() for text in axes.texts}
+    assert numbers == {str(point.k) for point in points} if points is not EQUAL else {"1", "32"} <= numbers
+    for first, second in combinations(axes.texts, 2):
+        assert not box(first).overlaps(box(second)), f"{first.get_text()} and {second.get_text()}"
+    assert "there are 24.0 GiB" in [text.get_text() for text in axes.get_legend().get_texts()]
