@@ -1034,7 +1034,7 @@ def test_tensorboard_logger(tmp_path: Path) -> None:
 
 
 @feature(LOGGING, "`TensorBoardLogger(log_graph=True)`")
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace.*` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace.*` is deprecated")
 @pytest.mark.xfail(
     strict=True,
     raises=RuntimeError,
