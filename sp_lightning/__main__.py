@@ -343,7 +343,8 @@ def _waiting(row: Row) -> float:
 def _waited(answer: Answer, row: Row, options: argparse.Namespace) -> list[str]:
     """What costs most time beside computing, which is what a batch would be faster by without it; and what helps."""
     free: dict[str, dict[str, float]] = {
-        "fetches": {"upload": math.inf},
+        # In prediction nothing else passes over the host's memory.
+        "fetches": {"upload": math.inf, **({"host_memory": math.inf} if options.predict else {})},
         "gradients to leave": {"download": math.inf},
         "updates": {"update": math.inf},
     }

@@ -415,6 +415,8 @@ def test_what_is_waited_for_is_named_with_what_helps(capsys: pytest.CaptureFixtu
     assert re.search(
         r"\d+% of the time for fetches; a larger k or memory_budget, or more work", capsys.readouterr().out
     )
+    main(["plan", *model, "--predict", "--dram", "40", "--batch", "1", "--tokens", "16"])  # all is waiting
+    assert re.search(r"waiting, with k = 1, k' = 1: (9\d|100)% of the time for fetches; ", capsys.readouterr().out)
     main(["plan", *model, "--dram", "1000"])
     assert "waiting, with" not in capsys.readouterr().out
     main(["plan", model[0], *model[1:3], "--tokens", "8192", *model[5:], "--dram", "120"])  # what helps
