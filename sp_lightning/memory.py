@@ -121,6 +121,12 @@ class Loan:
         return self._views[key]
 
 
+def shared(tensor: Tensor) -> bool:
+    """Whether somebody else holds the memory of a tensor: another tensor, a graph."""
+    storage = tensor.untyped_storage()
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # the tensor, and the object here
+
+
 def view(memory: Tensor, span: Span) -> Tensor:
     """The parameter at ``span`` of a flat ``uint8`` tensor whose storage begins with the block or slot."""
     return strided(memory, span.offset, span.dtype, span.shape, span.stride)

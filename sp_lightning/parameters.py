@@ -86,9 +86,10 @@ class DeviceParameter(nn.Parameter):
         if value is self:  # module.to(…) that changes nothing
             return
         with self._of.present(self):
-            self._of.replacing(self._of.layer, self._index, value)
             self._of.exposed.add(self._index)
-            _tensor_data.__set__(self, value)
+            if not same_place(value, _tensor_data.__get__(self)):  # as after p.data += 1
+                self._of.replacing(self._of.layer, self._index, value)
+                _tensor_data.__set__(self, value)
 
     @property
     def grad(self) -> Tensor | None:
@@ -262,6 +263,8 @@ class DeviceParameters:
         self.exposed: set[int] = set()  # whose .data was handed out: nobody knows when it is written
         self.apart: dict[int, Tensor] = {}
         """Those that were given another dtype, in device memory of their own."""
+        self.outside: dict[int, Tensor] = {}
+        """Weights that were given other memory (``param.data = other``), which somebody else holds and may write, too."""
         self.unseen = [0] * len(spans)
         """How often each weight was found to have been written where no version shows it."""
         self.steps = 0
@@ -316,6 +319,8 @@ class DeviceParameters:
 
     def attach(self, views: Sequence[Tensor]) -> None:
         """The layer is on the device: every parameter becomes what ``views`` has for it, on lent memory."""
+        if self.outside:
+            views = [self.outside.get(index, value) for index, value in enumerate(views)]
         if self.apart:
             views = self._with_those_apart(views)
         with _Untouched():
@@ -413,7 +418,7 @@ class DeviceParameters:
 
     def writes(self, index: int) -> int:
         """A number that rises with each write of a weight by anybody, shown by a version or not."""
-        if index in self.exposed:
+        if index in self.exposed or self.version(index) != self._versions[index]:
             self._settle(self.layer)
         return self.version_once_fetched(index) + self.steps + self.unseen[index]
 
@@ -506,6 +511,13 @@ def _run_hooks(host: nn.Parameter, gradient: Tensor) -> Tensor:
         replaced = hook(gradient)
         gradient = gradient if replaced is None else replaced
     return gradient
+
+
+def same_place(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same elements in memory."""
+    return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) == (
+        other.data_ptr(), other.dtype, other.shape, other.stride()
+    )  # fmt: skip
 
 
 def requires_grad(parameter: Tensor) -> bool:

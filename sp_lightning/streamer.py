@@ -46,11 +46,11 @@ from sp_lightning.gates import attach_gates
 from sp_lightning.gradients import Gradients
 from sp_lightning.host import HostBlock, Staging
 from sp_lightning.layers import Found
-from sp_lightning.memory import Loan, normal_mode, unseen, view
+from sp_lightning.memory import Loan, Span, normal_mode, shared, unseen, view
 from sp_lightning.modes import Mode
 from sp_lightning.offload import HostRing
 from sp_lightning.packing import Packing, packs
-from sp_lightning.parameters import DeviceParameter, DeviceParameters, hides_stand_ins, take_gradient
+from sp_lightning.parameters import DeviceParameter, DeviceParameters, hides_stand_ins, same_place, take_gradient
 from sp_lightning.places import Places
 from sp_lightning.plan import Plan
 from sp_lightning.prefetch import Prefetch
@@ -165,7 +165,8 @@ class Streamer:
             table = Table(embedding, self._blocks[index], device, pin=pin, reading=reading, compacted=compacted)
             self._parameters[index].look_up = table.look_up
             self._tables[index] = table
-        stays: set[int] = set()
+        stays = self._stays = set[int]()
+        self._given: set[int] = set()  # addresses of memory that weights were given in this step; nothing of it leaves
         self._residents = Residents(
             self._parameters[-1],
             self._blocks[-1],
@@ -207,6 +208,7 @@ class Streamer:
         self._calls = threading.local()  # of each thread: how deep, and hooks of its own
         self._used: dict[int, Slot] = {}
         self._kept: set[int] = set()  # released, and some weights may still be kept as they were
+        self._outside: set[int] = set()  # released, and somebody holds memory that some weights were given
         self._pins: defaultdict[int, int] = defaultdict(int)
         self._thread = 0  # whose step it is
         self._shared = False  # whether others use weights, too
@@ -764,6 +766,10 @@ class Streamer:
         """The layer is on the device now; whoever called is the reason."""
         if layer in self._used:
             return self._used[layer]
+        if self._outside:
+            self._take_back_outside(layer)
+            if layer in self._masters:
+                self._take_back_outside(self._masters[layer])
         self._slots.resume()
         if layer not in self._on_demand:
             self._prefetch.trace.visit(layer)
@@ -815,18 +821,16 @@ class Streamer:
         slot = self._used.pop(layer)
         group = self._parameters[layer]
         if group.attached:
-            written = group.take_written()
-            moved = False
-            if written:
-                places = self._slots.views(slot)
-                moved = any(not _same_place(group.value(index), places[index]) for index in written)
-                self._write_back(layer, ((index, group.value(index)) for index in written))
+            written = {index: group.value(index) for index in group.take_written()}
+            places = self._slots.views(slot) if written else []
+            outside = {index: value for index, value in written.items() if not same_place(value, places[index])}
+            self._write_back(layer, written.items())
             group.detach()
             if not group.let_go():
                 self._kept.add(layer)
-            if moved:  # param.data = another tensor: the slot does not have it
+            if outside:  # param.data = another tensor: the slot does not have it
                 self._slots.forget([layer])
-                group.exposed.clear()
+                self._keep_outside(layer, outside)
         else:  # used by autograd only; a view that had outlived the use before may have been written
             self._write_back_late((slot,))
         self._slots.release(slot)
@@ -837,7 +841,28 @@ class Streamer:
                 group.casts = None
             else:
                 self._slots.forget([layer])
-                group.exposed.clear()
+                group.exposed.intersection_update(group.outside)
+
+    def _keep_outside(self, layer: int, outside: dict[int, Tensor]) -> None:
+        """Whoever else holds the other memory of a weight may write it later: until then it is the weight's."""
+        group = self._parameters[layer]
+        group.outside = {i: value for i, value in outside.items() if i not in group.apart and shared(value)}
+        group.exposed.intersection_update(group.outside)
+        if group.outside:
+            self._outside.add(layer)
+        else:
+            self._outside.discard(layer)
+
+    def _take_back_outside(self, layer: int) -> None:
+        """What was written of a layer that is away, in memory that it was given, is the host's now."""
+        group = self._parameters[layer]
+        if group.outside and not group.attached:
+            before = list(group.unseen)
+            self._slots.synchronize(Wait.UPDATE_AFTER_FETCH, layer)  # it may be coming already, as it was
+            self._write_back(layer, group.outside.items())
+            if group.unseen != before:
+                self._slots.forget([layer])
+            self._keep_outside(layer, group.outside)
 
     def _release_loose(self, keep: Sequence[int] = ()) -> bool:
         """Release what no running call pins. Returns whether anything was."""
@@ -877,15 +902,19 @@ class Streamer:
         with self._lock, unseen():
             group = self._parameters[layer]
             if group.attached:
-                self._write_back(layer, ((index, group.value(index)) for index in sorted(group.exposed)))
+                self._write_back(layer, ((index, group.value(index)) for index in group.take_written()))
             else:
+                self._take_back_outside(layer)
                 self._write_back_late([slot for slot in self._slots.all if slot.layer == layer])
 
     def _replacing(self, layer: int, index: int, value: Tensor) -> None:
         """A weight is about to be given other memory (``param.data = other``); graphs that saved views of it keep the old."""
         with self._lock, unseen():
-            self._refuse_tying(layer, index, value)
             group = self._parameters[layer]
+            self._refuse_tying(layer, index, value)
+            _refuse_other_order(group.spans[index], value)
+            self._given.add(value.untyped_storage().data_ptr())
+            self._stays |= self._given
             if group.editions[index].saved:
                 self._write_back(layer, [(index, group.value(index))])  # earlier writes through .data are theirs, too
                 self._keep_saved(layer, index)
@@ -1007,6 +1036,11 @@ class Streamer:
     def _take_back_writes(self) -> None:
         """Every weight that was written on the device is the host's now."""
         self._release_loose()
+        for layer in list(self._outside):
+            self._take_back_outside(layer)
+            self._keep_outside(layer, {})
+        self._stays -= self._given
+        self._given.clear()
         self._write_back_late(self._slots.all)
         self._residents.take_back_writes()
         for group in self._parameters:
@@ -1074,8 +1108,14 @@ _DIFFERENTIATING = (
 )
 
 
-def _same_place(tensor: Tensor, other: Tensor) -> bool:
-    return (tensor.data_ptr(), tensor.stride()) == (other.data_ptr(), other.stride())
+def _refuse_other_order(span: Span, value: Tensor) -> None:
+    strides = zip(span.shape, span.stride, value.stride(), strict=False)
+    if value.shape == span.shape and any(size > 1 and mine != theirs for size, mine, theirs in strides):
+        raise RuntimeError(
+            f"Parameter {span.name!r} has strides {span.stride} and was given memory with strides {value.stride()} inside a step "
+            "(param.data = other, module.to(memory_format=…)); kernels choose by them. Give it the same order, param.data = "
+            "torch.empty_like(param).copy_(other), or exchange it between two batches or before trainer.fit."
+        )
 
 
 def _tied(name: str, other: str) -> str:

@@ -361,7 +361,7 @@ def test_inside_a_checkpoint_the_write_is_not_lost() -> None:
 
 
 class TransposesInStep(Module):
-    """``weight.data = weight.data.t()``: the same memory in another order, and used again."""
+    """``weight.data = weight.data.t()``: the same memory in another order, which the slot has no place for."""
 
     def loss(self, batch: Any) -> Tensor:
         first = super().loss(batch)
@@ -370,13 +370,125 @@ class TransposesInStep(Module):
         return first + super().loss(batch)
 
 
-def test_the_same_memory_in_another_order() -> None:
+@pytest.mark.parametrize("resident", [[], ["net"]])
+def test_another_order_inside_a_step_is_refused(resident: list[str]) -> None:
+    """The order was dropped without a word; kernels choose by it."""
+
     def make() -> Module:
         return TransposesInStep(nn.Sequential(*(Linears() for _ in range(4))))
 
-    plain = fit(make, vectors())
-    for k in (1, 4):
-        assert_same(fit(make, vectors(), superpipeline(k=k, k_prime=1)), plain)
+    with pytest.raises(
+        RuntimeError, match=r"'net\.0\.first\.weight' has strides \(16, 1\) and was given .*\(1, 16\).*empty_like"
+    ):
+        fit(make, vectors(), superpipeline(k=2, k_prime=1, resident=resident))
+
+
+class BlendsInPlace(Module):
+    """``pt.data = …; pt.data.add_(p.data)``: reading ``p`` let go of ``pt``'s layer, and the write went where nobody looked."""
+
+    def __init__(self, trained: bool, before: bool) -> None:
+        super().__init__(nn.Sequential(*(Linears() for _ in range(4))))
+        self.target = nn.Sequential(*(Linears() for _ in range(4))).requires_grad_(trained)
+        self.before = before
+
+    def blend(self) -> None:
+        for p, pt in zip(self.net.parameters(), self.target.parameters(), strict=True):
+            pt.data = pt.data * 0.9
+            pt.data.add_(p.data, alpha=0.1)
+
+    def loss(self, batch: Any) -> Tensor:
+        if self.before:
+            self.blend()
+        loss = F.mse_loss(self.net(batch), self.target(batch))
+        if not self.before:
+            self.blend()
+        return loss
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(("trained", "before"), [(True, True), (True, False), (False, True), (False, False)])
+def test_writes_to_memory_that_a_weight_was_given(trained: bool, before: bool, precision: Any) -> None:
+    def make() -> Module:
+        return BlendsInPlace(trained, before)
+
+    plain = fit(make, vectors(), precision=precision)
+    for options in ({"k": 1}, {"k": 8}, {"k": 1, "activations": "offload"}, {"k": 1, "resident": ["target"]}):
+        assert_same(fit(make, vectors(), superpipeline(k_prime=1, **options), precision=precision), plain)
+    with simulated():
+        assert_same(fit(make, vectors(), superpipeline(k=1, k_prime=1), precision=precision), plain)
+
+
+def test_a_detached_weight_that_is_written_before_the_forward_is_no_reason_to_refuse() -> None:
+    """The write was counted twice: by its version, and when the host took it over, which may be after the first run."""
+
+    class Blends(Module):
+        def loss(self, batch: Any) -> Tensor:
+            p, q = self.net[0].first.weight, self.net[2].first.weight
+            mine, theirs = p.detach(), q.detach()
+            mine.add_(theirs, alpha=0.1)
+            p.data = p.data * 0.9
+            with torch.no_grad():
+                p.add_(q, alpha=0.1)
+            return super().loss(batch)
+
+    def make() -> Module:
+        return Blends(nn.Sequential(*(Linears() for _ in range(4))))
+
+    for precision in ("32-true", "bf16-mixed"):
+        plain = fit(make, vectors(), precision=precision)
+        for activations in ("keep", "recompute"):
+            ours = fit(make, vectors(), superpipeline(k=2, k_prime=1, activations=activations), precision=precision)
+            assert_same(ours, plain)
+
+
+class WritesWhatItWasGiven(Writes):
+    """Exchanged before the forward, written in place after it: backward sees that, as the memory is the same."""
+
+    def loss(self, batch: Any) -> Tensor:
+        for p in self.net.parameters():
+            p.data = p.data * 0.99
+        return super().loss(batch)
+
+
+class StandardizesInHook(Writes):
+    """Weight standardisation before each call: what the call saves lies in the memory that the weight was given."""
+
+    def __init__(self, block: type[nn.Module], write: Callable[[Any], None]) -> None:
+        super().__init__(block, write)
+        for layer in self.net:
+            layer.register_forward_pre_hook(self.standardize)
+
+    @staticmethod
+    def standardize(layer: Any, _: Any) -> None:
+        weight = layer.first.weight
+        weight.data = (weight.data - weight.data.mean()) / (weight.data.std() + 0.5)
+
+
+def add_then_multiply(p: Any) -> None:
+    p.data += 0.1  # which ends in p.data = p.data
+    p.data.mul_(0.5)
+
+
+def hold_and_put_back(p: Any) -> None:
+    before = p.data
+    p.data = torch.zeros_like(before)
+    p.data.sum()
+    p.data = before
+
+
+@pytest.mark.parametrize("write", [multiply, add_then_multiply, hold_and_put_back])
+@pytest.mark.parametrize("block", ["linear", "convolution"])
+def test_the_same_memory_is_the_same_weight(block: str, write: Callable[[Any], None]) -> None:
+    for case in (Writes, WritesWhatItWasGiven, StandardizesInHook):
+
+        def make(case: type[Writes] = case) -> Module:
+            return case(BLOCKS[block], write)
+
+        plain = fit(make, vectors())
+        for options in ({"k": 1}, {"k": 4}, {"k": 1, "activations": "offload"}, {"k": 1, "resident": ["net.3"]}):
+            assert_same(fit(make, vectors(), superpipeline(k_prime=1, **options)), plain)
+        with poisoned():
+            assert_same(fit(make, vectors(), superpipeline(k=1, k_prime=1)), plain)
 
 
 @pytest.mark.parametrize("resident", [[], ["net.3"], ["net.2", "net.3"]])
