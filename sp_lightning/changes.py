@@ -64,6 +64,7 @@ class Changes:
         self._learned: set[str] = set()  # to be volatile
         self._random: list[_Random] = []
         self._training = [(child, child.training) for child in module.modules()]
+        self._held: list[tuple[str, dict[str, Any], str, Any]] = []  # weights and modules, and where they are held
         self._foreign: list[tuple[dict[str, Any], str, Any]] = []  # what stands in the place of weights
         self._weights: list[_Weight] = []
         self._inputs = [(each, each._version) for each in given if isinstance(each, Tensor) and not each.is_inference()]
@@ -119,11 +120,14 @@ class Changes:
         """
         for weight in self._weights:
             if weight.writes_now != weight.writes:
-                raise Unrepeatable(self._written_since(f"Parameter {weight.name!r}"))
+                raise Unrepeatable(self._written_since(weight.name, "Parameter"))
+        for name, place, key, held in self._held:
+            if _lasting(place.get(key)) is not held:
+                raise Unrepeatable(self._written_since(name.lstrip("."), "What is called", "exchanged"))
         volatile = self._volatile.get(self._unit, ())
         for name, tensor, version in self._unchanged:
             if tensor._version != version or name in volatile:  # which it was not yet
-                raise Unrepeatable(self._written_since(f"Buffer or attribute {name!r}"))
+                raise Unrepeatable(self._written_since(name, "Buffer or attribute"))
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -179,6 +183,7 @@ class Changes:
             return
         for key, parameter in child._parameters.items():
             if hasattr(parameter, "_of"):
+                self._held.append((f"{name}.{key}", child._parameters, key, _lasting(parameter)))
                 group: Any = parameter._of  # type: ignore[union-attr]
                 index: int = parameter._index  # type: ignore[union-attr]
                 self._weights.append(
@@ -192,6 +197,7 @@ class Changes:
                 )
             elif parameter is not None:  # of functional_call, say
                 self._foreign.append((child._parameters, key, parameter))
+        self._held += [(f"{name}.{key}", child._modules, key, inner) for key, inner in child._modules.items()]
         attributes = vars(child)
         if _is_trusted(child):  # what hooks have set: the weight, of an old spectral norm
             self._foreign += [
@@ -272,9 +278,9 @@ class Changes:
             f'The forward of {self._unit!r} {what}, and cannot be run again (activations="recompute"). {self._remedy()}'
         )
 
-    def _written_since(self, what: str) -> str:
+    def _written_since(self, name: str, what: str, how: str = "modified by an inplace operation") -> str:
         return (
-            f"{what} of {self._unit!r} has been modified by an inplace operation between forward and backward, which was to "
+            f"{what} {name!r} of {self._unit!r} has been {how} between forward and backward, which was to "
             f'compute the forward again (activations="recompute"). {self._remedy()}'
         )
 
@@ -333,6 +339,11 @@ class _Weight(NamedTuple):
     def writes_now(self) -> int:
         """By anybody, so far."""
         return int(self.group.writes(self.at))
+
+
+def _lasting(held: Any) -> Any:
+    """What a module holds, whether the host's parameter stands there now or the device's."""
+    return held._of.hosts[held._index] if hasattr(held, "_of") else held
 
 
 def _gradient(parameter: Tensor) -> tuple[int, int] | None:

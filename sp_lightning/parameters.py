@@ -169,6 +169,10 @@ class StandIn(DeviceParameter):
         with away[0]._of.together(away):
             if away[0]._of.shared or away[0]._of.kept_raw():
                 args, kwargs = tree_map_only(DeviceParameter, _alias, (args, kwargs))
+            if (
+                func is Tensor.detach or func is torch.detach
+            ):  # as state_dict() does; writes of its .data bump no version
+                away[0]._of.expose()
             return func(*args, **kwargs)
 
 
@@ -493,7 +497,12 @@ class DeviceParameters:
             handle.remove()
         self._handles.clear()
         self._accumulators.clear()
+        self._kept.clear()
         self.all.clear()
+
+    def expose(self) -> None:
+        """Any weight of the layer may be written at any time, where no version shows it."""
+        self.exposed.update(range(len(self.all)))
 
     def present(self, parameter: DeviceParameter) -> AbstractContextManager[None]:
         """A context in which a parameter's layer is there."""

@@ -61,6 +61,18 @@ def is_quiet(trainer: Any, phase: str) -> bool:
     return not hooks_of_users(trainer, phase)
 
 
+def is_known(optimizer: Any) -> bool:
+    """Whether an optimizer's step calls the closure before it writes weights: torch's does, without hooks before it."""
+    hooks = [
+        hook for hook in optimizer._optimizer_step_pre_hooks.values() if not _code_of(hook).startswith("sp_lightning.")
+    ]
+    return not hooks and type(optimizer).step.__module__.startswith("torch.optim.")
+
+
+def _code_of(hook: Any) -> str:
+    return str(getattr(hook, "__module__", ""))
+
+
 def hooks_of_users(trainer: Any, phase: str) -> list[str]:
     """The hooks that run at a certain point, by name: ``EMA.on_train_batch_end``."""
     owners: list[tuple[object, type]] = [(trainer.lightning_module, pl.LightningModule)]

@@ -70,6 +70,9 @@ class Residents:
             return
         if not group.stale:
             self.take_back_writes()
+        elif self._block.displaced:  # param.data = other, of the host's: graphs keep what they have saved views of
+            self._take_memory()
+            self._attach()
         self._device.access(self._memory, Stream.COMPUTE, write=False)
         self._device.wait(Stream.UPLOAD, self._device.record(Stream.COMPUTE), Wait.RESIDENTS_AFTER_USE)
         self._adopt(self.layer)

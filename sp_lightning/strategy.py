@@ -55,7 +55,7 @@ from sp_lightning.options import (
 from sp_lightning.overlap import Overlap, choose_overlap, may_measure_early, scaler_of
 from sp_lightning.parameters import DeviceParameter
 from sp_lightning.plan import Plan, make_plan
-from sp_lightning.quiet import is_quiet
+from sp_lightning.quiet import is_known, is_quiet
 from sp_lightning.repeat import Snapshot
 from sp_lightning.stats import Stats
 from sp_lightning.step import FusedStep, HostGradScaler
@@ -446,13 +446,14 @@ class StreamingStrategy(_Base):
     # ------------------------------------------------------------------ steps
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        # Callbacks and module have had their hooks: from here to the batch's end, nobody writes weights unseen.
+        # Callbacks and module have had their hooks: but for an optimizer's step around it, training_step comes next.
         super().on_train_batch_start(batch, batch_idx)
         streamer = self._current()
         if not self._is_quiet("train"):
             streamer.forget()
         self._tune("train", batch)
-        streamer.expect("train", training=True)
+        if self._steps_quietly():
+            streamer.expect("train", training=True)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._run("train", super().training_step, *args, **kwargs)
@@ -564,7 +565,7 @@ class StreamingStrategy(_Base):
         streamer, training = self._streamer, phase == "train"
         manual = training and not self.lightning_module.automatic_optimization
         # A loop's first batch trusts no copy: hooks have run since the last step, whatever that was.
-        quiet = training or (phase == self._last_phase and self._is_quiet(phase))
+        quiet = self._steps_quietly() if training else phase == self._last_phase and self._is_quiet(phase)
         self._last_phase = phase
         with self._whole_after_failure():
             streamer.begin(phase, training=training, manual=manual, quiet=quiet)
@@ -606,6 +607,15 @@ class StreamingStrategy(_Base):
             assert self.lightning_module is not None
             self._quiet[phase] = not self._check_writes and is_quiet(self.lightning_module.trainer, phase)
         return self._quiet[phase]
+
+    def _steps_quietly(self) -> bool:
+        """Whether nobody can write weights between a batch's start and its training step, which an optimizer's step calls."""
+        if "step" not in self._quiet:
+            assert self.lightning_module is not None
+            automatic = self.lightning_module.automatic_optimization
+            known = all(is_known(each) for each in self.optimizers)
+            self._quiet["step"] = not self._check_writes and (not automatic or (known and self._is_quiet("optimizer")))
+        return self._quiet["step"]
 
     def _may_write_after(self, phase: str) -> bool:
         """Whether a hook after a batch of this phase, which may be the loop's last, could write weights."""

@@ -256,9 +256,6 @@ class Streamer:
             if training:
                 self.activations.begin()
             self._activate()
-            if self._weight_watch is not None:
-                self.updates.finish()
-                self._weight_watch.look()
             self._fetch_ahead()
 
     def expect(self, phase: str, *, training: bool) -> None:
@@ -385,8 +382,7 @@ class Streamer:
             self._expected = None
             if self._in_step and self._manual:
                 self._activate()  # the step goes on after the optimizer's
-                if self._weight_watch is not None:
-                    self._weight_watch.look()
+                self._look_at_weights()
 
     def settle(self) -> None:
         """Between steps: user code may write weights now, which no transfer may be reading, and none has read."""
@@ -759,6 +755,7 @@ class Streamer:
                 self._take_back_writes()
                 self._deactivate()
                 self._forget_copies()
+                self._residents.forget()
 
     # ------------------------------------------------------------------ layers come and go
 
@@ -891,7 +888,12 @@ class Streamer:
 
     def _suspect(self, group: DeviceParameters) -> None:
         if self._weight_watch is not None:
-            group.exposed.update(range(len(group.all)))
+            group.expose()
+
+    def _look_at_weights(self) -> None:
+        if self._weight_watch is not None and self._in_step:
+            self.updates.finish()
+            self._weight_watch.look()
 
     def _compare_writes(self) -> None:
         if self._weight_watch is not None and self._in_step:
@@ -984,6 +986,11 @@ class Streamer:
                 self._keep_saved(layer, index)
                 self._parameters[layer].unseen[index] += 1
             block.adopt()
+            if layer in self._owners:  # the block's memory is the same, its values are others
+                self._casts[self._owners[layer]].doubt()
+            if self._weight_watch is not None:
+                for index in displaced:
+                    self._weight_watch.look_at(block, index)
 
     def _refuse_tied(self, block: HostBlock, displaced: Sequence[int]) -> None:
         mine = {block.parameters[index].data_ptr(): block.planned.spans[index].name for index in displaced}
@@ -1014,6 +1021,7 @@ class Streamer:
         if not self._places.on_device:
             self._residents.group.ask(before_use=False)
             self._places.hold_device()
+            self._look_at_weights()
         self._residents.refresh()
         self._suspect(self._residents.group)
 
@@ -1022,6 +1030,8 @@ class Streamer:
         if self._places.on_device:
             self._residents.group.ask(before_use=True)
             self._places.hold_host()
+            if self._weight_watch is not None:
+                self._weight_watch.look_away()
             for each in self._averages:
                 each.send_back()
 

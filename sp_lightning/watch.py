@@ -30,6 +30,10 @@ class WeightWatch:
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             self._looks = dict(zip(self._places, threads.map(_look, self._places), strict=True))
 
+    def look_away(self) -> None:
+        """Whoever comes next may write the host's weights."""
+        self._looks = {}
+
     def look_at(self, block: HostBlock, index: int) -> None:
         """The engine has written a weight."""
         self._looks[block, index] = _look((block, index))

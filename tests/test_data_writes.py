@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning import offload
@@ -584,3 +585,139 @@ def test_looking_finds_nothing_where_nothing_is(options: dict[str, Any]) -> None
 def test_looking_goes_with_no_update_inside_backward() -> None:
     with pytest.raises(ValueError, match=r'check_writes=True.*optimizer_overlap="off"'):
         superpipeline(check_writes=True, optimizer_overlap="backward")
+
+
+class Followed(Module):
+    """A moving average, by ``how``, before the forward of each step."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(nn.Sequential(*(Linears() for _ in range(4))))
+        self.target = nn.Sequential(*(Linears() for _ in range(4))).requires_grad_(False)
+        self.how = how
+        self.mine = [list(self.net.parameters()), list(self.target.parameters())]
+
+    def loss(self, batch: Any) -> Tensor:
+        new = self.net.state_dict()
+        if self.how == "state_dict":
+            for name, value in self.target.state_dict().items():
+                value.data.copy_(value.data * 0.9 + new[name].data * 0.1)
+        elif self.how == "detach":
+            for p, pt in zip(self.net.parameters(), self.target.parameters(), strict=True):
+                pt.detach().data.lerp_(p.detach(), 0.1)
+        else:
+            for p, pt in zip(*self.mine, strict=True):
+                pt.data = pt.data * 0.9 + p.data * 0.1
+        return F.mse_loss(self.net(batch), self.target(batch)) + self.net(batch * 2).square().mean()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("how", ["state_dict", "detach", "references"])
+def test_averages_by_all_ways(how: str, precision: Any) -> None:
+    """What ``state_dict()`` gives is detached: writes of its ``.data`` were lost; casts of exchanged weights stayed the old."""
+
+    def make() -> Module:
+        return Followed(how)
+
+    plain = fit(make, vectors(), precision=precision)
+    # Residents are plain parameters within a step, and nobody notices that they are detached.
+    resident = {"resident": ["target"], "check_writes": how != "references"}
+    for options in ({"k": 1}, {"k": 8}, {"k": 2, **resident}):
+        assert_same(fit(make, vectors(), superpipeline(k_prime=1, **options), precision=precision), plain)
+
+
+class WritesBeforeItsStep(Module):
+    """Weight noise around the closure: after ``on_train_batch_start``, before ``training_step``."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(nn.Sequential(*(Linears() for _ in range(4))))
+        self.how = how
+
+    def shake(self, *_: Any) -> None:
+        for p in self.parameters():
+            p.data.mul_(0.9)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        if self.how == "hook":
+            self.shake()
+        super().optimizer_step(*args, **kwargs)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        shake = self.shake
+
+        class Shakes(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                shake()
+                return super().step(closure)
+
+        optimizer = (Shakes if self.how == "optimizer" else torch.optim.SGD)(self.parameters(), lr=0.1)
+        if self.how == "pre-hook":
+            optimizer.register_step_pre_hook(shake)
+        return optimizer
+
+
+@pytest.mark.parametrize("how", ["hook", "optimizer", "pre-hook"])
+def test_writes_between_a_batchs_start_and_its_step(how: str) -> None:
+    def make() -> Module:
+        return WritesBeforeItsStep(how)
+
+    plain = fit(make, vectors())
+    for options in ({"k": 1}, {"k": 4}, {"k": 2, "resident": ["net.0"]}):
+        assert_same(fit(make, vectors(), superpipeline(k_prime=1, **options)), plain)
+    with simulated():
+        assert_same(fit(make, vectors(), superpipeline(k=1, k_prime=1)), plain)
+
+
+class Sharpness(Module):
+    """SAM by hand: weights are moved along the gradient between two backwards of one step."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        moves = [0.1 * p.grad for p in self.parameters()]
+        for p, move in zip(self.parameters(), moves, strict=True):
+            p.data.add_(move)
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        for p, move in zip(self.parameters(), moves, strict=True):
+            p.data.sub_(move)
+        optimizer.step()
+        return loss
+
+
+@pytest.mark.parametrize("options", [{}, {"resident": ["net.0"]}, {"resident": ["net"]}, {"check_writes": True}])
+def test_weights_that_are_moved_between_two_backwards(options: dict[str, Any]) -> None:
+    def make() -> Module:
+        return Sharpness(nn.Sequential(*(Linears() for _ in range(4))))
+
+    plain = fit(make, vectors())
+    assert_same(fit(make, vectors(), superpipeline(k=2, k_prime=1, **options)), plain)
+
+
+@pytest.mark.parametrize("what", ["weight", "tied", "module", "pruned", "bias"])
+def test_what_is_exchanged_before_its_second_run_is_refused(what: str) -> None:
+    class Exchanges(Module):
+        def loss(self, batch: Any) -> Tensor:
+            loss = super().loss(batch)
+            layer = self.net[1]
+            if what == "weight":
+                layer.second.weight = nn.Parameter(layer.second.weight.detach() * 0.5)
+            elif what == "tied":
+                layer.second.weight = layer.first.weight
+            elif what == "module":
+                layer.second = nn.Linear(16, 16)
+            elif what == "pruned":
+                prune.l1_unstructured(layer.second, "weight", 0.5)
+            else:
+                layer.second.bias = None
+            return loss
+
+    with pytest.raises(Unrepeatable, match=r"'second(\.\w+)?' of 'net\.1' has been exchanged between.*\"offload\""):
+        fit(
+            lambda: Exchanges(nn.Sequential(*(Linears() for _ in range(4)))),
+            vectors(),
+            superpipeline(k=2, k_prime=1, activations="recompute"),
+        )
