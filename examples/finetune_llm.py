@@ -27,7 +27,7 @@ from sp_lightning.plan import human_bytes
 if not __package__:  # started as a file: what lies beside it is found from the repository's root
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from examples.console import ConsoleLogger, Entry, indent, last_loss, say, say_memory, steps_per_second
+from examples.console import ConsoleLogger, Entry, indent, last_loss, say, say_memory, say_speed, steps_per_second
 from examples.language import (
     HEAD,
     LAYERS,
@@ -42,6 +42,7 @@ from examples.language import (
 )
 from examples.recipe import (
     HOLDS_TRAINING,
+    PLAIN_STEPS,
     add_run_options,
     check_file,
     check_least,
@@ -49,6 +50,7 @@ from examples.recipe import (
     cuda_peak,
     keep_last,
     make_trainer,
+    plain_steps_per_second,
     plain_training_bytes,
     prepare_output,
     run,
@@ -126,8 +128,8 @@ def main(argv: Sequence[str] | None = None) -> Result:
         return shuffled(training, batch_size=options.batch_size, steps=steps, seed=seed)
 
     def sample(trainer: pl.Trainer, module: CausalLM) -> str:
-        (tokens,) = trainer.predict(module, prompt)  # type: ignore[misc]
-        return tokenizer.decode(tokens[0], skip_special_tokens=True)
+        (written,) = trainer.predict(module, prompt)  # type: ignore[misc]
+        return tokenizer.decode(written[0], skip_special_tokens=True)
 
     # Sample, train the first part, write a checkpoint.
     say(f"Text: {len(text):,} characters = {len(windows):,} windows of {options.length} tokens")
@@ -154,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     module.model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
-    losses = console.losses + resumed.losses
+    losses, tokens = console.losses + resumed.losses, options.batch_size * options.length
     result = Result(
         first_loss=losses[0].loss,
         last_loss=last_loss(losses),
@@ -164,13 +166,14 @@ def main(argv: Sequence[str] | None = None) -> Result:
         peak_device_bytes=peak,
         planned_device_bytes=strategy.plan.peak_device_bytes,
         plain_device_bytes=plain_training_bytes(module),
-        tokens_per_second=options.batch_size * options.length * steps_per_second(console.losses, resumed.losses),
+        tokens_per_second=tokens * steps_per_second(console.losses, resumed.losses),
         before=before,
         after=after,
         checkpoint=checkpoint,
         model=folder,
     )
-    report(result, strategy.plan, console.losses[-1], resumed.losses[0], allocated)
+    plain = plain_steps_per_second(options, module, batches(PLAIN_STEPS + 1, seed=3))
+    report(result, strategy.plan, console.losses[-1], resumed.losses[0], allocated, plain * tokens)
     return result
 
 
@@ -184,12 +187,11 @@ def model_maker(options: argparse.Namespace, tokenizer: Any) -> Callable[[], Any
     return lambda: load_language_model(options.model, options.precision)
 
 
-def report(result: Result, plan: Plan, last: Entry, first: Entry, allocated: int) -> None:
+def report(result: Result, plan: Plan, last: Entry, first: Entry, allocated: int, plain: float) -> None:
     """The comparison that the recipe is for."""
     say(f"Loss: {result.first_loss:.3f} → {result.last_loss:.3f}, on held-out text {result.val_loss:.3f}")
     say(f"Resumed at step {result.resumed_step}: loss {last.loss:.3f} before the checkpoint, {first.loss:.3f} after it")
-    if result.tokens_per_second:
-        say(f"Speed: {result.tokens_per_second:,.0f} tokens/s")
+    say_speed(result.tokens_per_second, plain, "tokens")
     say_memory(
         plan,
         counted=result.peak_device_bytes,

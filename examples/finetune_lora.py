@@ -33,7 +33,7 @@ from sp_lightning.plan import human_bytes
 if not __package__:  # started as a file: what lies beside it is found from the repository's root
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from examples.console import ConsoleLogger, indent, last_loss, say, say_memory
+from examples.console import ConsoleLogger, indent, last_loss, say, say_memory, say_speed, steps_per_second
 from examples.language import (
     HEAD,
     LAYERS,
@@ -48,6 +48,7 @@ from examples.language import (
 )
 from examples.recipe import (
     HOLDS_TRAINING,
+    PLAIN_STEPS,
     add_run_options,
     check_file,
     check_least,
@@ -55,6 +56,7 @@ from examples.recipe import (
     cuda_peak,
     keep_last,
     make_trainer,
+    plain_steps_per_second,
     plain_training_bytes,
     prepare_output,
     run,
@@ -214,6 +216,10 @@ def main(argv: Sequence[str] | None = None) -> Result:
     )
     say(f"Loss: {result.first_loss:.3f} → {result.last_loss:.3f}, on held-out text {val_before:.3f} → {val_loss:.3f}")
     say(f"Resumed at step {result.resumed_step}")
+    more = shuffled(training, batch_size=options.batch_size, steps=PLAIN_STEPS + 1, seed=3)
+    seen = options.batch_size * options.length
+    speed = plain_steps_per_second(options, make_module(), more)
+    say_speed(seen * steps_per_second(console.losses, resumed.losses), seen * speed, "tokens")
     say_memory(strategy.plan, counted=peak, plain=plain, holds=HOLDS_TRAINING, allocated=allocated)
     say(f"Adapters: {adapter}")
     say(f"Merged model: {merged} (go on with examples/generate_llm.py --model {merged})")

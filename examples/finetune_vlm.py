@@ -43,15 +43,17 @@ from transformers import (
 if not __package__:  # started as a file: what lies beside it is found from the repository's root
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from examples.console import ConsoleLogger, last_loss, say, say_memory, steps_per_second
+from examples.console import ConsoleLogger, last_loss, say, say_memory, say_speed, steps_per_second
 from examples.language import check_model
 from examples.recipe import (
     HOLDS_TRAINING,
+    PLAIN_STEPS,
     add_run_options,
     check_least,
     check_positive,
     cuda_peak,
     make_trainer,
+    plain_steps_per_second,
     plain_training_bytes,
     prepare_output,
     run,
@@ -174,7 +176,9 @@ def main(argv: Sequence[str] | None = None) -> Result:
         say(f"  right   {right}\n  before  {first!r}\n  after   {last!r}\n")
     say(f"Loss: {result.first_loss:.3f} → {result.last_loss:.3f}, on held-out images {val_loss:.3f}")
     say(f"Right word for word: {result.right_before:.0%} → {result.right:.0%} of {len(wanted)} held-out images")
-    say(f"Speed: {result.images_per_second:,.0f} images/s")
+    more = batches(training, captions.for_training, steps=PLAIN_STEPS + 1)
+    speed = plain_steps_per_second(options, module, more)
+    say_speed(result.images_per_second, options.batch_size * speed, "images")
     say_memory(strategy.plan, counted=peak, plain=result.plain_device_bytes, holds=HOLDS_TRAINING, allocated=allocated)
     say(f"Model: {folder} (go on with --model {folder})")
     return result
@@ -199,7 +203,7 @@ class Captioner(pl.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self.model(**batch, use_cache=False).loss
-        self.log("loss", loss, batch_size=len(batch["input_ids"]))
+        self.log("loss", loss, batch_size=len(batch["input_ids"]), prog_bar=True)
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:

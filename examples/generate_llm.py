@@ -30,7 +30,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 if not __package__:  # started as a file: what lies beside it is found from the repository's root
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from examples.console import indent, say, say_memory
+from examples.console import indent, say, say_memory, say_speed
 from examples.language import (
     HEAD,
     LAYERS,
@@ -48,6 +48,7 @@ from examples.recipe import (
     check_positive,
     cuda_peak,
     make_trainer,
+    plain_trainer,
     prepare_output,
     run,
 )
@@ -131,7 +132,8 @@ def main(argv: Sequence[str] | None = None) -> Result:
         answers=answers,
         file=writer.file,
     )
-    say(f"{result.new_tokens:,} tokens in {module.seconds:.1f} s: {result.tokens_per_second:,.0f} tokens/s")
+    say(f"{result.new_tokens:,} tokens in {module.seconds:.1f} s")
+    say_speed(result.tokens_per_second, plain_tokens_per_second(options, module, prompts), "tokens")
     say_memory(
         strategy.plan,
         counted=result.peak_device_bytes,
@@ -141,6 +143,16 @@ def main(argv: Sequence[str] | None = None) -> Result:
     )
     say(f"Answers: {result.file}")
     return result
+
+
+def plain_tokens_per_second(options: argparse.Namespace, module: Writer, prompts: Prompts) -> float:
+    """Of the first batch under plain Lightning; 0 where it does not fit."""
+    module.seconds = 0.0
+    try:
+        batches = plain_trainer(options, limit_predict_batches=1).predict(module, datamodule=prompts)
+    except torch.OutOfMemoryError:
+        return 0.0
+    return sum(answer["tokens"] for batch in batches or () for answer in batch) / module.seconds
 
 
 class Writer(pl.LightningModule):

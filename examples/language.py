@@ -33,7 +33,7 @@ class CausalLM(pl.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.model(input_ids=batch, labels=batch, use_cache=False).loss
-        self.log("loss", loss)
+        self.log("loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:

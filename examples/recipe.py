@@ -5,28 +5,32 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import Logger
 from transformers.utils.logging import disable_progress_bar
 
+from examples.console import ConsoleLogger, steps_per_second
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.modes import Activations
 
-HOLDS_TRAINING = "weights, gradients and AdamW's moments"
+HOLDS_TRAINING = "weights, gradients and the optimizer's state (AdamW's moments)"
+PLAIN_STEPS = 5
 HOLDS_PREDICTION = "weights"
 
 
 def add_run_options(parser: argparse.ArgumentParser, name: str, *, training: bool = True) -> None:
     """The options that every recipe has; ``name`` is the default output's."""
     add = parser.add_argument
-    add("--k", type=int, default=2, help="layers usable on the device at once; more is faster (%(default)s)")
-    add("--k-prime", type=int, default=1, help="layers that move as one transfer (%(default)s)")
+    add("--k", type=int, help="layers usable on the device at once; more is faster (default: what fits and is fastest)")
+    add("--k-prime", type=int, help="layers that move as one transfer (default: as k)")
     if training:
         add(
             "--activations",
@@ -104,7 +108,9 @@ def make_trainer(
 ) -> tuple[pl.Trainer, SuperpipelineStrategy]:
     """A trainer as ever, but for ``strategy=``; ``more`` are further options of the strategy."""
     activations: Activations = getattr(options, "activations", "keep")
-    strategy = SuperpipelineStrategy(k=options.k, k_prime=options.k_prime, activations=activations, **more)
+    window: dict[str, Any] = {name: getattr(options, name) for name in ("k", "k_prime") if getattr(options, name)}
+    strategy = SuperpipelineStrategy(**window, activations=activations, **more)
+    bar = sys.stdout.isatty()  # ConsoleLogger's lines can be read in a file, too
     trainer = pl.Trainer(
         strategy=strategy,  # plain Lightning: strategy="auto"
         accelerator=options.accelerator,
@@ -113,13 +119,37 @@ def make_trainer(
         max_epochs=epochs,
         logger=logger or False,
         log_every_n_steps=1,
-        callbacks=list(callbacks),
+        callbacks=[*callbacks, *([TQDMProgressBar()] if bar else [])],
         enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
         num_sanity_val_steps=0,
-        enable_progress_bar=False,  # ConsoleLogger's lines can be read in a file, too
+        enable_progress_bar=bar,
         enable_model_summary=False,
     )
     return trainer, strategy
+
+
+def plain_trainer(options: argparse.Namespace, **more: Any) -> pl.Trainer:
+    """For some batches under plain Lightning, which nobody is to see."""
+    quiet: dict[str, Any] = dict.fromkeys(
+        ("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    return pl.Trainer(
+        accelerator=options.accelerator, devices=1, precision=options.precision, **{"logger": False, **quiet, **more}
+    )
+
+
+def plain_steps_per_second(options: argparse.Namespace, module: pl.LightningModule, batches: Any) -> float:
+    """A few steps more under plain Lightning, which train ``module`` on; 0 where it does not fit."""
+    console = ConsoleLogger(PLAIN_STEPS + 1, silent=True)
+    trainer = plain_trainer(
+        options, max_steps=PLAIN_STEPS + 1, max_epochs=-1, logger=console, log_every_n_steps=1, limit_val_batches=0
+    )
+    try:
+        with warnings.catch_warnings(action="ignore"):  # said of the run itself already, or of what is left out here
+            trainer.fit(module, batches)
+    except torch.OutOfMemoryError:
+        return 0.0
+    return steps_per_second(console.losses)
 
 
 def keep_last(folder: Path) -> ModelCheckpoint:

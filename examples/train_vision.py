@@ -28,12 +28,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
+from sp_lightning.estimate import cast, estimate, on_paper
+from sp_lightning.layers import find_layers
 from sp_lightning.plan import human_bytes
 
 if not __package__:  # started as a file: what lies beside it is found from the repository's root
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from examples.console import ConsoleLogger, last_loss, say, say_memory, steps_per_second
+from examples.console import ConsoleLogger, last_loss, say, say_memory, say_speed, steps_per_second
 from examples.recipe import (
     HOLDS_TRAINING,
     add_run_options,
@@ -42,6 +44,7 @@ from examples.recipe import (
     check_positive,
     cuda_peak,
     make_trainer,
+    plain_steps_per_second,
     plain_training_bytes,
     prepare_output,
     run,
@@ -120,10 +123,14 @@ def main(argv: Sequence[str] | None = None) -> Result:
     )
     say(f"Loss: {result.first_loss:.3f} → {result.last_loss:.3f}, in validation {result.val_loss:.3f}")
     say(f"Accuracy: {result.accuracy:.1%} of {len(images.validation):,} images that were held out")
-    say(f"Speed: {result.images_per_second:,.0f} images/s")
+    speed = plain_steps_per_second(options, module, images.train_dataloader())
+    say_speed(result.images_per_second, options.batch_size * speed, "images")
     modes = ", ".join(f"{mode} {n}" for mode, n in Counter(strategy.activations.values()).items())
     moved = f"; {human_bytes(result.offloaded_bytes // steps)} offloaded per step" if result.offloaded_bytes else ""
     say(f"Activations, in layers and parts beside them: {modes}{moved}")
+    kept, recomputed = saved_for_backward(options, len(images.classes))
+    say(f"  saved for backward    {human_bytes(kept):>10}   with --activations keep, as plain Lightning does")
+    say(f"                        {human_bytes(recomputed):>10}   with --activations recompute")
     say_memory(
         strategy.plan,
         counted=result.peak_device_bytes,
@@ -151,7 +158,7 @@ class Classifier(pl.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
         loss = F.cross_entropy(self.model(images), labels)
-        self.log("loss", loss)
+        self.log("loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -301,6 +308,20 @@ def check_vision_model(name: str, classes: int, image: int) -> None:
             vision_model(name, classes, image)(torch.empty(2, 3, image, image))
     except (ValueError, RuntimeError, AssertionError) as error:
         raise ValueError(f"--model {name} cannot take --image {image}: {error}") from error
+
+
+def saved_for_backward(options: argparse.Namespace, classes: int) -> tuple[int, int]:
+    """Most bytes of activations that a batch keeps for its backward: all of them, and with recompute. Takes no memory."""
+    lower = torch.float32 if options.precision == "32-true" else torch.bfloat16
+    with on_paper(), torch.autocast("cpu", lower, enabled=options.precision == "bf16-mixed"):
+        module = Classifier(vision_model(options.model, classes, options.image), options.lr)
+        images = torch.empty(options.batch_size, 3, options.image, options.image)
+        labels = torch.zeros(options.batch_size, dtype=torch.long)
+        if options.precision == "bf16-true":
+            cast(module, lower)
+            images = images.to(lower)
+        work = estimate(find_layers(module), lambda: F.cross_entropy(module.model(images), labels))
+    return work.saved("keep"), work.saved("recompute")
 
 
 # ---------------------------------------------------------------------- the command line

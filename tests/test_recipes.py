@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import finetune_llm, finetune_lora, finetune_vlm, generate_llm, train_vision
+from examples.console import ConsoleLogger
 from examples.text import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -157,6 +159,39 @@ def test_vision_learns_digits(activations: str, tmp_path: Path) -> None:
     assert result.accuracy > 0.3
     assert result.last_loss < result.first_loss
     assert result.peak_device_bytes <= result.planned_device_bytes < result.plain_device_bytes
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--steps", "4", *MODEL, *TEXT, "--output", str(tmp_path)]
+    finetune_llm.main(arguments)
+    lines = capsys.readouterr().out
+    assert re.search(r"step 2/4  loss [\d.]+  [\d.e+]+ steps/s, \d+ s left\n", lines)
+    assert re.search(r"Speed: [\d,]+ tokens/s \(plain Lightning, on a few batches of the same: [\d,]+\)\n", lines)
+    assert "Epoch" not in lines
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    finetune_llm.main(arguments)
+    assert re.search(r"Epoch 0: .*it/s, loss=", capsys.readouterr().out)
+
+
+def test_a_line_every_ten_seconds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many steps there are."""
+    now = iter(range(0, 10_000, 4))
+    monkeypatch.setattr("examples.console.time.perf_counter", lambda: float(next(now)))
+    logger = ConsoleLogger(1000)
+    for step in range(8):
+        logger.log_metrics({"loss": 1.0}, step)
+    said = [line.split("/")[0].split()[-1] for line in capsys.readouterr().out.splitlines()]
+    assert said == ["1", "4", "7"]
+
+
+def test_vision_says_what_recompute_saves() -> None:
+    options = train_vision.make_parser().parse_args([])
+    kept, recomputed = train_vision.saved_for_backward(options, 10)
+    options.precision = "bf16-true"
+    assert 0 < recomputed < kept
+    assert train_vision.saved_for_backward(options, 10)[0] < kept
 
 
 def test_vision_reads_folders_and_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
