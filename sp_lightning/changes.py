@@ -272,6 +272,9 @@ class Changes:
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             self._random.append(_Random(numpy.random.get_state, numpy.random.set_state, numpy.random.get_state()))
+        pyro = sys.modules.get("pyro.poutine.runtime")
+        if pyro is not None:  # the handlers around a forward are gone in backward: it would sample anew, not replay
+            self._look("Pyro's handlers", pyro._PYRO_STACK, objects=_DEEP)
 
     def _refusal(self, what: str) -> str:
         return (
