@@ -698,7 +698,7 @@ def _ungrouped(streamed: Sequence[_Unit], above: Mapping[nn.Module, str]) -> str
     flat = [each for each in above if type(each) is nn.Sequential and len(bare.intersection(each.children())) >= _FEW]
     said = f"all {len(bare)} layers are bare modules, between which most of what backward needs is saved. "
     if not flat:
-        return f"{said}Put some of them, with what is computed between them, into a module of its own, several times."
+        return f"{said}Group every few of them, with what is computed between them, in a module: such modules become the layers."
     longest = max(flat, key=lambda each: len(bare.intersection(each.children())))
     name, length = above[longest], len([*longest.children()])
     step = -(-length // max(2, math.isqrt(len(bare.intersection(longest.children())))))
