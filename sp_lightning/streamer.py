@@ -599,6 +599,12 @@ class Streamer:
     @contextmanager
     def _together(self, parameters: Sequence[DeviceParameter], *, casts: bool = False) -> Iterator[None]:
         """These device parameters, or their ``casts``, are there for one operation."""
+        if self._closed:
+            name = parameters[0]._of.spans[parameters[0]._index].name
+            raise RuntimeError(
+                f"{name!r} was taken within a step of a run that is over, and is used now: it has no memory any more. Take "
+                f"it from its module: dict(module.named_parameters())[{name!r}]."
+            )
         layers = sorted({parameter._of.layer for parameter in parameters} - {self._residents.layer})
         if casts:
             layers = [self._owners[masters] for masters in layers]

@@ -865,3 +865,21 @@ def test_ctrl_c_as_a_call_between_steps_is_left_takes_its_hooks_off(monkeypatch:
         trainer_for(superpipeline(k=1)).fit(CallsBetween(Stack()), loader(vectors(2)))
     assert struck
     assert not packs()
+
+
+def test_a_weight_that_was_kept_from_a_step_is_told_after_the_run() -> None:
+    """Pyro's store of parameters keeps what ``pyro.module`` finds within a step."""
+    kept: list[Any] = []
+
+    class Keeps(Module):
+        def loss(self, batch: Any) -> Tensor:
+            kept[:] = [self.net.blocks[1].inner.weight]
+            return super().loss(batch)
+
+    module = Keeps(Stack())
+    trainer_for(superpipeline(k=1)).fit(module, loader(vectors()))
+    with pytest.raises(
+        RuntimeError, match=r"'net\.blocks\.1\.inner\.weight' was taken within a step.*named_parameters"
+    ):
+        kept[0].sum()
+    assert dict(module.named_parameters())["net.blocks.1.inner.weight"].sum().isfinite()
