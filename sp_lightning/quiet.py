@@ -63,10 +63,11 @@ def is_quiet(trainer: Any, phase: str) -> bool:
 
 def is_known(optimizer: Any) -> bool:
     """Whether an optimizer's step calls the closure before it writes weights: torch's does, without hooks before it."""
-    hooks = [
-        hook for hook in optimizer._optimizer_step_pre_hooks.values() if not _code_of(hook).startswith("sp_lightning.")
-    ]
-    return not hooks and type(optimizer).step.__module__.startswith("torch.optim.")
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    step = getattr(type(optimizer), "step", None)
+    if hooks is None or not getattr(step, "__module__", "").startswith("torch.optim."):
+        return False
+    return all(_code_of(hook).startswith("sp_lightning.") for hook in hooks.values())
 
 
 def _code_of(hook: Any) -> str:

@@ -410,6 +410,9 @@ class Streamer:
         self.updated_early.add(layer)
         for index in (layer, self._masters.get(layer, layer)):
             self._slots.synchronize(Wait.UPDATE_AFTER_FETCH, index)
+            if self._parameters[index].exposed:
+                self._settle_writes(index)
+                self._parameters[index].exposed.clear()  # what the device has is not to be written over the update
 
     def after_update(self, layer: int) -> None:
         """In the background: a layer's weights are updated; what travels of them is made anew before anybody waits for it."""
@@ -988,6 +991,9 @@ class Streamer:
         if displaced:
             self._refuse_tied(block, displaced)
             self._synchronize_uploads()
+            if layer in self._used and not self._pins[layer]:
+                self._release(layer)  # what is on the device was exchanged on the host, and must not be written back
+            self._slots.forget([layer])
             for index in displaced:
                 self._keep_saved(layer, index)
                 self._parameters[layer].unseen[index] += 1

@@ -113,8 +113,8 @@ def test_no_step_passes_over_more_than_it_says(
     counted: list[tuple[int, int]] = []
     make = Device.host_empty
 
-    def noted(self: Device, nbytes: int) -> Tensor:
-        memory = make(self, nbytes)
+    def noted(self: Device, nbytes: int, *, pin: bool) -> Tensor:
+        memory = make(self, nbytes, pin=pin)
         traffic.ranges.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes))
         return memory
 
