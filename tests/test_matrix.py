@@ -49,9 +49,17 @@ def check(entry: Entry, precision: str) -> Outcome:
     return ours
 
 
+# On some CPUs plain Lightning gives other losses each time, NaN among them: there is nothing to compare with.
+NOT_REPEATED = {
+    ("r3d", "bf16-mixed"): "torch 2.15's conv3d in bfloat16 on the CPU reads memory that nobody has written"
+}
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ZOO)
 def test_models_are_bitwise_equal(name: str, precision: str) -> None:
+    if (name, precision) in NOT_REPEATED:
+        pytest.skip(NOT_REPEATED[name, precision])
     check(ZOO[name], precision)
 
 
