@@ -157,7 +157,7 @@ class Packing:
             tensor, expected, found = self._offload.load(packed), packed.version, packed.parcel.witness._version
         elif isinstance(packed, _Packed):
             group, expected = self._parameters[packed.layer], packed.version
-            if packed.which is not None:
+            if packed.which is not None and (group.exposed or group.apart):
                 group.refuse_exchanged(packed.which)
             follows = packed.edition is None and packed.which is not None
             tensor = self._reach(packed.layer, partial(packed.follow, group) if follows else packed.view)

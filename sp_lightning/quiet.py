@@ -67,11 +67,7 @@ def is_known(optimizer: Any) -> bool:
     step = getattr(type(optimizer), "step", None)
     if hooks is None or not getattr(step, "__module__", "").startswith("torch.optim."):
         return False
-    return all(_code_of(hook).startswith("sp_lightning.") for hook in hooks.values())
-
-
-def _code_of(hook: Any) -> str:
-    return str(getattr(hook, "__module__", ""))
+    return all(getattr(hook, "__module__", "").startswith("sp_lightning.") for hook in hooks.values())
 
 
 def hooks_of_users(trainer: Any, phase: str) -> list[str]:

@@ -679,7 +679,7 @@ class Streamer:
             return
         group = self._parameters[layer]
         if gradient.dtype is not group.hosts[index].dtype:  # param.data = other: the host's follows before it gets this
-            self._take_back_writes_of(layer)
+            self._settle_writes(layer)
         if group.autocast is not None and group.lossless(index, gradient):
             gradient = gradient.to(group.autocast)
         self._join_backward()
@@ -924,7 +924,7 @@ class Streamer:
             group = self._parameters[layer]
             self._refuse_tying(layer, index, value)
             _refuse_other_order(group.spans[index], value)
-            self._given.add(value.untyped_storage().data_ptr())
+            self._given |= {value.untyped_storage().data_ptr()} - self._stays  # a weight may get its own memory back
             self._stays |= self._given
             if group.editions[index].saved:
                 self._write_back(layer, [(index, group.value(index))])  # earlier writes through .data are theirs, too
@@ -945,15 +945,6 @@ class Streamer:
 
     def _keep_saved(self, layer: int, index: int) -> None:
         self._parameters[layer].editions[index].keep(self._blocks[layer].copy_of(index))
-
-    def _take_back_writes_of(self, layer: int) -> None:
-        """As :meth:`_take_back_writes`, of one layer, which stays."""
-        group = self._parameters[layer]
-        with self._lock, unseen():
-            if layer == self._residents.layer:
-                self._residents.take_back_writes()
-            elif group.attached:
-                self._write_back(layer, [(index, group.value(index)) for index in group.take_written()])
 
     def _write_back_late(self, slots: Iterable[Slot]) -> None:
         """A view that outlived its layer's release may have been written since; its memory is the slot's still."""

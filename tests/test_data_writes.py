@@ -721,3 +721,26 @@ def test_what_is_exchanged_before_its_second_run_is_refused(what: str) -> None:
             vectors(),
             superpipeline(k=2, k_prime=1, activations="recompute"),
         )
+
+
+class PutsBackOnce(Writes):
+    """A weight gets its own memory back in the first step; later ones write it after the forward."""
+
+    steps = 0
+
+    def loss(self, batch: Any) -> Tensor:
+        self.steps += 1
+        if self.steps == 1:
+            for p in self.net.parameters():
+                hold_and_put_back(p)
+        return super().loss(batch)
+
+
+def test_what_got_its_own_memory_back_still_does_not_leave() -> None:
+    """The residents' memory was counted among what a step had been given, and was offloaded in the next one."""
+
+    def make() -> Module:
+        return PutsBackOnce(Linears, multiply)
+
+    options = {"resident": ["**.second"], "activations": "offload"}
+    assert_same(fit(make, vectors(), superpipeline(k=1, k_prime=1, **options)), fit(make, vectors()))
