@@ -131,6 +131,15 @@ class Device:
         self.wait(Stream.COMPUTE, self.record(Stream.UPLOAD), Wait.USE_AFTER_FETCH)
         return memory
 
+    def receive(self, source: Tensor) -> Tensor:
+        """A copy of ``source`` on the host, which waits for it."""
+        shape, stride = source.shape, torch.empty_like(source, device="meta").stride()
+        memory = torch.empty_strided(shape, stride, dtype=source.dtype, device="cpu")
+        self.wait(Stream.DOWNLOAD, self.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
+        self.copy([memory], [source], Stream.DOWNLOAD)
+        self.synchronize(self.record(Stream.DOWNLOAD), Wait.APPLY_AFTER_DRAIN)
+        return memory
+
     def record(self, stream: Stream) -> Any:
         """An event that has happened once everything issued to ``stream`` so far is done."""
         return None

@@ -62,7 +62,7 @@ class Places:
         self.on_device = False  # now: who was interrupted before this does it again
 
     def changed(self) -> bool:
-        """Whether modules or parameters were exchanged, or parameters changed their dtype, shape or strides."""
+        """Whether modules or parameters were exchanged or renamed, or parameters changed their dtype, shape or strides."""
         return self._take_fingerprint() != self._fingerprint
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class Places:
             return [
                 (
                     id(module),
-                    *((id(p), p.dtype, p.shape, p.stride()) for p in module._parameters.values() if p is not None),
+                    *((n, id(p), p.dtype, p.shape, p.stride()) for n, p in module._parameters.items() if p is not None),
                 )
                 for module in self._module.modules()
             ] + [(p.requires_grad, *(id(part) for _, part in parts("", p))) for p in self._wrapped]

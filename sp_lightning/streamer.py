@@ -54,6 +54,7 @@ from sp_lightning.parameters import DeviceParameter, DeviceParameters, hides_sta
 from sp_lightning.places import Places
 from sp_lightning.plan import Plan
 from sp_lightning.prefetch import Prefetch
+from sp_lightning.pruned import PrunedWeights
 from sp_lightning.residents import Residents
 from sp_lightning.slots import Slot, Slots
 from sp_lightning.stats import Stats
@@ -196,6 +197,7 @@ class Streamer:
         self._averages = [OnTheDevice(each, device.device, in_step=lambda: self._places.on_device) for each in averages]
         for each, keeper in zip(averages, self._averages, strict=True):
             self._gates += attach_gates(keeper, {each: ()})
+        self._pruned = PrunedWeights(module, device)
         # the batch: which trace, which phase was expected, whether modules hold device parameters
         self._prefetch = Prefetch(plan, self._slots, self.updates.ready)
         self._expected: str | None = None
@@ -1024,6 +1026,7 @@ class Streamer:
         if not self._places.on_device:
             self._residents.group.ask(before_use=False)
             self._places.hold_device()
+            self._pruned.hold_device()
             self._look_at_weights()
         self._residents.refresh()
         self._suspect(self._residents.group)
@@ -1033,6 +1036,7 @@ class Streamer:
         if self._places.on_device:
             self._residents.group.ask(before_use=True)
             self._places.hold_host()
+            self._pruned.hold_host()
             if self._weight_watch is not None:
                 self._weight_watch.look_away()
             for each in self._averages:
