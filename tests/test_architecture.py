@@ -17,8 +17,8 @@ ORDER = (
     "_version", "memory", "wrapped", "frozen", "layers", "modes", "options", "plan", "ledger", "trace", "timeline",
     "device", "edition", "host", "tables", "casts", "parameters", "places", "gates", "slots", "changes", "recompute",
     "offload", "activations", "packing", "prefetch", "prediction", "balance", "estimate", "spec", "window",
-    "capacity", "gradients", "updates", "residents", "watch", "averages", "pruned", "stats", "streamer", "tuning", "step", "layered",
-    "repeat", "twins", "quiet", "overlap", "picture", "callback", "checkpoints", "advice", "strategy",
+    "capacity", "gradients", "updates", "residents", "watch", "averages", "pruned", "stats", "streamer", "tuning", "step",
+    "layered", "repeat", "twins", "quiet", "overlap", "picture", "callback", "checkpoints", "advice", "strategy",
     "pytorch_lightning", "__init__", "__main__",
 )  # fmt: skip
 MAY_IMPORT_LIGHTNING = {
