@@ -21,18 +21,18 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 
-from sp_lightning.balance import Balance
-from sp_lightning.callback import remedy
-from sp_lightning.estimate import Work, cast, estimate, on_paper
-from sp_lightning.layers import Found, find_layers
-from sp_lightning.ledger import Ledger, make_ledger
-from sp_lightning.modes import Call, Mode
-from sp_lightning.options import parse_bytes
-from sp_lightning.picture import Point, draw_windows, require_matplotlib
-from sp_lightning.plan import Plan, human_bytes, make_plan
-from sp_lightning.prediction import Prediction, Rates, Visit, predict, schedule_visits
-from sp_lightning.spec import WANTED, Subject, load
-from sp_lightning.window import SAME
+from sp_lightning.cli.model_source import WANTED, Subject, load
+from sp_lightning.model.find import Found, find_layers
+from sp_lightning.observe.plot import Point, draw_windows, require_matplotlib
+from sp_lightning.plan.activation_policy import Call, Mode
+from sp_lightning.plan.ledger import Ledger, make_ledger
+from sp_lightning.plan.options import parse_bytes
+from sp_lightning.plan.plan import Plan, human_bytes, make_plan
+from sp_lightning.trainer.callback import remedy
+from sp_lightning.tune.activation_choice import Balance
+from sp_lightning.tune.dry_run import Work, cast, estimate, on_paper
+from sp_lightning.tune.simulator import Prediction, Rates, Visit, predict, schedule_visits
+from sp_lightning.tune.window import SAME
 
 LIGHTNING = ("fit", "validate", "test", "predict")
 PRECISIONS = {

@@ -8,9 +8,9 @@ import logging
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import SingleDeviceStrategy, StrategyRegistry
 
-from sp_lightning.callback import SuperpipelineCallback as LightningsCallback
-from sp_lightning.quiet import WRITE_NO_WEIGHTS
-from sp_lightning.strategy import StreamingStrategy
+from sp_lightning.trainer.callback import SuperpipelineCallback as LightningsCallback
+from sp_lightning.trainer.strategy import StreamingStrategy
+from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
 
 __all__ = ["SuperpipelineCallback", "SuperpipelineStrategy"]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.device import Accelerator, PinnedMemory, Wait
+from sp_lightning.device.device import Accelerator, PinnedMemory, Wait
 
 EMPTY = torch.empty
 

@@ -18,14 +18,15 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import CheckpointError
 
-from sp_lightning import SuperpipelineStrategy, offload
-from sp_lightning.activations import Activations
-from sp_lightning.changes import Unrepeatable
-from sp_lightning.device import PAGE
-from sp_lightning.memory import unseen
-from sp_lightning.modes import Call, peak_bytes
-from sp_lightning.offload import Offload, Parcel
-from sp_lightning.streamer import Streamer
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.activations import offload
+from sp_lightning.activations.calls import Activations
+from sp_lightning.activations.forward_state import Unrepeatable
+from sp_lightning.activations.offload import Offload, Parcel
+from sp_lightning.device.device import PAGE
+from sp_lightning.device.layout import unseen
+from sp_lightning.engine.streamer import Streamer
+from sp_lightning.plan.activation_policy import Call, peak_bytes
 from tests.support.models import CASES, Case, Module, Stack, Transformer, tokens, vectors
 from tests.support.poison import poisoned
 from tests.support.runs import Outcome, assert_same, fit, superpipeline
@@ -487,7 +488,7 @@ def test_a_host_without_room_recomputes(
 ) -> None:
     """The first batch, whose sizes nobody knows, keeps what does not fit; later ones compute it again."""
     monkeypatch.setattr(offload, "WORTH_MOVING", Saves.SIZE)
-    monkeypatch.setattr("sp_lightning.strategy.spare_bytes", lambda needed: room)
+    monkeypatch.setattr("sp_lightning.trainer.strategy.spare_bytes", lambda needed: room)
     counts, recomputed = [1] * 8, []
     enter = Activations.enter
 

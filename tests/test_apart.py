@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.changes import Unrepeatable
+from sp_lightning.activations.forward_state import Unrepeatable
 from tests.support.models import Block, Module, tokens, vectors
 from tests.support.poison import poisoned
 from tests.support.runs import assert_equal, assert_same, fit, fused, superpipeline

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.averages import OnTheDevice, find_averages
-from sp_lightning.gates import attach_gates
-from sp_lightning.layers import find_layers
-from sp_lightning.strategy import _move_the_rest
+from sp_lightning.engine.module_hooks import attach_gates
+from sp_lightning.model.find import find_layers
+from sp_lightning.trainer.strategy import _move_the_rest
+from sp_lightning.weights.buffers import OnTheDevice, find_averages
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_same, fit, fused, superpipeline
 from tests.support.simdevice import simulated
@@ -138,7 +138,7 @@ def test_what_a_step_has_sent_is_back_after_it(within: str, monkeypatch: pytest.
 
     plain = fit(lambda: Watched(within=within), vectors(3), val=vectors(2))
     sent.clear()
-    monkeypatch.setattr("sp_lightning.streamer.OnTheDevice", elsewhere)
+    monkeypatch.setattr("sp_lightning.engine.streamer.OnTheDevice", elsewhere)
     assert_same(fit(lambda: Watched(within=within), vectors(3), superpipeline(k=1), val=vectors(2)), plain)
     assert len(keepers) == 1
     assert all(sent) == (within != "call")

@@ -11,12 +11,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from sp_lightning import offload
-from sp_lightning.activations import Activations
-from sp_lightning.balance import Balance, without_second_forwards
-from sp_lightning.modes import Call, least_bytes, peak_bytes
-from sp_lightning.plan import Plan, PlannedLayer, Ring
-from sp_lightning.prediction import Rates, Visit, predict
+from sp_lightning.activations import offload
+from sp_lightning.activations.calls import Activations
+from sp_lightning.plan.activation_policy import Call, least_bytes, peak_bytes
+from sp_lightning.plan.plan import Plan, PlannedLayer, Ring
+from sp_lightning.tune.activation_choice import Balance, without_second_forwards
+from sp_lightning.tune.simulator import Rates, Visit, predict
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import assert_same, fit, superpipeline
 from tests.support.simdevice import SimDevice, simulated

@@ -40,7 +40,7 @@ from examples.benchmarks import (
 )
 from examples.benchmarks.limit_model import prediction_seconds, training_seconds
 from examples.benchmarks.workloads import Workload
-from sp_lightning.device import Device
+from sp_lightning.device.device import Device
 
 SHORT = ["--precision", "32-true", "--steps", "5", "--k-and-k-prime", "2:1"]
 GIB = 2**30

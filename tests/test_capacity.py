@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from sp_lightning.capacity import available_bytes
+from sp_lightning.plan.host_memory import available_bytes
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, superpipeline
 
@@ -90,7 +90,7 @@ def test_a_run_that_would_be_killed_is_refused_before_it_begins(free: int, messa
     module = Module(Stack())
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with (
-        mock.patch("sp_lightning.capacity.available_bytes", return_value=free),
+        mock.patch("sp_lightning.plan.host_memory.available_bytes", return_value=free),
         pytest.raises(MemoryError, match=message + r".*Use less: precision=\"bf16-true\""),
     ):
         fit(lambda: module, vectors(), superpipeline())

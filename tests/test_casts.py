@@ -20,9 +20,9 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.casts import Casts
-from sp_lightning.layers import find_layers
-from sp_lightning.packing import Packing
+from sp_lightning.engine.saved_tensors import Packing
+from sp_lightning.model.find import find_layers
+from sp_lightning.weights.casts import Casts
 from tests.support.models import CASES, Block, CheckpointedCalls, Module, Stack, llama, tokens, vectors
 from tests.support.poison import poisoned
 from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for

@@ -13,8 +13,8 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from sp_lightning.device import Device
-from sp_lightning.layers import refuse_cuda_graphs
+from sp_lightning.device.device import Device
+from sp_lightning.model.find import refuse_cuda_graphs
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.runs import Batches, LossRecorder, assert_equal, loader, superpipeline, trainer_for
 
@@ -169,7 +169,7 @@ def test_cuda_graphs_are_refused_by_name(way: Any, name: str) -> None:
     """They are recorded for the addresses of weights, which streaming changes; a CPU has none, and compiles as ever."""
     torch._dynamo.reset()
     with (
-        mock.patch("sp_lightning.strategy.device_for", Asynchronous),
+        mock.patch("sp_lightning.trainer.strategy.device_for", Asynchronous),
         pytest.raises(ValueError, match=rf"{name} is compiled with CUDA graphs.*max-autotune-no-cudagraphs"),
     ):
         trainer_for(superpipeline(k=1)).fit(way(Module(Stack())), loader(vectors(1)))

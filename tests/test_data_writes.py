@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning import offload
-from sp_lightning.changes import Unrepeatable
+from sp_lightning.activations import offload
+from sp_lightning.activations.forward_state import Unrepeatable
 from tests.support.models import Module, Stack, vectors
 from tests.support.poison import poisoned
 from tests.support.runs import assert_same, fit, fused, superpipeline

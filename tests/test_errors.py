@@ -23,12 +23,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import sp_lightning
-from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy, places, updates
-from sp_lightning.device import Device
-from sp_lightning.layered import LayeredStep
-from sp_lightning.options import parse_bytes
-from sp_lightning.packing import packs
-from sp_lightning.streamer import Streamer, _BackwardEnd
+from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
+from sp_lightning.device.device import Device
+from sp_lightning.engine.saved_tensors import packs
+from sp_lightning.engine.streamer import Streamer, _BackwardEnd
+from sp_lightning.optim import background
+from sp_lightning.optim.layerwise import LayeredStep
+from sp_lightning.plan.options import parse_bytes
+from sp_lightning.weights import swap
 from tests.support.models import Block, Module, Stack, llama, tokens, vectors
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 
@@ -232,7 +234,7 @@ def test_too_large_for_the_device(free: int | None, options: dict[str, Any], mes
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with (
         mock.patch.object(SmallDevice, "free", free),
-        mock.patch("sp_lightning.strategy.device_for", lambda device: SmallDevice(device)),
+        mock.patch("sp_lightning.trainer.strategy.device_for", lambda device: SmallDevice(device)),
         pytest.raises(ValueError, match=message),
     ):
         start(SuperpipelineStrategy(**options), module)
@@ -298,7 +300,7 @@ def test_precision_plugins_that_cannot_work(kind: Any) -> None:
 
 
 def test_devices_without_streams() -> None:
-    from sp_lightning.device import device_for
+    from sp_lightning.device.device import device_for
 
     with pytest.raises(ValueError, match=r"cannot use device 'meta'.*accelerator="):
         device_for(torch.device("meta"))
@@ -513,9 +515,9 @@ class RefusesPinning(Device):
 
 
 def test_refused_pinning_warns_once_and_goes_on() -> None:
-    from sp_lightning.layers import find_layers
-    from sp_lightning.plan import make_plan
-    from sp_lightning.streamer import Streamer
+    from sp_lightning.engine.streamer import Streamer
+    from sp_lightning.model.find import find_layers
+    from sp_lightning.plan.plan import make_plan
 
     module = Stack()
     found = find_layers(module)
@@ -731,16 +733,16 @@ def at(original: Any, number: int, error: BaseException) -> Any:
 
 def half_swapped(number: int) -> Any:
     """Places are exchanged one after the other, and in one of the exchanges Ctrl-C comes in the middle."""
-    original, calls = places._swap, count(1)
+    original, calls = swap._swap, count(1)
 
-    def swap(swaps: Any) -> None:
+    def half(swaps: Any) -> None:
         struck = next(calls) == number
         for index, each in enumerate(swaps):
             if struck and index == 3:
                 raise KeyboardInterrupt
             original([each])
 
-    return swap
+    return half
 
 
 INTERRUPTED: dict[str, Callable[[], Any]] = {
@@ -749,10 +751,10 @@ INTERRUPTED: dict[str, Callable[[], Any]] = {
     ),
     "while one is handed over": lambda: mock.patch.object(Device, "later", at(Device.later, 12, KeyboardInterrupt())),
     "when one has been waited for": lambda: mock.patch.object(
-        updates, "_restore_classes", at(updates._restore_classes, 3, KeyboardInterrupt())
+        background, "_restore_classes", at(background._restore_classes, 3, KeyboardInterrupt())
     ),
-    "while device parameters come": lambda: mock.patch.object(places, "_swap", half_swapped(3)),
-    "while device parameters go": lambda: mock.patch.object(places, "_swap", half_swapped(4)),
+    "while device parameters come": lambda: mock.patch.object(swap, "_swap", half_swapped(3)),
+    "while device parameters go": lambda: mock.patch.object(swap, "_swap", half_swapped(4)),
 }
 
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning import offload
-from sp_lightning.estimate import Saved, Work, estimate, on_paper
-from sp_lightning.layers import find_layers
-from sp_lightning.modes import Call
-from sp_lightning.streamer import Streamer
+from sp_lightning.activations import offload
+from sp_lightning.engine.streamer import Streamer
+from sp_lightning.model.find import find_layers
+from sp_lightning.plan.activation_policy import Call
+from sp_lightning.tune.dry_run import Saved, Work, estimate, on_paper
 from tests.support.models import CASES, Block, Case, Module, Stack, llama, tokens, vectors
 from tests.support.runs import fit, superpipeline
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device import Accelerator, Device
-from sp_lightning.plan import make_plan
-from sp_lightning.streamer import Streamer
+from sp_lightning.device.device import Accelerator, Device
+from sp_lightning.engine.streamer import Streamer
+from sp_lightning.plan.plan import make_plan
 from tests.support.engine import events, step, streamed
 from tests.support.simdevice import SimDevice
 

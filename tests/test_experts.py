@@ -12,11 +12,11 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from sp_lightning.layers import find_layers
-from sp_lightning.plan import make_plan
-from sp_lightning.prediction import measured
-from sp_lightning.slots import Slots
-from sp_lightning.timeline import Interval
+from sp_lightning.device.timeline import Interval
+from sp_lightning.model.find import find_layers
+from sp_lightning.plan.plan import make_plan
+from sp_lightning.tune.simulator import measured
+from sp_lightning.weights.slots import Slots
 from tests.support.models import Block, Module, Transformer, tokens, vectors
 from tests.support.poison import poisoned
 from tests.support.runs import Batches, assert_equal, assert_same, fit, fused, loader, superpipeline, trainer_for
@@ -87,7 +87,7 @@ def test_training_is_bitwise_equal(name: str, precision: Any, k: int) -> None:
 
 @pytest.mark.parametrize("mode", ["recompute", "offload"])
 def test_with_activations(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sp_lightning.offload.WORTH_MOVING", 1)
+    monkeypatch.setattr("sp_lightning.activations.offload.WORTH_MOVING", 1)
     make, batches = CASES["mixture"]
     assert_same(fit(make, batches(), superpipeline(k=1, activations=mode)), fit(make, batches()))
 

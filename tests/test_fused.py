@@ -16,14 +16,15 @@ import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 
-from sp_lightning import SuperpipelineStrategy, step
-from sp_lightning.step import FusedStep
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.optim import fused
+from sp_lightning.optim.fused import FusedStep
 from tests.support.runs import Outcome, assert_same, fit
 from tests.support.simdevice import simulated
 
 BATCHES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
 Make = Callable[[Any], Any]
-LOSES_UPDATES = step.loses_updates(
+LOSES_UPDATES = fused.loses_updates(
     torch.optim.SGD([torch.zeros(64).bfloat16()]), {"params": [torch.zeros(64).bfloat16()]}
 )
 OPTIMIZERS: dict[str, Make] = {
@@ -105,8 +106,8 @@ def test_a_fused_step_that_loses_updates_is_not_used(
         return Net(lambda p: torch.optim.SGD(p, lr=0.1, momentum=momentum))
 
     monkeypatch.setattr(torch, "_fused_sgd_", skips_vectors)
-    request.addfinalizer(step._sgd_updates.cache_clear)
-    step._sgd_updates.cache_clear()
+    request.addfinalizer(fused._sgd_updates.cache_clear)
+    fused._sgd_updates.cache_clear()
     strategy = SuperpipelineStrategy(k=1, fused_optimizer=True, optimizer_overlap=overlap)
     if overlap == "forward":
         with pytest.raises(
@@ -115,7 +116,7 @@ def test_a_fused_step_that_loses_updates_is_not_used(
             fit(make, BATCHES, strategy, precision="bf16-true")
         return
     assert_same(fit(make, BATCHES, strategy, precision="bf16-true"), fit(make, BATCHES, precision="bf16-true"))
-    assert not step.loses_updates(torch.optim.SGD(nn.Linear(8, 8).parameters()), {"params": [torch.zeros(3)]})
+    assert not fused.loses_updates(torch.optim.SGD(nn.Linear(8, 8).parameters()), {"params": [torch.zeros(3)]})
 
 
 def test_fused_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +347,7 @@ def test_fused_is_for_accelerators_and_for_who_asks(
 ) -> None:
     """The log says so in one sentence, and what it is to be compared with."""
     caplog.set_level("INFO", "lightning.pytorch")
-    with simulated() if accelerated else nullcontext(), mock.patch("sp_lightning.callback._SAID", set()):
+    with simulated() if accelerated else nullcontext(), mock.patch("sp_lightning.trainer.callback._SAID", set()):
         ours = fit(lambda: Net(OPTIMIZERS["AdamW"]), BATCHES, SuperpipelineStrategy(k=1, **options), gradients=False)
     runs_fused = runs_fused or accelerated
     make = in_groups(OPTIMIZERS["AdamW"]) if runs_fused else OPTIMIZERS["AdamW"]

@@ -34,7 +34,7 @@ def said_by(code: str) -> list[str]:
 @pytest.mark.parametrize(
     ("trainers", "told"),
     [
-        ("lightning.pytorch", ["sp_lightning.strategy", "True True", "False True"]),
+        ("lightning.pytorch", ["sp_lightning.trainer.strategy", "True True", "False True"]),
         ("pytorch_lightning", ["sp_lightning.pytorch_lightning", "True True", "True True"]),
     ],
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sp_lightning.layers import find_layers
+from sp_lightning.model.find import find_layers
 from tests.support.models import CASES
 from tests.support.zoo import ZOO
 from tests.test_layers import MODELS

@@ -10,8 +10,8 @@ import torchvision
 import transformers
 from torch import nn
 
-from sp_lightning.layers import find_layers
-from sp_lightning.plan import make_plan
+from sp_lightning.model.find import find_layers
+from sp_lightning.plan.plan import make_plan
 from tests.support.models import Block, Recurrent, Stack
 
 SMALL = {

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device import Device
-from sp_lightning.ledger import make_ledger
+from sp_lightning.device.device import Device
+from sp_lightning.plan.ledger import make_ledger
 from tests.support.models import Module
 from tests.support.runs import fit
 
@@ -119,7 +119,9 @@ def test_no_step_passes_over_more_than_it_says(
         return memory
 
     monkeypatch.setattr(Device, "host_empty", noted)
-    monkeypatch.setattr("sp_lightning.streamer.unseen", nullcontext)  # the engine's own operators are to be counted
+    monkeypatch.setattr(
+        "sp_lightning.engine.streamer.unseen", nullcontext
+    )  # the engine's own operators are to be counted
     strategy = SuperpipelineStrategy(k=1, fused_optimizer=True)
     options: dict[str, Any] = {
         "precision": precision, "gradient_clip_val": clip, "accumulate_grad_batches": accumulate

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device import Device
-from sp_lightning.memory import Loan, Span, lend
-from sp_lightning.streamer import Streamer
+from sp_lightning.device.device import Device
+from sp_lightning.device.layout import Loan, Span, lend
+from sp_lightning.engine.streamer import Streamer
 from tests.support.engine import step, streamed
 
 SPAN = Span("weight", 512, 64, torch.Size((4, 4)), (4, 1), torch.float32)

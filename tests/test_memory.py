@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sp_lightning.gradients import Gradients
-from sp_lightning.streamer import Streamer
+from sp_lightning.engine.streamer import Streamer
+from sp_lightning.weights.gradients import Gradients
 from tests.support.models import CASES, Block, Module, Stack, llama, tokens, vectors
 from tests.support.runs import fit, loader, superpipeline, trainer_for
 
@@ -211,10 +211,10 @@ def test_saved_tensors_are_freed_without_the_garbage_collector() -> None:
 SET_UP = """
 import torch
 from torch import nn
-from sp_lightning.device import Device
-from sp_lightning.layers import find_layers
-from sp_lightning.plan import make_plan
-from sp_lightning.streamer import Streamer
+from sp_lightning.device.device import Device
+from sp_lightning.model.find import find_layers
+from sp_lightning.plan.plan import make_plan
+from sp_lightning.engine.streamer import Streamer
 
 def high_water():
     status = open("/proc/self/status").read()

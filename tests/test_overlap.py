@@ -25,12 +25,13 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning import SuperpipelineStrategy, layered
-from sp_lightning.device import Device
-from sp_lightning.layered import LayeredStep
-from sp_lightning.slots import Slots
-from sp_lightning.streamer import Streamer
-from sp_lightning.updates import Updates
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.device.device import Device
+from sp_lightning.engine.streamer import Streamer
+from sp_lightning.optim import layerwise
+from sp_lightning.optim.background import Updates
+from sp_lightning.optim.layerwise import LayeredStep
+from sp_lightning.weights.slots import Slots
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import Make, Outcome, assert_equal, assert_same, fit, fused, loader, trainer_for
 from tests.support.simdevice import simulated
@@ -313,7 +314,7 @@ def test_the_norms_are_measured_while_backward_goes_on() -> None:
 
     options = {"gradient_clip_val": 0.05, "max_epochs": 2}
     known: list[int] = []
-    total = layered.get_total_norm
+    total = layerwise.get_total_norm
 
     def note_total(norms: list[Tensor]) -> Tensor:
         known.append(sum(not each.ndim for each in norms))
@@ -321,7 +322,7 @@ def test_the_norms_are_measured_while_backward_goes_on() -> None:
 
     with (
         mock.patch.object(LayeredStep, "_measure_layer", noted),
-        mock.patch.object(layered, "get_total_norm", note_total),
+        mock.patch.object(layerwise, "get_total_norm", note_total),
         mock.patch.object(Device, "later", at_once),
     ):
         ours = run("stack", overlapping("forward"), **options)
@@ -582,7 +583,7 @@ def chosen(caplog: pytest.LogCaptureFixture, module: pl.LightningModule, **optio
     caplog.set_level(logging.DEBUG, logger="lightning.pytorch.superpipeline")
     caplog.clear()
     strategy = SuperpipelineStrategy(k=1, fused_optimizer=options.pop("fused_optimizer", True))
-    with mock.patch("sp_lightning.overlap._computes_on_host", return_value=False):  # as on an accelerator
+    with mock.patch("sp_lightning.trainer.update_policy._computes_on_host", return_value=False):  # as on an accelerator
         trainer_for(strategy, **options).fit(module, loader(vectors()))
     found = [record.getMessage() for record in caplog.records if "background" in record.getMessage()]
     return found[0] if found else ""

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from sp_lightning.picture import Point, draw_timeline, draw_windows, require_matplotlib
-from sp_lightning.timeline import Interval
+from sp_lightning.device.timeline import Interval
+from sp_lightning.observe.plot import Point, draw_timeline, draw_windows, require_matplotlib
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torchvision.models.vision_transformer import VisionTransformer
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
-from sp_lightning.estimate import Work, estimate, on_paper
-from sp_lightning.layers import find_layers
-from sp_lightning.plan import make_plan
-from sp_lightning.prediction import Rates, Visit, Walk, schedule_visits
+from sp_lightning.model.find import find_layers
+from sp_lightning.plan.plan import make_plan
+from sp_lightning.tune.dry_run import Work, estimate, on_paper
+from sp_lightning.tune.simulator import Rates, Visit, Walk, schedule_visits
 from tests.support.engine import events, step, streamed
 from tests.support.simdevice import SimDevice
 

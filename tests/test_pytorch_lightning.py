@@ -31,12 +31,12 @@ from pytorch_lightning.plugins.precision import BitsandbytesPrecision, MixedPrec
 from torch import Tensor, nn
 
 import sp_lightning
-from sp_lightning.callback import SuperpipelineCallback as LightningsCallback
-from sp_lightning.overlap import choose_overlap
+from sp_lightning.optim.fused import HostGradScaler
 from sp_lightning.pytorch_lightning import SuperpipelineCallback, SuperpipelineStrategy
-from sp_lightning.quiet import hooks_of_users
-from sp_lightning.step import HostGradScaler
-from sp_lightning.twins import base_of, is_a, path
+from sp_lightning.trainer.callback import SuperpipelineCallback as LightningsCallback
+from sp_lightning.trainer.compat import base_of, is_a, path
+from sp_lightning.trainer.update_policy import choose_overlap
+from sp_lightning.trainer.user_hooks import hooks_of_users
 from tests.support.runs import assert_equal
 
 ROOT = Path(__file__).parent.parent

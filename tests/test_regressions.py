@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.streamer import Streamer
+from sp_lightning.engine.streamer import Streamer
 from tests.support.models import (
     CASES,
     Block,

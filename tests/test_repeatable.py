@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
 
-from sp_lightning import offload
-from sp_lightning.changes import Unrepeatable
-from sp_lightning.host import HostBlock
-from sp_lightning.offload import Offload
+from sp_lightning.activations import offload
+from sp_lightning.activations.forward_state import Unrepeatable
+from sp_lightning.activations.offload import Offload
+from sp_lightning.store.block import HostBlock
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_equal, assert_same, fit, superpipeline
 from tests.support.simdevice import simulated

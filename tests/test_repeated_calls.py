@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning import offload
+from sp_lightning.activations import offload
 from tests.support.models import Module
 from tests.support.runs import Outcome, assert_same, fit, superpipeline
 from tests.support.simdevice import simulated

@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
-from sp_lightning.device import Stream, Wait
-from sp_lightning.slots import Slots
-from sp_lightning.streamer import Streamer
+from sp_lightning.device.device import Stream, Wait
+from sp_lightning.engine.streamer import Streamer
+from sp_lightning.weights.slots import Slots
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, superpipeline
 from tests.support.simdevice import Mixed, Race, SimDevice, Watch, simulated

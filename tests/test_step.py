@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.step import HostGradScaler
+from sp_lightning.optim.fused import HostGradScaler
 
 
 def train(scaler: torch.amp.GradScaler, gradients: list[float]) -> tuple[list[torch.Tensor], dict[str, Any]]:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from sp_lightning.layers import find_layers
-from sp_lightning.plan import make_plan
+from sp_lightning.model.find import find_layers
+from sp_lightning.plan.plan import make_plan
 from tests.support.models import Block, Module, Transformer, llama
 from tests.support.poison import poisoned
 from tests.support.runs import Batches, assert_equal, assert_same, fit, fused, loader, superpipeline, trainer_for
@@ -184,7 +184,7 @@ def test_training_is_bitwise_equal(name: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
 def test_with_activations(activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sp_lightning.offload.WORTH_MOVING", 1)
+    monkeypatch.setattr("sp_lightning.activations.offload.WORTH_MOVING", 1)
     ours = fit(CASES["looked-up"], numbers(), superpipeline(k=1, activations=activations))
     assert_same(ours, fit(CASES["looked-up"], numbers()))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sp_lightning.streamer import Streamer
+from sp_lightning.engine.streamer import Streamer
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import Outcome, assert_equal, fit, superpipeline
 from tests.support.simdevice import simulated

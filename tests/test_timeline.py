@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
-from sp_lightning.callback import bottleneck
-from sp_lightning.device import Device, Stream
-from sp_lightning.layers import find_layers
-from sp_lightning.plan import make_plan
-from sp_lightning.prediction import measured, predict
-from sp_lightning.stats import Stats
-from sp_lightning.timeline import Timeline
+from sp_lightning.device.device import Device, Stream
+from sp_lightning.device.timeline import Timeline
+from sp_lightning.model.find import find_layers
+from sp_lightning.observe.stats import Stats
+from sp_lightning.plan.plan import make_plan
+from sp_lightning.trainer.callback import bottleneck
+from sp_lightning.tune.simulator import measured, predict
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.runs import assert_same, fit, loader, trainer_for
 

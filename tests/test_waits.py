@@ -1,6 +1,6 @@
 """The omission matrix: leave out each wait of the engine in turn, and something here must fail.
 
-The rows are the engine's own list (:class:`sp_lightning.device.Wait`), so a new wait without its scenario fails. A wait
+The rows are the engine's own list (:class:`sp_lightning.device.device.Wait`), so a new wait without its scenario fails. A wait
 whose omission nothing notices is not needed, and goes: two went that way. A second matrix looks whether a wait is seen
 where a device waits for more than the simulation: the two that are not are listed with what implies them.
 
@@ -40,11 +40,11 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device import Stream, Wait
-from sp_lightning.gradients import Gradients
-from sp_lightning.host import HostBlock
-from sp_lightning.offload import Offload
-from sp_lightning.tables import Table
+from sp_lightning.activations.offload import Offload
+from sp_lightning.device.device import Stream, Wait
+from sp_lightning.store.block import HostBlock
+from sp_lightning.weights.embedding_rows import Table
+from sp_lightning.weights.gradients import Gradients
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import Outcome, assert_same, fit, fused, loader, superpipeline, trainer_for
 from tests.support.simdevice import Mixed, Race, SimDevice, Watch, simulated
@@ -276,7 +276,7 @@ def left_out() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a failed backward that fails to end
 @pytest.mark.parametrize("wait", Wait, ids=lambda wait: wait.name)
 def test_every_wait_is_needed(wait: Wait, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sp_lightning.offload.WORTH_MOVING", 1)
+    monkeypatch.setattr("sp_lightning.activations.offload.WORTH_MOVING", 1)
     assert wait in SCENARIOS, f"{wait} needs a scenario that fails without it"
     scenario = SCENARIOS[wait]
     with simulated() as made:
@@ -352,7 +352,7 @@ IMPLIED = {
 @pytest.mark.parametrize("wait", Wait, ids=lambda wait: wait.name)
 def test_no_other_wait_implies_it(wait: Wait, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for those that are listed with what does."""
-    monkeypatch.setattr("sp_lightning.offload.WORTH_MOVING", 1)
+    monkeypatch.setattr("sp_lightning.activations.offload.WORTH_MOVING", 1)
     with simulated() as made, as_a_device_does():
         ours = SCENARIOS[wait](superpipeline(k=1))
     with left_out(), nullcontext() if wait in IMPLIED else pytest.raises((Race, Mixed)):

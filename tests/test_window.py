@@ -18,14 +18,14 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device import Device
-from sp_lightning.layers import find_layers
-from sp_lightning.plan import Plan, make_plan
-from sp_lightning.prediction import Rates, measured, predict, schedule_visits
-from sp_lightning.repeat import Snapshot
-from sp_lightning.timeline import Interval
-from sp_lightning.tuning import Tuning
-from sp_lightning.window import Window
+from sp_lightning.device.device import Device
+from sp_lightning.device.timeline import Interval
+from sp_lightning.model.find import find_layers
+from sp_lightning.plan.plan import Plan, make_plan
+from sp_lightning.trainer.retry import Snapshot
+from sp_lightning.tune.simulator import Rates, measured, predict, schedule_visits
+from sp_lightning.tune.tuner import Tuning
+from sp_lightning.tune.window import Window
 from tests.support.models import Module
 from tests.support.runs import assert_equal, assert_same, fit, superpipeline, trainer_for
 from tests.support.simdevice import SimDevice, simulated
@@ -342,7 +342,7 @@ def test_validation_is_no_part_of_the_batch_that_is_timed(monkeypatch: pytest.Mo
         counted.append(sum(bool(visit.layers) and not visit.backward for visit in found[0]))
         return found
 
-    monkeypatch.setattr("sp_lightning.tuning.measured", noted)
+    monkeypatch.setattr("sp_lightning.tune.tuner.measured", noted)
     with simulated(capacity=30 * LAYER):
         fit(lambda: Module(Tower()), rows(*[4] * 4), superpipeline(), val=rows(*[4] * 5), val_check_interval=2)
     assert counted == [LAYERS]

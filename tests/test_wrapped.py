@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
 
-from sp_lightning.layers import find_layers
-from sp_lightning.wrapped import parts
+from sp_lightning.model.find import find_layers
+from sp_lightning.model.wrapped import parts
 from tests.support.models import Module, Stack, Transformer, llama, tokens, vectors
 from tests.support.poison import poisoned
 from tests.support.runs import Make, assert_equal, assert_same, fit, fused, loader, superpipeline, trainer_for
@@ -67,7 +67,7 @@ def test_adapters_train_on_a_quantised_base(name: str, precision: Any) -> None:
     ids=str,
 )  # fmt: skip
 def test_with_options(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sp_lightning.offload.WORTH_MOVING", 1)
+    monkeypatch.setattr("sp_lightning.activations.offload.WORTH_MOVING", 1)
     make = fused(adapted(Int8WeightOnlyConfig))
     assert_same(
         fit(make, tokens(), superpipeline(k=1, **options), gradients=False), fit(make, tokens(), gradients=False)

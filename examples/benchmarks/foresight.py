@@ -20,9 +20,9 @@ import torch
 from examples.benchmarks import cli, meter, rows
 from examples.benchmarks.workloads import PRECISIONS, WARM_UP, Task, Workload, build_batches, build_net
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.prediction import measured, predict
-from sp_lightning.quiet import WRITE_NO_WEIGHTS
-from sp_lightning.timeline import Interval
+from sp_lightning.device.timeline import Interval
+from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
+from sp_lightning.tune.simulator import measured, predict
 
 
 class Watch(meter.Meter):

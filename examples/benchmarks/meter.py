@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from sp_lightning.quiet import WRITE_NO_WEIGHTS
+from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
 
 
 class Clock:

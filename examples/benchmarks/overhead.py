@@ -24,10 +24,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from examples.benchmarks import cli, rows
-from sp_lightning.device import Device
-from sp_lightning.layers import find_layers
-from sp_lightning.plan import make_plan
-from sp_lightning.streamer import Streamer
+from sp_lightning.device.device import Device
+from sp_lightning.engine.streamer import Streamer
+from sp_lightning.model.find import find_layers
+from sp_lightning.plan.plan import make_plan
 
 LAYERS = 24
 WIDTH = 32

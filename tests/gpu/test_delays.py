@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sp_lightning.device import Wait
+from sp_lightning.device.device import Wait
 from tests.support.delays import REGIMES, Slow, delayed
 from tests.support.runs import Outcome, assert_same, superpipeline
 from tests.test_waits import IMPLIED, SCENARIOS, ahead, left_out
@@ -33,7 +33,7 @@ NOT_SEEN = {
 
 @pytest.fixture(autouse=True)
 def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("sp_lightning.offload.WORTH_MOVING", 1)
+    monkeypatch.setattr("sp_lightning.activations.offload.WORTH_MOVING", 1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -17,8 +17,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from sp_lightning.device import Accelerator, Stream, Wait
-from sp_lightning.memory import normal_mode
+from sp_lightning.device.device import Accelerator, Stream, Wait
+from sp_lightning.device.layout import normal_mode
 
 Slow = Literal["copies", "compute"]
 REGIMES: tuple[Slow, ...] = ("copies", "compute")
@@ -115,7 +115,7 @@ def delayed(slow: Slow, omit: Wait | None = None) -> Iterator[list[Delayed]]:
         return trainer_for(strategy, **{"accelerator": "gpu", **options})
 
     with (
-        mock.patch("sp_lightning.strategy.device_for", make),
+        mock.patch("sp_lightning.trainer.strategy.device_for", make),
         mock.patch.object(runs, "trainer_for", on_gpu),
         mock.patch.object(test_waits, "trainer_for", on_gpu),
     ):

@@ -10,12 +10,12 @@ from unittest import mock
 import torch
 from torch import nn
 
-from sp_lightning.device import Device
-from sp_lightning.gradients import Gradients
-from sp_lightning.layers import find_layers
-from sp_lightning.plan import make_plan
-from sp_lightning.slots import Slot, Slots
-from sp_lightning.streamer import Streamer
+from sp_lightning.device.device import Device
+from sp_lightning.engine.streamer import Streamer
+from sp_lightning.model.find import find_layers
+from sp_lightning.plan.plan import make_plan
+from sp_lightning.weights.gradients import Gradients
+from sp_lightning.weights.slots import Slot, Slots
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from unittest import mock
 
 from torch import Tensor
 
-from sp_lightning.host import HostBlock
-from sp_lightning.slots import Slot, Slots, SlotState
-from sp_lightning.streamer import Streamer
+from sp_lightning.engine.streamer import Streamer
+from sp_lightning.store.block import HostBlock
+from sp_lightning.weights.slots import Slot, Slots, SlotState
 
 
 @contextmanager

@@ -29,8 +29,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sp_lightning.device import Device, Stream, Wait
-from sp_lightning.host import HostBlock
+from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.store.block import HostBlock
 
 HOST = "host"
 Agent = Stream | str
@@ -392,7 +392,7 @@ def simulated(
 
     modes: list[Watch] = []
     with (
-        mock.patch("sp_lightning.strategy.device_for", make),
+        mock.patch("sp_lightning.trainer.strategy.device_for", make),
         mock.patch.object(HostBlock, "write", engine_write),
         mock.patch.object(HostBlock, "_take", engine_take),
     ):

@@ -1,0 +1,131 @@
+"""Wrapped parameters: tensor subclasses that consist of plain tensors, as libraries make of weights that they quantise.
+
+Their plain tensors are absorbed, laid out and fetched as other frozen parameters are, so the packed bytes travel. In place
+of the whole the modules hold a stand-in of the same class: whatever is done with it is done with an object of the plain
+tensors as they lie on the device at that moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from sp_lightning.device.layout import METADATA, normal_mode, unseen
+
+_Untouched = torch._C.DisableTorchFunctionSubclass
+
+
+def parts(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
+    """The plain tensors that a wrapped one consists of, and their names; itself, if it is plain."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield name, tensor
+        return
+    for attribute in tensor.__tensor_flatten__()[0]:
+        yield from parts(f"{name}.{attribute}", getattr(tensor, attribute))
+
+
+def rebuild(like: Any, values: Iterator[Tensor]) -> Any:
+    """A wrapped tensor as another one, of other plain tensors, in the order of :func:`parts`."""
+    if not is_traceable_wrapper_subclass(like):
+        return next(values)
+    attributes, context = like.__tensor_flatten__()
+    inner = {attribute: rebuild(getattr(like, attribute), values) for attribute in attributes}
+    return type(like).__tensor_unflatten__(inner, context, like.size(), like.stride())
+
+
+class StandInForWrapped:
+    """What modules hold in place of a wrapped parameter; a class is made of this one and the parameter's own."""
+
+    host: Any
+    """The user's parameter."""
+    _bring: Callable[[], Sequence[Tensor]]
+    _expose: Callable[[], None]
+
+    def __getattr__(self, name: str) -> Any:
+        """What the user hung on the parameter."""
+        if name == "host":
+            raise AttributeError(name)
+        return getattr(self.host, name)
+
+    def whole(self) -> Any:
+        """The parameter on the device, which holds the slot's memory as long as anybody holds it."""
+        with unseen(), normal_mode(), _Untouched():
+            return rebuild(self.host, iter(self._bring()))
+
+    @classmethod
+    @torch.compiler.disable  # the engine is no part of a graph
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in METADATA:
+            with _Untouched():
+                return func(*args, **(kwargs or {}))
+        return _with_wholes(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _with_wholes(func, args, kwargs)
+
+
+def _with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function with the wholes in place of their stand-ins, and note what it writes, or hands on to be written."""
+    wholes: list[tuple[StandInForWrapped, Any, int]] = []
+
+    def whole(each: StandInForWrapped) -> Any:
+        made = each.whole()
+        wholes.append((each, made, made._version))
+        return made
+
+    args, kwargs = tree_map_only(StandInForWrapped, whole, (args, kwargs or {}))
+    result = func(*args, **kwargs)
+    schema = getattr(func, "_schema", None)
+    writes = schema is not None and schema.is_mutable
+    hands_on = any(is_traceable_wrapper_subclass(each) for each in tree_leaves(result))
+    for each, made, version in wholes:
+        if writes or hands_on or made._version != version:
+            each._expose()
+    return result
+
+
+def stand_in(
+    host: Any, away: Iterator[Tensor], bring: Callable[[], Sequence[Tensor]], expose: Callable[[], None]
+) -> Any:
+    """A stand-in for a wrapped parameter.
+
+    Args:
+        host: the user's parameter.
+        away: tensors of the same shapes and dtypes on the device, which are never read.
+        bring: gives its plain tensors on the device, on lent memory.
+        expose: called where they are written, or may be, and no version will show it.
+    """
+    with normal_mode(), _Untouched():
+        made = rebuild(host, away)
+    attributes = tuple(host.__tensor_flatten__()[0])
+    kind: Any = type(host)
+    made.__class__ = _class_for(kind, attributes)
+    vars(made).update(host=host, _bring=bring, _expose=expose, _is_param=True)
+    return made
+
+
+@cache
+def _class_for(theirs: Any, attributes: tuple[str, ...]) -> type:
+    """Its own plain tensors are those on the device as well."""
+
+    def on_the_device(attribute: str) -> property:
+        def refuse(self: Any, value: Any) -> None:
+            raise RuntimeError(
+                f"{attribute!r} of a wrapped parameter ({theirs.__name__}) was exchanged inside a step. Write it in place "
+                f"({attribute}.copy_(…)), or exchange it between two batches."
+            )
+
+        def read(self: Any) -> Any:
+            self._expose()  # whoever has it may write it through .data
+            return getattr(self.whole(), attribute)
+
+        return property(read, refuse)
+
+    return type(theirs.__name__, (StandInForWrapped, theirs), {each: on_the_device(each) for each in attributes})

@@ -1,0 +1,45 @@
+"""What an error that is not ours is told: the cause in this package, and a remedy."""
+
+from __future__ import annotations
+
+from sp_lightning.plan.plan import Plan, human_bytes
+
+LESS_HOST_MEMORY = (
+    'Use less: precision="bf16-true", an optimizer with less state, frozen layers or adapters, or '
+    'SuperpipelineStrategy(optimizer_overlap="backward"), which holds no gradients.'
+)
+
+RUN_AGAIN_DIFFERED = (
+    'Superpipeline ran the forward of {unit!r} again (activations="recompute"), and it did something else than before: it '
+    "depends on a global variable, a file, or random numbers that are not torch's. Keep or offload what it saves: "
+    'SuperpipelineStrategy(activations={{"{unit}": "offload", "**": "recompute"}}).'
+)
+
+TRANSFORMS = (
+    "torch.func.grad (or vjp, jacrev, hessian) was called inside a step: it does not support saved-tensor hooks, which "
+    "streamed layers need. Use torch.autograd.grad(..., create_graph=True), or keep every layer on the device: "
+    'SuperpipelineStrategy(resident=["**"], activations="keep").'
+)
+
+
+def after_out_of_memory(plan: Plan, smaller: Plan, obstacle: str, *, balanced: bool) -> str:
+    """What a user can change, and why nothing could be done without.
+
+    Args:
+        plan: that the step ran with.
+        smaller: what the window has been shrunk to; ``plan`` itself where it could not be.
+        obstacle: why the step cannot be repeated.
+        balanced: whether activations are chosen by ``"auto"`` already.
+    """
+    found = f"Superpipeline streamed with k={plan.k} and k_prime={plan.k_prime}"
+    if smaller is not plan:
+        return (
+            f"{found}. The step cannot be repeated by itself: {obstacle}. With SuperpipelineStrategy(k={smaller.k}, "
+            f"k_prime={smaller.k_prime}) there would be {human_bytes(plan.peak_device_bytes - smaller.peak_device_bytes)} more."
+        )
+    if plan.k > 1 or plan.k_prime > 1:
+        return f'{found}. Use less: SuperpipelineStrategy(k={max(1, plan.k // 2)}, k_prime=1), or k="auto".'
+    return (
+        f"{found}, which is the least: weights and gradients take {human_bytes(plan.peak_device_bytes)}, the rest are "
+        "activations. Use a smaller batch" + ("." if balanced else ', or SuperpipelineStrategy(activations="auto").')
+    )

@@ -1,0 +1,192 @@
+"""Pictures: a batch as it went over time, layer by layer, and what k costs and brings. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sp_lightning.device.timeline import Interval, Kind, name_of
+from sp_lightning.plan.plan import human_bytes
+
+COLORS: dict[Kind, str] = {
+    "fetch": "#0b6e99",
+    "forward": "#3f8f4f",
+    "backward": "#c4632b",
+    "between": "#9aa3ab",
+    "drain": "#7a4fa3",
+    "update": "#b8860b",
+    "store": "#d4a5c9",
+    "return": "#8fc1d4",
+}
+# A layer has three lanes, so that what happens at once does not hide each other.
+_LANE: dict[Kind, float] = {
+    "fetch": -0.3, "return": -0.3, "forward": 0.0, "backward": 0.0, "between": 0.0, "drain": 0.3, "update": 0.3,
+    "store": 0.3,
+}  # fmt: skip
+# The part of a batch that is shown larger: of many layers, the time of one or two of them.
+_PARTS = (12, 100)
+# A logarithmic axis has at least, and at most, about so many numbers.
+_FEWEST_MARKS, _MOST_MARKS = 4, 12
+# So many layers have their names beside the axis.
+_MOST_NAMES = 40
+
+
+class Point(NamedTuple):
+    """What a choice of k and k' takes: device memory, and seconds for a batch."""
+
+    k: int
+    k_prime: int
+    nbytes: float
+    seconds: float
+
+    @property
+    def gib(self) -> float:
+        """On the axis."""
+        return self.nbytes / 2**30
+
+
+def require_matplotlib() -> Any:
+    """``matplotlib.pyplot``, drawing to files.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError('Pictures need matplotlib: pip install "sp_lightning[plot]".') from error
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def supported_formats() -> set[str]:
+    """Endings of files that can be drawn to, without the dot.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    return set(FigureCanvasBase.get_supported_filetypes())
+
+
+def draw_timeline(intervals: Sequence[Interval], names: Sequence[str], path: Path, title: str) -> None:
+    """One batch: time to the right, layers downwards, a bar for each interval.
+
+    Args:
+        intervals: of the batch.
+        names: of the layers; the residents follow them.
+        path: of the PNG, PDF or SVG.
+        title: above the picture.
+    """
+    pyplot = require_matplotlib()
+    rows = sorted({each.layer for each in intervals if each.layer is not None})
+    row_of: dict[int | None, int] = {layer: row for row, layer in enumerate(rows)}
+    row_of[None] = len(rows)
+    zero = min((each.begin for each in intervals), default=0.0)
+    figure, (axes, near) = pyplot.subplots(
+        1, 2, figsize=(14, min(16.0, 2.4 + 0.28 * len(row_of))), width_ratios=[2, 1], sharey=True, layout="constrained"
+    )
+    for kind, color in COLORS.items():
+        bars = [each for each in intervals if each.kind == kind]
+        for panel in (axes, near) if bars else ():
+            panel.barh(
+                [row_of[each.layer] + _LANE[kind] for each in bars],
+                [1e3 * (each.end - each.begin) for each in bars],
+                left=[1e3 * (each.begin - zero) for each in bars],
+                height=0.3, color=color, edgecolor=color, linewidth=0.6, label=kind,
+            )  # fmt: skip
+    begin, end = (1e3 * (each - zero) for each in _busiest(intervals))
+    axes.axvspan(begin, end, color=COLORS["between"], alpha=0.25, linewidth=0, zorder=0)
+    near.set_xlim(begin, end)
+    near.set_title("the shaded part", fontsize=10)
+    step = max(1, len(rows) // _MOST_NAMES)
+    shown = [(row_of[layer], name_of(layer, names)) for layer in rows[::step]] + [(len(rows), "between layers")]
+    axes.set_yticks([row for row, _ in shown], [name for _, name in shown], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_title(title)
+    for panel in (axes, near):
+        panel.set_xlabel("milliseconds")
+        panel.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=len(COLORS), loc="outside lower center", frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _busiest(intervals: Sequence[Interval]) -> tuple[float, float]:
+    """The part of a batch in which most is copied: what is thin in the whole can be seen there."""
+    copies = [each for each in intervals if each.kind in ("fetch", "return", "drain", "store")] or intervals
+    first, last = (
+        min((each.begin for each in intervals), default=0.0),
+        max((each.end for each in intervals), default=1.0),
+    )
+    parts = min(max(_PARTS[0], len({each.layer for each in copies})), _PARTS[1])
+    length = (last - first) / parts
+
+    def copied(begin: float) -> float:
+        return sum(max(0.0, min(each.end, begin + length) - max(each.begin, begin)) for each in copies)
+
+    begin = max((first + part * length / 2 for part in range(2 * parts - 1)), key=copied)
+    return begin, begin + length
+
+
+def draw_windows(points: Sequence[Point], limit: float | None, path: Path, title: str) -> None:
+    """Predicted seconds against device memory, for a range of k and k'.
+
+    Args:
+        points: a series for each k'.
+        limit: bytes that the device has.
+        path: of the PNG, PDF or SVG.
+        title: above the picture.
+    """
+    pyplot = require_matplotlib()
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    series = sorted({each.k_prime for each in points})
+    for k_prime, color in zip(series, [*COLORS.values()] * len(series), strict=False):
+        mine = [each for each in points if each.k_prime == k_prime]
+        axes.plot(
+            [p.gib for p in mine], [p.seconds for p in mine], "o-", color=color, alpha=0.7, label=f"k' = {k_prime}"
+        )
+        for point in mine:
+            highest = max((p for p in points if p.k == point.k), key=lambda p: (p.seconds, p.k_prime))
+            offset, vertical = ((0, 6), "bottom") if point is highest else ((0, -6), "top")
+            axes.annotate(
+                str(point.k), (point.gib, point.seconds), offset, textcoords="offset points", ha="center", va=vertical,
+                fontsize=8, color=color,
+            )  # fmt: skip
+    if limit is not None:
+        axes.axvline(limit / 2**30, color=COLORS["backward"], linestyle="--", label=f"there are {human_bytes(limit)}")
+    axes.legend(frameon=False, title="beside each point: k", title_fontsize=8)
+    axes.set_xlabel("device memory, GiB")
+    axes.set_ylabel("predicted seconds per batch")
+    axes.set_ylim(0, 1.15 * max(each.seconds for each in points))
+    _mark_sizes(axes)
+    axes.set_title(title)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.canvas.draw()
+    shown: list[Any] = []
+    for text in list(axes.texts):  # one beside the other can be read
+        extent = text.get_window_extent()
+        if any(extent.overlaps(each) for each in shown):
+            text.remove()
+        else:
+            shown.append(extent)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _mark_sizes(axes: Any) -> None:
+    """A logarithmic axis, if that has enough numbers to be read."""
+    low, high = axes.get_xlim()
+    marks = [each * 2.0**power for power in range(-30, 20) for each in (1, 1.5)]
+    marks = [each for each in marks if max(low, 0) <= each <= high]
+    if len(marks) >= _FEWEST_MARKS:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(marks[:: 1 + len(marks) // _MOST_MARKS], minor=False)
+        axes.set_xticks([], minor=True)
+        axes.xaxis.set_major_formatter("{x:g}")

@@ -1,0 +1,225 @@
+"""Updates of layers in the background, while the next forward or the rest of backward runs.
+
+Nobody sees the difference: until a layer's update is done, its parameters are of a class that waits before anything
+reads or writes them, and a fetch of the layer waits as well.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import cache
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.store.block import HostBlock
+from sp_lightning.weights.device_parameter import DeviceParameter
+
+
+class Updates:
+    """The updates under way.
+
+    Args:
+        blocks: of the layers and their masters, then of the residents.
+        owners: masters → the layer that they are updated with.
+        device: the seam.
+
+    Attributes:
+        torn: why weights are not those of any whole step; None where they are.
+    """
+
+    def __init__(self, blocks: Sequence[HostBlock], owners: Mapping[int, int], device: Device) -> None:
+        self._blocks = blocks
+        self._owners = owners
+        self._masters = {owner: masters for masters, owner in owners.items()}
+        self._device = device
+        self._work: dict[int, Future[None]] = {}  # in the order in which it is done
+        self._then: dict[int, Callable[[], None] | None] = {}
+        self._lock = threading.RLock()  # of whoever waits; the background does not take it
+        self._failure: BaseException | None = None
+        self._afterwards: list[Callable[[], None]] = []
+        self._class_of = cache(self._make_class)
+        self.torn: str | None = None
+        _all.add(self)
+
+    def blocks_of(self, layer: int) -> list[HostBlock]:
+        """A layer's block, and that of its masters if it has some."""
+        return [self._blocks[index] for index in (layer, self._masters.get(layer)) if index is not None]
+
+    def submit(self, layer: int, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
+        """Have the background thread update a layer, after those that were submitted before.
+
+        Args:
+            layer: its parameters are of a waiting class until then.
+            work: what the background does. It must not set ``param.grad``: torch reads that without holding it.
+            then: called by whoever has waited for the work.
+        """
+        blocks = self.blocks_of(layer)
+
+        def update() -> None:
+            try:
+                if self._failure is None:
+                    for block in blocks:
+                        self._device.access(block.weights, Stream.UPDATE, write=True)
+                    begun = self._device.mark(Stream.UPDATE)
+                    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                        work()
+                    self._device.note("update", layer, begun, Stream.UPDATE, blocks[0].planned.gradient_bytes)
+            except BaseException as error:
+                error.add_note(
+                    f"This was raised in the background, by the optimizer's update of layer {blocks[0].planned.name!r}."
+                )
+                self._failure = error
+
+        with self._lock:
+            self._finish(layer, Wait.READ_AFTER_UPDATE)  # of the last step, if nobody has waited for that
+            for block in blocks:
+                for parameter in block.parameters:
+                    if type(parameter) is not Tensor:  # which a parameter consists of that nobody updates
+                        parameter.__class__ = self._class_of(type(parameter))
+            self._work[layer] = self._device.later(update)
+            self._then[layer] = then
+
+    def afterwards(self, then: Callable[[], None]) -> None:
+        """Call ``then`` when somebody has waited for all updates, whether they succeeded or not."""
+        self._afterwards.append(then)
+
+    def ready(self, layer: int) -> bool:
+        """Whether a layer can be read without waiting."""
+        work = self._work.get(self._owners.get(layer, layer))
+        return work is None or work.done()
+
+    def under_way(self, layer: int) -> bool:
+        """Whether nobody has waited for a layer's update yet."""
+        return self._owners.get(layer, layer) in self._work
+
+    def bound(self, most: int) -> None:
+        """Wait until at most so many updates are under way."""
+        with self._lock:
+            for layer in list(self._work)[:-most]:
+                self._finish(layer, Wait.READ_AFTER_UPDATE)
+
+    def wait(self, layer: int, why: Wait) -> None:
+        """Wait for one layer's update.
+
+        Raises:
+            BaseException: what an update raised, with its traceback.
+        """
+        with self._lock:
+            self._finish(self._owners.get(layer, layer), why)
+        self._raise()
+
+    def finish(self) -> None:
+        """Wait for all updates.
+
+        Raises:
+            BaseException: what an update raised, with its traceback.
+        """
+        self.join()
+        self._raise()
+
+    def join(self) -> None:
+        """As :meth:`finish`, but where another error is under way already."""
+        with self._lock:
+            for layer in list(self._work):
+                self._finish(layer, Wait.READ_AFTER_UPDATE)
+            while self._afterwards:
+                self._afterwards.pop()()
+
+    def recover(self) -> None:
+        """As :meth:`join`, after an error that may have come in the middle of submitting one."""
+        self.join()
+        _restore_classes(self._blocks)
+
+    def close(self) -> None:
+        """Let go of an error that was told: its traceback holds activations, and their graph leads back here."""
+        self._failure = None
+
+    def _finish(self, layer: int, why: Wait) -> None:
+        if layer in self._work:
+            self._device.finish(self._work[layer], why)  # it may be interrupted: nothing is forgotten before
+            del self._work[layer]
+            _restore_classes(self.blocks_of(layer))
+            then = self._then.pop(layer)
+            if then is not None:
+                then()
+
+    def _raise(self) -> None:
+        if self._failure is not None:
+            self.torn = f"the optimizer's update failed in the background: {self._failure!r}"
+            raise self._failure
+
+    def _make_class(self, theirs: type[nn.Parameter]) -> type[nn.Parameter]:
+        return type(theirs.__name__, (_BeingUpdated, theirs), {"_updates": self, "__module__": theirs.__module__})
+
+
+def _restore_classes(blocks: Iterable[HostBlock]) -> None:
+    for block in blocks:
+        for parameter in block.parameters:
+            if issubclass(type(parameter), _BeingUpdated):
+                parameter.__class__ = type(parameter).__bases__[1]
+
+
+_all: WeakSet[Updates] = WeakSet()
+
+
+def _before_fork() -> None:
+    """A child has no background thread: whoever waited there would wait for ever."""
+    for each in list(_all):
+        each.join()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)
+
+
+class _BeingUpdated(nn.Parameter):
+    """A host parameter whose update is under way: whoever computes with it, or reads its gradient, waits first."""
+
+    _updates: Updates
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _UNCHANGED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        for kind in types:
+            if issubclass(kind, _BeingUpdated):
+                kind._updates.finish()  # they are ordinary parameters now
+        return func(*args, **(kwargs or {}))
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        """``type(p)(data)`` is an ordinary parameter."""
+        return cls.__bases__[1](data, requires_grad)
+
+    def __eq__(self, other: object) -> Any:
+        """Dictionaries and sets compare their keys so."""
+        if issubclass(type(other), DeviceParameter) and other.host is self:  # type: ignore[attr-defined]
+            return True
+        return super().__eq__(other)
+
+    __hash__ = nn.Parameter.__hash__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._updates.finish()
+        return copy.deepcopy(self, memo)  # of its own class again
+
+
+_UNCHANGED = frozenset(
+    [
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "requires_grad")
+        ),
+        *(getattr(Tensor, name) for name in ("size", "stride", "dim", "numel", "element_size", "is_floating_point")),
+    ]
+)

@@ -1,0 +1,158 @@
+"""The host's side of the plan: what its memory holds, and how often a step of the optimizer passes over it.
+
+After the transfers, memory bandwidth is what bounds training with the optimizer on the host, so each pass is listed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from sp_lightning.plan.plan import Plan, PlannedLayer, human_bytes
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One walk over host memory in a step, in bytes of all parameters.
+
+    Attributes:
+        what: what it does.
+        read, written: bytes.
+    """
+
+    what: str
+    read: int
+    written: int
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Host memory in bytes, while training.
+
+    Attributes:
+        parameters: how many numbers the weights are, frozen ones included.
+        weights: all parameters, and the casts that travel in place of some.
+        gradients: ``param.grad``, and memory for gradients that are added to others.
+        state: the optimizers' tensors; None if it is not known before the first step.
+        passes: what one step of a fused optimizer reads and writes at most, with all its micro-batches; others pass over
+            more than that.
+    """
+
+    parameters: int
+    weights: int
+    gradients: int
+    state: int | None
+    passes: tuple[Pass, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """All of it; without the optimizers' state if that is not known."""
+        return self.weights + self.gradients + (self.state or 0)
+
+    def __str__(self) -> str:
+        """Two lines: memory; traffic, each pass as bytes read and written."""
+        count = max(self.parameters, 1)
+        state = "optimizer state unknown before its first step"
+        if self.state is not None:
+            state = f"{human_bytes(self.state)} optimizer state"
+        passes = ", ".join(f"{each.what} {each.read / count:.3g}/{each.written / count:.3g}" for each in self.passes)
+        read, written = (sum(getattr(each, way) for each in self.passes) / count for way in ("read", "written"))
+        return (
+            f"Superpipeline: host memory of training: {human_bytes(self.nbytes)}, {self.nbytes / count:.3g} bytes per parameter "
+            f"({human_bytes(self.weights)} weights, {human_bytes(self.gradients)} gradients with those on their way, {state}).\n"
+            f"Superpipeline: host memory traffic per parameter and fused optimizer step, at most: {read:.3g} bytes read and "
+            f"{written:.3g} written (read/written by {passes})."
+        )
+
+
+def make_ledger(
+    plan: Plan,
+    optimizers: Iterable[torch.optim.Optimizer],
+    *,
+    early: bool,
+    accumulate: int,
+    clips: str | None,
+    scales: bool,
+) -> Ledger:
+    """Count for the chosen options.
+
+    Args:
+        plan: layers and residents.
+        optimizers: whose state is counted.
+        early: whether gradients go with their layer's update in backward.
+        accumulate: micro-batches in a step.
+        clips: ``"norm"``, ``"value"`` or None.
+        scales: whether gradients are unscaled.
+    """
+    layers = plan.trained
+    weights = sum(layer.nbytes for layer in layers)
+    travels = weights - sum(table.nbytes for table in plan.tables)  # of which some rows do
+    masters = sum(each.nbytes for each in plan.masters)
+    casts = sum(map(_cast_bytes, layers))
+    narrow = sum(_cast_bytes(layer) for layer in layers if layer.gradient_bytes)  # gradients that leave as casts
+    gradients = sum(layer.gradient_bytes for layer in layers)
+    state = _state_bytes(optimizers)
+    largest = max(layer.gradient_bytes for layer in layers)
+    in_flight = (plan.k_prime + 2) * largest
+    staged = in_flight if accumulate > 1 else (plan.k_prime + 2) * max(map(_cast_bytes, layers))
+    held = gradients if not early or accumulate > 1 else min(gradients, plan.residents.gradient_bytes + 2 * in_flight)
+    passes = [
+        Pass("casts", accumulate * masters, accumulate * casts),
+        Pass("fetch", 2 * accumulate * travels, 0),
+        Pass("gradients", 0, accumulate * (gradients - narrow)),  # those that leave as casts are half as large
+        Pass("widening", narrow, 2 * narrow),
+        Pass("accumulation", 2 * (accumulate - 1) * gradients, (accumulate - 1) * gradients),
+        Pass("unscaling", gradients * scales, gradients * scales),
+        Pass("norm", gradients * (clips == "norm"), 0),
+        Pass("clipping", gradients * (clips is not None), gradients * (clips is not None)),
+        Pass("update", 2 * gradients + (state or 0), gradients + (state or 0)),  # a gradient is as large as its weight
+    ]
+    return Ledger(
+        parameters=sum(math.prod(span.shape) for layer in (*layers, *plan.masters) for span in layer.spans),
+        weights=weights + masters,
+        gradients=held + staged,
+        state=state,
+        passes=tuple(each for each in passes if each.read or each.written),
+    )
+
+
+def _cast_bytes(layer: PlannedLayer) -> int:
+    return sum(cast.nbytes for cast in layer.casts)
+
+
+def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
+    """Bytes of the state of torch's optimizers, and of whatever state is there already."""
+    total = 0
+    for optimizer in optimizers:
+        count = _TENSORS.get(type(optimizer))
+        if count is None:
+            state = [each for each in tree_leaves(dict(vars(optimizer)["state"])) if isinstance(each, torch.Tensor)]
+            if not state:
+                return None
+            total += sum(each.nbytes for each in state)
+            continue
+        for group in optimizer.param_groups:
+            total += count(group) * sum(p.numel() * p.element_size() for p in group["params"] if p.requires_grad)
+    return total
+
+
+def _adam(group: dict[str, Any]) -> int:
+    return 2 + bool(group["amsgrad"])
+
+
+_TENSORS: dict[type, Any] = {
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adam,
+    torch.optim.SGD: lambda group: int(group["momentum"] != 0),
+    torch.optim.Adagrad: lambda group: 1,
+    torch.optim.RMSprop: lambda group: 1 + bool(group["momentum"]) + bool(group["centered"]),
+    torch.optim.NAdam: lambda group: 2,
+    torch.optim.RAdam: lambda group: 2,
+    torch.optim.Adamax: lambda group: 2,
+    torch.optim.Adadelta: lambda group: 2,
+}

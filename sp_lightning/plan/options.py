@@ -1,0 +1,145 @@
+"""The strategy's options, checked before anything is built."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
+from typing import Any, Literal, ParamSpec, cast, get_args
+
+from torch import nn
+
+from sp_lightning.model.find import LayerChoice
+from sp_lightning.plan.activation_policy import Activations, Mode
+
+Count = int | Literal["auto"]
+Overlap = Literal["auto", "off", "forward", "backward"]
+Fused = bool | Literal["auto"]
+P = ParamSpec("P")
+
+
+def by_name(init: Callable[P, None]) -> Callable[P, None]:
+    """An ``__init__`` whose options have names, so that a wrong one is told by the class that the user knows."""
+    known = list(signature(init).parameters)[1:]
+
+    @wraps(init)
+    def checked(*args: P.args, **options: P.kwargs) -> None:
+        name, given = type(args[0]).__name__, args[1:]
+        if given:
+            raise TypeError(
+                f"{name} takes its options by name, found {given[0]!r}. For example {name}(k={given[0]!r})."
+            )
+        for option in [each for each in options if each not in known]:
+            close = get_close_matches(option, known, 1, cutoff=0.5)
+            hint = f"Did you mean {close[0]}?" if close else f"There are {', '.join(known)}."
+            raise TypeError(f"{name} has no option {option!r}. {hint}")
+        init(*args, **options)
+
+    return checked
+
+
+def checked_count(option: str, value: Any) -> Count:
+    if value == "auto" and isinstance(value, str):
+        return "auto"
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(
+            f'{option} must be a whole number of layers or "auto", found {value!r}. For example {option}=2.'
+        )
+    if value < 1:
+        raise ValueError(f"{option} must be at least 1, found {value}. For example {option}=1.")
+    return int(value)
+
+
+def checked_budget(value: Any) -> int | float | None:
+    """Bytes, a share of the device's free memory, or None."""
+    if value is None:
+        return None
+    wanted = 'bytes (8_000_000_000), a size ("8GiB", "8GB") or a share of the free memory (0.8)'
+    if isinstance(value, str):
+        return parse_bytes("memory_budget", value)
+    if isinstance(value, float) and value > 1 and value.is_integer():
+        return int(value)  # 1e9, as YAML reads it
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"memory_budget takes {wanted}; found {value!r}.")
+    if isinstance(value, float) and not 0 < value <= 1:
+        raise ValueError(f"memory_budget takes {wanted}; {value!r} is no share between 0 and 1.")
+    if isinstance(value, int) and value < 1:
+        raise ValueError(f"memory_budget takes {wanted}; {value!r} is no number of bytes.")
+    return value
+
+
+def parse_bytes(option: str, text: str) -> int:
+    """A size with its unit, as bytes.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", text, re.IGNORECASE)
+    if match is None or len(match[1]) > 20 or not float(match[1]):
+        raise ValueError(
+            f'{option} takes a number with a unit (B, MB, MiB, GB, GiB, …), found {text!r}. For example "8GiB".'
+        )
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
+
+
+def checked_switch(option: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{option} must be True or False, found {value!r}.")
+    return value
+
+
+def checked_fused(value: Any) -> Fused:
+    if not isinstance(value, bool) and value != "auto":
+        raise TypeError(f'fused_optimizer must be "auto", True or False, found {value!r}.')
+    return cast(Fused, value)
+
+
+def checked_overlap(mode: Any) -> Overlap:
+    if mode not in get_args(Overlap):
+        raise ValueError(f"optimizer_overlap must be one of {get_args(Overlap)}, found {mode!r}.")
+    return cast(Overlap, mode)
+
+
+def checked_activations(choice: Any) -> Activations:
+    modes = get_args(Mode)
+    if isinstance(choice, str):
+        if choice not in (*modes, "auto"):
+            raise ValueError(f"activations must be one of {(*modes, 'auto')}, or patterns; found {choice!r}.")
+        return cast(Activations, choice)
+    wanted = 'one of "keep", "recompute", "offload", "auto", or patterns: activations={"encoder.*": "offload"}'
+    if not isinstance(choice, Mapping):
+        raise TypeError(f"activations takes {wanted}; found {choice!r}.")
+    for pattern, mode in choice.items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"activations takes {wanted}; found the pattern {pattern!r}.")
+        if mode not in modes:
+            raise ValueError(f"activations={{{pattern!r}: {mode!r}}}: a pattern's mode is one of {modes}.")
+    return dict(choice)
+
+
+def checked_layers(layers: Any) -> LayerChoice:
+    if layers is None or (callable(layers) and not isinstance(layers, (type, nn.Module))):
+        return layers
+    wanted = 'names, glob patterns, module classes or a callable, for example layers=["model.layers.*"]'
+    picks = (layers,) if isinstance(layers, (str, type)) else layers
+    if isinstance(picks, nn.Module) or not isinstance(picks, Iterable):
+        raise TypeError(f"layers= takes {wanted}; found {type(layers).__name__}.")
+    picks = tuple(picks)
+    if not picks:
+        raise ValueError(f"layers= is empty; give {wanted}, or None to have them found.")
+    for pick in picks:
+        if not isinstance(pick, str) and not (isinstance(pick, type) and issubclass(pick, nn.Module)):
+            raise TypeError(f"layers= takes {wanted}; found {pick!r}.")
+    return picks
+
+
+def checked_patterns(option: str, patterns: Any) -> tuple[str, ...]:
+    picks = (patterns,) if isinstance(patterns, str) else patterns
+    picks = tuple(picks) if isinstance(picks, Iterable) else (picks,)
+    if not all(isinstance(pick, str) for pick in picks):
+        raise TypeError(
+            f'{option}= takes names or glob patterns, found {patterns!r}. For example {option}=["lm_head"].'
+        )
+    return picks

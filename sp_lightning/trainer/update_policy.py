@@ -1,0 +1,129 @@
+"""Whether and how the optimizers' steps may run in the background: what was asked for against what could be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from sp_lightning.optim.fused import BARS_FUSED, FusedStep, loses_updates
+from sp_lightning.plan.options import Overlap
+from sp_lightning.trainer.compat import is_a, is_exactly
+from sp_lightning.trainer.user_hooks import hooks_of_users
+
+
+def choose_overlap(asked: Overlap, trainer: Any, optimizers: Sequence[Optimizer]) -> tuple[Overlap, str]:
+    """The mode that steps run in, and why it is not ``"forward"`` where ``"auto"`` was asked for.
+
+    Args:
+        asked: the option ``optimizer_overlap``.
+        trainer: with its module, its callbacks and its precision plugin as they are now.
+        optimizers: as they are now, fused where they will be.
+
+    Raises:
+        ValueError: a mode was asked for by name that is not possible.
+    """
+    if asked == "off":
+        return "off", ""
+    if all(is_a(each, _MockOptimizer) for each in optimizers):
+        return "off", "there is no optimizer"
+    never = _against_layered_steps(optimizers)
+    if asked == "auto":
+        why = _against_background(trainer, optimizers) or never
+        return ("off" if why else "forward"), why
+    why = never or (_against_early_updates(trainer, optimizers) if asked == "backward" else "")
+    if why:
+        raise ValueError(
+            f'optimizer_overlap="{asked}" cannot be used: {why}. '
+            f'Use SuperpipelineStrategy(optimizer_overlap="{"off" if never else "forward"}").'
+        )
+    return asked, ""
+
+
+def may_measure_early(trainer: Any) -> bool:
+    """Whether norms of gradients may be taken while backward goes on: nobody writes gradients after it."""
+    return not hooks_of_users(trainer, "gradients") and not _parameter_hooks(trainer) and scaler_of(trainer) is None
+
+
+def scaler_of(trainer: Any) -> Any:
+    """The gradient scaler of ``16-mixed``, if there is one."""
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def _against_layered_steps(optimizers: Sequence[Optimizer]) -> str:
+    """Why no step can be taken apart by layers, if so."""
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if not FusedStep.suits(optimizer):
+            return f"{name} is none of torch's Adam, AdamW, SGD and Adagrad, whose fused steps can be taken apart by layers"
+        for group in optimizer.param_groups:
+            if not group.get("fused"):
+                chosen = {key: group[key] for key in ("fused", *BARS_FUSED) if group.get(key) not in (None, False)}
+                by = ", ".join(f"{key}={value}" for key, value in chosen.items())
+                if not by and loses_updates(optimizer, group):
+                    by = f"torch {torch.__version__} would leave its 16-bit weights as they are"
+                by = by or "fused=False or fused_optimizer=False"
+                return f"only fused steps can be taken apart by layers, and {name} does not run fused ({by})"
+    return ""
+
+
+def _against_early_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
+    """Why gradients cannot be used up and freed while backward goes on, if so."""
+    module = trainer.lightning_module
+    hooks = [*hooks_of_users(trainer, "gradients"), *hooks_of_users(trainer, "optimizer")]
+    if not module.automatic_optimization:
+        return "optimization is manual"
+    if trainer.gradient_clip_val:
+        return f"clipping (gradient_clip_val={trainer.gradient_clip_val}) needs all gradients at once"
+    if scaler_of(trainer) is not None:
+        return "the gradient scaler of 16-mixed needs all gradients at once"
+    if any(is_a(each, StochasticWeightAveraging) for each in trainer.callbacks):
+        return (
+            "StochasticWeightAveraging steps without a backward to adapt BatchNorm, and gradients are freed before that"
+        )
+    if any(p._post_accumulate_grad_hooks for p in module.parameters()):
+        return "parameters have post-accumulate hooks, which may write other gradients than their own"
+    if _step_hooks(optimizers):
+        return "the optimizer has step hooks, and gradients are freed before they run"
+    return f"gradients are freed before {hooks[0]} could see them" if hooks else ""
+
+
+def _against_background(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
+    """User code that would wait for the updates, or something else that makes overlap no gain."""
+    if _computes_on_host(trainer):
+        return "they would compete with the model for the CPU"
+    if not trainer.lightning_module.automatic_optimization:
+        return "optimization is manual"
+    if not is_exactly(trainer.precision_plugin, (Precision, MixedPrecision, HalfPrecision, DoublePrecision)):
+        return f"{type(trainer.precision_plugin).__name__} is not among the precision plugins that were tried"
+    hooks = [hook for phase in ("train", "gradients", "optimizer") for hook in hooks_of_users(trainer, phase)]
+    if hooks:
+        return f"{hooks[0]} may look at weights or gradients"
+    if _parameter_hooks(trainer):
+        return "parameters have hooks"
+    return "the optimizer has step hooks" if _step_hooks(optimizers) else ""
+
+
+def _computes_on_host(trainer: Any) -> bool:
+    return bool(trainer.strategy.root_device.type == "cpu")
+
+
+def _parameter_hooks(trainer: Any) -> bool:
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in trainer.lightning_module.parameters())
+
+
+def _step_hooks(optimizers: Sequence[Optimizer]) -> bool:
+    """Whether anybody but this package has hooks on optimizers' steps."""
+    hooks = [
+        *torch_optimizer._global_optimizer_pre_hooks.values(),
+        *torch_optimizer._global_optimizer_post_hooks.values(),
+    ]
+    for each in optimizers:
+        hooks += [*each._optimizer_step_pre_hooks.values(), *each._optimizer_step_post_hooks.values()]
+    return any(not getattr(hook, "__module__", "").startswith("sp_lightning.") for hook in hooks)

@@ -1,0 +1,236 @@
+"""The first batches are watched; then k, k' and modes of activations are chosen, and every batch keeps to the budget."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from sp_lightning.device.device import Device
+from sp_lightning.device.timeline import Timeline
+from sp_lightning.engine.streamer import Streamer
+from sp_lightning.plan.activation_policy import FREEING, Call, Mode, least_bytes, peak_bytes, scaled, summary
+from sp_lightning.plan.options import Overlap
+from sp_lightning.plan.plan import Plan, human_bytes
+from sp_lightning.tune.activation_choice import Balance, Modes, without_second_forwards
+from sp_lightning.tune.simulator import Prediction, Rates, Visit, measured, predict
+from sp_lightning.tune.window import Window
+
+# The first batch makes kernels, caches and workspaces; the second one is timed.
+_TIMED = 1
+
+
+class Tuning:
+    """Chooses a streamer's window, and what becomes of activations.
+
+    Args:
+        window: what is asked for, and what there is room for.
+        streamer: whose slots are changed, between batches.
+        device: the same as the streamer's; its count of the most memory in use is begun anew.
+        log: whom choices are told.
+        balanced: whether modes of activations are chosen, too. They begin with what takes least, ``"offload"``.
+    """
+
+    def __init__(
+        self, window: Window, streamer: Streamer, device: Device, log: logging.Logger, *, balanced: bool = False
+    ) -> None:
+        self._log = log
+        self._window = window
+        self._streamer = streamer
+        self._device = device
+        self._balanced = balanced
+        self._batches = 0
+        self._work: tuple[Sequence[Visit], Rates] | None = None
+        self._balance: Balance | None = None  # of the first batch
+        self._calls: tuple[Call, ...] = ()  # its
+        self._first = 0  # and its size
+        self._unfit: dict[str, str] = {}  # units that cannot be recomputed
+        self._timeline: Timeline | None = None
+        self._overlap: Overlap = "off"
+        self._size = 0  # of the largest batch whose memory was measured, in numbers
+        self._next = 0  # of the one that runs now
+        self._factor = 1.0  # by which that is larger
+        self._said = ""
+        self._again = False  # whether the window is to be chosen anew at the next batch
+        if balanced:
+            streamer.activations.unfit = {}
+        device.reset_peak()
+
+    def batch_starts(self, batch: Any, overlap: Overlap) -> None:
+        """Nothing is under way: look at the batch before, and change the window if that is called for.
+
+        Args:
+            batch: that is to run. One that is larger than all before is expected to take as much more memory.
+            overlap: how updates run.
+        """
+        if self._timeline is not None:
+            self._read_timeline()
+        self._overlap = overlap
+        self._observe()
+        self._next = sum(each.numel() for each in tree_leaves(batch) if isinstance(each, Tensor))
+        self._factor = max(1.0, self._next / self._size) if self._size else 1.0
+        if self._work is not None:
+            self._fit()
+        elif self._timeline is None and self._batches >= _TIMED and (self._calls or not self._balanced):
+            self._time()
+        self._batches += 1
+
+    def stop_timing(self) -> None:
+        """What comes now is no part of the batch: validation, or the next one."""
+        if self._timeline in self._device.timelines:
+            self._device.timelines.remove(self._timeline)
+
+    def shrink(self) -> bool:
+        """The device has run out of memory: the smallest window from here on. Returns whether it was larger."""
+        self._observe(whole=False)
+        activations, smallest = self._streamer.activations, self._window.smallest()
+        smaller = smallest.slot_bytes < self._streamer.plan.slot_bytes
+        if smaller:
+            self._resize(smallest)
+        if self._balanced:
+            before = activations.modes
+            self._carry_out(min(map(self._all, FREEING), key=lambda modes: peak_bytes(self._sized(), modes)))
+            smaller = smaller or activations.modes != before
+            if self._window.room is not None:  # what was chosen did not fit, whatever was measured
+                self._window.room -= self._window.room // 16
+        self._again = self._again or (smaller and self._work is not None)
+        return smaller
+
+    # ------------------------------------------------------------------ what is measured
+
+    def _time(self) -> None:
+        """The next batch is timed; recomputing, if there is room, because copies would hold computation up."""
+        if self._balanced:
+            recompute = self._all("recompute")
+            if self._window.fits(self._streamer.plan, more=self._more(recompute)):
+                self._carry_out(recompute)
+        self._timeline = self._device.make_timeline()
+        self._device.timelines.append(self._timeline)
+
+    def _read_timeline(self) -> None:
+        assert self._timeline is not None
+        self.stop_timing()
+        plan, activations = self._streamer.plan, self._streamer.activations
+        visits, rates = measured(self._timeline.take(), len(plan.layers), synchronous=self._device.synchronous)
+        if self._balanced:
+            if "recompute" in activations.modes.values():
+                visits = without_second_forwards(visits)
+            index_of = {layer.name: index for index, layer in enumerate(plan.layers)}
+            self._balance = Balance(self._calls, index_of, visits, rates)
+        self._work = visits, rates
+        self._timeline = None
+        self._again = True
+
+    def _observe(self, *, whole: bool = True) -> None:
+        """Note what everything but weights has taken in the last batch, if it has come through as a ``whole``."""
+        window, peak = self._window, self._device.peak_bytes()
+        if self._balanced and not self._calls and self._streamer.activations.calls:
+            self._calls, self._first = self._streamer.activations.calls, self._next
+            self._unfit = self._streamer.activations.unfit or {}
+            self._streamer.activations.unfit = None
+        least, modes = least_bytes(self._sized()), self._streamer.activations.modes
+        rest = least if peak is None else peak - self._streamer.weight_bytes - self._more(modes)
+        if rest > window.rest:
+            window.rest, window.rest_gradients = rest, 0 if peak is None else self._streamer.plan.gradient_bytes
+        if whole and self._next > self._size:
+            self._size = self._next
+
+    def _sized(self) -> tuple[Call, ...]:
+        """The units' calls of the largest batch so far; none if their modes are not chosen here."""
+        return scaled(self._calls, max(self._size, self._next) / self._first if self._first else 1)
+
+    def _more(self, modes: Modes) -> int:
+        """Bytes that activations take with these modes, over those that they take in any case."""
+        calls = self._sized()
+        return peak_bytes(calls, modes) - least_bytes(calls)
+
+    # ------------------------------------------------------------------ what is chosen
+
+    def _fit(self) -> None:
+        window, activations = self._window, self._streamer.activations
+        measured_rest = window.rest
+        window.rest = math.ceil(window.rest * self._factor)
+        larger = window.rest > measured_rest
+        if self._again or not window.fits(self._streamer.plan, more=self._more(activations.modes)):
+            self._choose("for a larger batch" if larger else "measured")
+        self._again = larger  # what it has really taken is known after it
+        window.rest = measured_rest
+
+    def _choose(self, why: str) -> None:
+        window, before = self._window, self._streamer.plan
+        plan = window.choose(self._seconds)
+        if (plan.k, plan.k_prime) != (before.k, before.k_prime):
+            self._resize(plan)
+        plan, modes = self._streamer.plan, self._modes_for(self._streamer.plan)
+        if self._balanced:
+            self._carry_out(modes)
+        needs = window.needs(plan) + self._more(modes)
+        assert window.room is not None
+        said = f"k = {plan.k}, k' = {plan.k_prime}{self._saying()}"
+        if said != self._said:
+            self._log.debug(
+                "Superpipeline: %s (%s), the fastest by prediction: %s on the device of %s%s.",
+                said, why, human_bytes(needs), human_bytes(window.room),
+                "" if window.rest else ", weights and gradients only: activations are not counted here",
+            )  # fmt: skip
+            if self._balanced and needs > window.room:
+                self._log.warning(
+                    "Superpipeline: even what takes least does not fit: %s of %s. %s is what activations take of it. Use a "
+                    "smaller batch, or a larger memory_budget.",
+                    human_bytes(needs), human_bytes(window.room), human_bytes(peak_bytes(self._sized(), modes)),
+                )  # fmt: skip
+        self._said = said
+
+    def _all(self, mode: Mode) -> Modes:
+        return dict.fromkeys(self._streamer.activations.modes, mode)
+
+    def _carry_out(self, modes: Modes) -> None:
+        activations = self._streamer.activations
+        modes = {**self._all("offload"), **modes}  # of units that nobody has called yet, too
+        modes = {
+            unit: "offload" if unit in self._unfit and mode == "recompute" else mode for unit, mode in modes.items()
+        }
+        if modes != activations.modes:
+            activations.modes = modes
+            self._device.reset_peak()  # what was needed before says nothing of what is
+
+    def _saying(self) -> str:
+        return f"; activations: {summary(self._streamer.activations.modes)}" if self._balanced else ""
+
+    def _resize(self, plan: Plan) -> None:
+        before, old = self._streamer.weight_bytes, self._streamer.plan
+        try:
+            self._streamer.resize(plan)
+        except torch.OutOfMemoryError:
+            self._streamer.resize(old)
+            self._log.warning("Superpipeline: no room for k = %d, k' = %d after all.", plan.k, plan.k_prime)
+        if self._streamer.weight_bytes < before:
+            self._device.reset_peak()
+
+    def _seconds(self, plan: Plan) -> float:
+        if self._work is None:
+            return 1 / plan.k  # nothing is known of the time yet: more is faster
+        return self._predicted(plan, self._modes_for(plan)).seconds
+
+    def _modes_for(self, plan: Plan) -> Modes:
+        """The fastest choice of modes for a plan, within what it leaves."""
+        if self._balance is None or self._window.room is None:
+            return self._streamer.activations.modes
+        calls = self._sized()
+        room = self._window.room - self._window.needs(plan) + least_bytes(calls)
+        candidates = replace(self._balance, calls=calls).candidates(room)
+        return min(candidates, key=lambda modes: self._predicted(plan, modes).seconds)
+
+    def _predicted(self, plan: Plan, modes: Modes) -> Prediction:
+        assert self._work is not None
+        visits, rates = self._work
+        if self._balance is not None:
+            visits = self._balance.visited(modes)
+        mode = "off" if self._overlap == "auto" else self._overlap
+        return predict(plan, visits, rates, overlap=mode, batches=2)

@@ -1,0 +1,144 @@
+"""Frozen weights that a checkpoint leaves out, because whoever resumes it has them already.
+
+A checkpoint that lacks weights is only worth something if they can be had again. So a weight is left out only where the
+module had its values by itself: nobody has trained it, no checkpoint has given it others, and it is what it was when
+the first run began. The file has a digest of each, and whoever loads it is told if the module's own weights are others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from sp_lightning.model.wrapped import parts
+
+FROZEN = "superpipeline_frozen"
+"""Of a checkpoint: names of the weights that it leaves out, with their digests and dtypes."""
+
+_first: Any = WeakIdKeyDictionary()
+"""The digest of each parameter when a run found it frozen first."""
+
+LeftOut = dict[str, tuple[str, str]]
+
+_acquired: Any = WeakIdKeyDictionary()
+"""Parameters whose values their module would not have by itself: trained in this process, or loaded from a checkpoint."""
+
+
+def digest(tensor: Tensor) -> str:
+    """What tells a weight's values, shape and dtype from others; one pass over its memory."""
+    found = hashlib.sha256(usedforsecurity=False)
+    for _, part in parts("", tensor.detach()):
+        memory = part.cpu().resolve_conj().resolve_neg().contiguous()
+        found.update(repr((part.dtype, tuple(part.shape))).encode())
+        if memory.nbytes:
+            found.update((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr()))
+    return found.hexdigest()
+
+
+def note_trained(module: nn.Module) -> None:
+    """Training begins, or goes on: what is not frozen now is going to have other values."""
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            _acquired[parameter] = True
+
+
+def note_loaded(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """A checkpoint's state is about to give weights other values than they have."""
+    for name, parameter in _named(module):
+        found = state.get(name)
+        if isinstance(found, Tensor) and not _same(found, parameter):
+            _acquired[parameter] = True
+
+
+class Frozen:
+    """The frozen weights of a run.
+
+    Args:
+        module: as training begins, its parameters on the host.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        own = dict(_named(module))
+        self._digests = {name: _first.setdefault(own[name], found) for name, found in self._now().items()}
+
+    def _now(self) -> dict[str, str]:
+        frozen = {name: p for name, p in _named(self._module) if not p.requires_grad and p not in _acquired}
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            return dict(zip(frozen, threads.map(digest, frozen.values()), strict=True))
+
+    def leave_out(self, state: dict[str, Any]) -> LeftOut:
+        """Take out of a state dictionary what is frozen and unchanged, and lies there as it is."""
+        note_trained(self._module)
+        own, now = dict(_named(self._module)), self._now()
+        left_out = {
+            name: (found, str(own[name].dtype))
+            for name, found in now.items()
+            if found == self._digests.get(name) and name in state and _is_itself(state[name], own[name])
+        }
+        for name in left_out:
+            del state[name]
+        return left_out
+
+
+def fill_in(module: nn.Module, state: Mapping[str, Any], left_out: LeftOut, *, copies: bool = False) -> dict[str, Any]:
+    """A checkpoint's state with the module's own weights, or copies of them, where it leaves some out.
+
+    Raises:
+        RuntimeError: the module does not have them, or others.
+    """
+    own, filled = dict(_named(module)), dict(state)
+    others = []
+    for name, (expected, dtype) in left_out.items():
+        if name in state:  # put back by a callback, as averaged weights are
+            continue
+        if name not in own:
+            raise RuntimeError(
+                f"This checkpoint leaves out the frozen weight {name!r} (save_frozen=False), and the module has none of that "
+                "name. Build the module as it was when the checkpoint was written."
+            )
+        if digest(_cast(own[name], dtype)) != expected:
+            others.append(name)
+        filled[name] = _cast(own[name], dtype).detach()
+        if copies:
+            filled[name] = filled[name].clone()
+    if others:
+        raise RuntimeError(
+            f"This checkpoint leaves out the frozen weight {others[0]!r}{f' and {len(others) - 1} more' * (len(others) > 1)} "
+            "(save_frozen=False), and the module has other values than it had when the checkpoint was written. Load the same "
+            "pretrained weights before trainer.fit (validate, test, predict), in a new module if this one has been trained since."
+        )
+    return filled
+
+
+def _same(found: Tensor, parameter: Tensor) -> bool:
+    return digest(found) == digest(_cast(parameter, str(found.dtype)))
+
+
+def _cast(parameter: Tensor, dtype: str) -> Tensor:
+    """As a trainer of another precision converts it; a wrapped one has no dtype of its own."""
+    if len([*parts("", parameter)]) > 1 or str(parameter.dtype) == dtype:
+        return parameter
+    return parameter.detach().to(getattr(torch, dtype.removeprefix("torch.")))
+
+
+def _is_itself(value: Any, parameter: Tensor) -> bool:
+    """Whether a state dictionary has the parameter as it is, and not another form of it."""
+    if not isinstance(value, Tensor) or type(value) is not type(parameter.detach()):
+        return False
+    pairs = zip(parts("", value), parts("", parameter), strict=True)
+    return all(
+        (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
+        for (_, a), (_, b) in pairs
+    )
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return module.named_parameters(remove_duplicate=False)

@@ -1,0 +1,79 @@
+"""Pruned modules: their masks are on the device within a step, and on the host, where the weights are, after it.
+
+``torch.nn.utils.prune`` keeps a mask in a buffer, ``weight_mask``, and multiplies it before each forward with a parameter,
+``weight_orig``, which streams; the product stays, as a plain attribute, ``weight``. Pruning once more, between two steps,
+draws a mask from the product and the mask before, and multiplies it with the parameter: all three have to be on the host.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+
+from sp_lightning.device.device import Device
+from sp_lightning.device.layout import normal_mode, strided
+
+
+class PrunedWeights:
+    """The masks and products of all pruned modules; nothing, where the device is the host.
+
+    Args:
+        module: the root.
+        device: the seam.
+    """
+
+    def __init__(self, module: nn.Module, device: Device) -> None:
+        self._device = device
+        self._pruned = [] if device.computes_on_host else _find_pruned(module)
+        self._masks: dict[tuple[nn.Module, str], _Mask] = {}
+        self.hold_host()
+
+    def hold_device(self) -> None:
+        """A step begins, or goes on: masks that nobody has written or exchanged since are there already."""
+        for module, name in self._pruned:
+            host = module._buffers.get(f"{name}_mask")
+            mask = self._masks.get((module, name))
+            if host is None:  # the pruning was made permanent
+                continue
+            if mask is None or mask.host is not host or mask.version != host._version:
+                mask = self._masks[module, name] = _Mask(host, host._version, self._send(host))
+            module._buffers[f"{name}_mask"] = mask.device
+
+    def hold_host(self) -> None:
+        """The step is over, or interrupted: what it has left on the device comes to the host."""
+        for module, name in self._pruned:
+            present = module._buffers.get(f"{name}_mask")
+            if present is None:
+                continue
+            mask = self._masks.get((module, name))
+            at_host = mask.host if mask is not None and mask.device is present else self._device.receive(present)
+            module._buffers[f"{name}_mask"] = at_host
+            product = vars(module).get(name)
+            if isinstance(product, Tensor):
+                vars(module)[name] = self._device.receive(product.detach()).requires_grad_(product.requires_grad)
+
+    def _send(self, host: Tensor) -> Tensor:
+        with normal_mode(), torch.no_grad():
+            whole = host.detach().clone()  # dense, whatever the user's is
+            flat = strided(whole, 0, torch.uint8, (whole.nbytes,), (1,))
+            return strided(self._device.send(flat), 0, whole.dtype, whole.shape, whole.stride())
+
+
+class _Mask(NamedTuple):
+    """A mask on the host, at a version of it, and its copy on the device."""
+
+    host: Tensor
+    version: int
+    device: Tensor
+
+
+def _find_pruned(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    return [
+        (child, hook._tensor_name)
+        for child in module.modules()
+        for hook in child._forward_pre_hooks.values()
+        if isinstance(hook, BasePruningMethod)
+    ]
