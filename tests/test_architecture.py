@@ -27,13 +27,8 @@ MAY_IMPORT_LIGHTNING = {"trainer", "pytorch_lightning", "__init__", "cli", "__ma
 MOST_LINES = {"file": 400, "class": 300, "function": 40}
 EXCEPTIONS: dict[str, str] = dict.fromkeys(
     [
-        "__main__",
-        "__main__._parser",
-        "__main__.answer",
-        "__main__.verdict",
         "activations.forward_state",
         "activations.offload",
-        "cli.model_source._transformers",
         "device.device",
         "engine.streamer",
         "engine.streamer.Streamer",

@@ -1,0 +1,140 @@
+"""The arguments of ``plan``, as a :class:`Question`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from sp_lightning.cli.lightning_command import LIGHTNING
+from sp_lightning.cli.model_with_batch import WANTED
+from sp_lightning.plan.activation_policy import Mode
+from sp_lightning.plan.options import parse_bytes
+
+_DESCRIPTION = (
+    "``python -m sp_lightning plan MODEL``: does it fit, with which k, and how fast? And Lightning's CLI, the name "
+    "registered."
+)
+PRECISIONS = {
+    "32-true": (torch.float32, None),
+    "bf16-true": (torch.bfloat16, None),
+    "16-true": (torch.float16, None),
+    "bf16-mixed": (torch.float32, torch.bfloat16),
+    "16-mixed": (torch.float32, torch.float16),
+}
+"""By Lightning's name: the dtype of the parameters, and the dtype of autocast, if there is one."""
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+class Question(argparse.Namespace):
+    """What ``plan`` is asked: one attribute for each argument of the command line. Memory is in bytes."""
+
+    model: str
+    predict: bool
+    generate: int | None
+    precision: str
+    batch: int
+    tokens: int
+    image: int | None
+    input: list[int] | None
+    checkpointing: bool
+    activations: Mode
+    overlap: Literal["off", "forward", "backward"]
+    layers: list[str] | None
+    resident: list[str] | None
+    k: list[int] | None
+    k_prime: list[int] | None
+    gpu_memory: int | None
+    host_memory: int | None
+    tflops: float
+    device_bandwidth: float
+    pcie: float
+    dram: float
+    json: bool
+    plot: Path | None
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line. Lightning's own commands are in it for ``--help`` alone."""
+    parser = argparse.ArgumentParser(prog="python -m sp_lightning", description=_DESCRIPTION)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in LIGHTNING:
+        commands.add_parser(
+            name, help=f"Lightning's CLI with this strategy registered: {name} --config FILE", add_help=False
+        )
+    plan = commands.add_parser(
+        "plan", help="does a model fit, with which k, and how fast? (exit status 1: it does not fit)"
+    )
+    _add_model(plan)
+    _add_window(plan)
+    _add_machine(plan)
+    plan.add_argument("--json", action="store_true", help="for programs")
+    plan.add_argument("--plot", type=Path, metavar="FILE.png", help="seconds against memory; needs matplotlib")
+    return parser
+
+
+def _add_model(plan: argparse.ArgumentParser) -> None:
+    """The model, its batch, and what is done with it."""
+    plan.add_argument("model", help=WANTED)
+    plan.add_argument("--predict", action="store_true", help="no training (which is with AdamW otherwise)")
+    plan.add_argument(
+        "--generate",
+        type=_count,
+        metavar="N",
+        help="predict N tokens for each of --batch sequences (those times beams) after prompts of --tokens: times are of "
+        "the last token, memory has the cache of keys and values",
+    )
+    plan.add_argument("--precision", choices=PRECISIONS, default="bf16-mixed", help="(%(default)s)")
+    plan.add_argument("--batch", type=_count, default=1, help="sequences or images at once (%(default)s)")
+    plan.add_argument("--tokens", type=_count, default=2048, help="per sequence (%(default)s)")
+    plan.add_argument("--image", type=_count, help="pixels on each side (what the model is made for)")
+    plan.add_argument("--input", type=_count, nargs="+", metavar="SIZE", help="shape of what a factory's module takes")
+    plan.add_argument("--checkpointing", action="store_true", help="gradient checkpointing, of transformers' models")
+
+
+def _add_window(plan: argparse.ArgumentParser) -> None:
+    """The options of the strategy."""
+    plan.add_argument("--activations", choices=MODES, default="keep", help="of all layers (%(default)s)")
+    plan.add_argument(
+        "--overlap", choices=("off", "forward", "backward"), default="forward", help="optimizer_overlap (%(default)s)"
+    )
+    plan.add_argument("--layers", nargs="+", help="as SuperpipelineStrategy(layers=…)")
+    plan.add_argument("--resident", nargs="+", help="as SuperpipelineStrategy(resident=…)")
+    plan.add_argument("--k", type=_count, nargs="+", help="(a range)")
+    plan.add_argument("--k-prime", type=_count, nargs="+", help="(1 2)")
+
+
+def _add_machine(plan: argparse.ArgumentParser) -> None:
+    """Memory and speed of the machine."""
+    plan.add_argument("--gpu-memory", type=_size, help="for example 24GiB (no limit)")
+    plan.add_argument("--host-memory", type=_size, help="for example 512GiB (no limit)")
+    plan.add_argument("--tflops", type=_rate, default=100, help="of the device, TFLOP/s (%(default)s)")
+    plan.add_argument("--device-bandwidth", type=_rate, default=1000, help="of its memory, GB/s (%(default)s)")
+    plan.add_argument("--pcie", type=_rate, default=25, help="between host and device, each way, GB/s (%(default)s)")
+    plan.add_argument("--dram", type=_rate, default=60, help="of host memory, GB/s (%(default)s)")
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes("it", text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = -1.0
+    if not 0 < rate < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return rate

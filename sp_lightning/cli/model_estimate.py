@@ -1,0 +1,257 @@
+"""A model that is built and run without memory, and what follows from that for a plan."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
+
+from sp_lightning.cli.arguments import PRECISIONS, Question
+from sp_lightning.cli.model_source import load_model
+from sp_lightning.cli.model_with_batch import ModelWithBatch
+from sp_lightning.model.find import Found, find_layers
+from sp_lightning.plan.activation_policy import Call
+from sp_lightning.plan.ledger import Ledger, make_ledger
+from sp_lightning.plan.plan import Plan, make_plan
+from sp_lightning.tune.activation_choice import Balance
+from sp_lightning.tune.dry_run import Work, cast, estimate, on_paper
+from sp_lightning.tune.simulator import Prediction, Rates, Visit, predict, schedule_visits
+
+# One fused AdamW pass reads and writes seven times the bytes of the gradients: weights, gradients, two moments.
+_PASSES_OF_ADAMW = 7
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+"""What torch raises where a module reads the values of a tensor that has none."""
+
+
+@dataclass(frozen=True)
+class ModelEstimate:
+    """What is known of a model, whatever the window.
+
+    Attributes:
+        question: what was asked.
+        model: the model with its batch.
+        found: its layers.
+        ledger: the host's memory in training; None for prediction.
+        work: what a batch computes, or, if tokens are generated, what the last token does. None if the batch could not
+            be run without values.
+        why_no_work: the reason for that.
+        prompts: what the prompts compute, if tokens are generated.
+    """
+
+    question: Question
+    model: ModelWithBatch
+    found: Found
+    ledger: Ledger | None
+    work: Work | None
+    why_no_work: str = ""
+    prompts: Work | None = None
+
+    @property
+    def smallest_plan(self) -> Plan:
+        """The plan that takes least memory of the device."""
+        return make_plan(self.found, k=1, k_prime=1)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Device memory beside weights and their gradients, as far as it is known."""
+        return self.work.alive(self.question.activations) if self.work is not None else 0
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Host memory of activations."""
+        return self.work.offloaded if self.work is not None and self.question.activations == "offload" else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of everything."""
+        if self.ledger is not None:
+            return self.ledger.nbytes + self.offloaded_bytes
+        plan = self.smallest_plan
+        return plan.host_bytes - sum(layer.gradient_bytes for layer in plan.trained) + self.offloaded_bytes
+
+    @property
+    def flops(self) -> int:
+        """The floating-point operations of a batch, second forwards included."""
+        if self.work is None:
+            return 0
+        visits = self.work.visits(flops=1.0, memory=math.inf)  # each operation takes one second
+        return round(
+            sum(each.seconds for each in self._with_activations(self.smallest_plan, visits, Rates(1, 1, 1, 1)))
+        )
+
+    def weight_bytes(self, plan: Plan) -> int:
+        """Device memory of weights, and in training of their gradients."""
+        return plan.slot_bytes + plan.resident_bytes if self.question.predict else plan.peak_device_bytes
+
+    @property
+    def rates(self) -> Rates:
+        """What the machine does in a second, as the question says."""
+        transfers, memory = self.question.pcie * 1e9, self.question.dram * 1e9
+        return Rates(upload=transfers, download=transfers, update=memory / _PASSES_OF_ADAMW, host_memory=memory)
+
+    def predict(self, plan: Plan, rates: Rates | None = None) -> Prediction:
+        """The time of a batch with a window; by default on the machine that the question describes."""
+        rates = rates or self.rates
+        updates = [each for each in self.ledger.passes if each.what == "update"] if self.ledger is not None else []
+        traffic = sum(each.read + each.written for each in updates)
+        return predict(plan, self._visits(plan, rates), rates, overlap=self.question.overlap, host_traffic=traffic)
+
+    def _visits(self, plan: Plan, rates: Rates) -> list[Visit]:
+        flops = self.question.tflops * 1e12
+        if self.work is not None:
+            visits = self.work.visits(flops=flops, memory=self.question.device_bandwidth * 1e9)
+        else:
+            counts = [sum(math.prod(span.shape) for span in (*layer.spans, *layer.casts)) for layer in plan.layers]
+            seconds = [2 * count * self.model.uses / flops for count in counts]
+            visits = schedule_visits(plan, seconds, training=not self.question.predict)
+        return self._with_activations(plan, visits, rates)
+
+    def _with_activations(self, plan: Plan, visits: list[Visit], rates: Rates) -> list[Visit]:
+        """The visits with second forwards and with the activations that travel, if the question asks for that."""
+        unknown = tuple(Call(layer.name, saved=0, inputs=0) for layer in plan.layers)
+        calls = self.work.calls if self.work is not None else unknown
+        index_of = {layer.name: index for index, layer in enumerate(plan.layers)}
+        modes = dict.fromkeys((call.unit for call in calls), self.question.activations)
+        return Balance(calls, index_of, visits, rates).visited(modes)
+
+
+def estimate_model(question: Question) -> ModelEstimate:
+    """Builds the model and runs a batch of it, both without memory.
+
+    Raises:
+        ValueError: the model is not known, cannot take what it is asked to take, or has nothing to stream or train.
+        ImportError: a library is missing.
+    """
+    dtype, autocast = PRECISIONS[question.precision]
+    with _default_dtype(dtype), on_paper(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = _load(question, image=question.image)
+        module = model.module
+        if not any(True for _ in module.parameters()):
+            raise ValueError(f"{question.model!r} has no parameters, so there is nothing to stream.")
+        cast(module, dtype)
+        if question.checkpointing:
+            _checkpoint(module)
+        module.train(not question.predict)
+        found = find_layers(module, layers=question.layers, resident=question.resident or (), autocast=autocast)
+        if question.generate is None:
+            model, work, why = _run_batch(model, found, question, autocast)
+            return ModelEstimate(question, model, found, _training_ledger(found, question, module), work, why)
+        prompts, work = _generate(model, found, question, autocast)
+        return ModelEstimate(question, model, found, None, work, prompts=prompts)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _load(question: Question, *, image: int | None = None, whole: bool = False) -> ModelWithBatch:
+    return load_model(
+        question.model, batch=question.batch, tokens=question.tokens, image=image, shape=question.input, whole=whole
+    )
+
+
+def _checkpoint(module: nn.Module) -> None:
+    enable = getattr(module, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise ValueError(f"{type(module).__name__} has no gradient_checkpointing_enable; leave out --checkpointing.")
+    enable()
+
+
+def _training_ledger(found: Found, question: Question, module: nn.Module) -> Ledger | None:
+    if question.predict:
+        return None
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not trained:
+        raise ValueError(f"No parameter of {question.model!r} requires a gradient. Say --predict.")
+    return make_ledger(
+        make_plan(found, k=1, k_prime=1), [torch.optim.AdamW(trained)],
+        early=question.overlap == "backward", accumulate=1, clips=None, scales=False,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- a batch
+
+
+def _run_batch(
+    model: ModelWithBatch, found: Found, question: Question, autocast: torch.dtype | None
+) -> tuple[ModelWithBatch, Work | None, str]:
+    """What a batch computes, or the reason why that is not known; and the model with the batch that was run.
+
+    For ``--input``, a batch of whole numbers is tried if the model refuses the other one.
+
+    Raises:
+        ValueError: the model cannot take the size that was asked for.
+    """
+    work = _try_batch(model, found, question, autocast)
+    if isinstance(work, Work):
+        return model, work, ""
+    why = f"{type(work).__name__}: {str(work).strip().splitlines()[0] if str(work).strip() else ''}"
+    if question.image is None and question.input is None:
+        return model, None, why
+    other = replace(_load(question, whole=question.input is not None), module=model.module)
+    again = _try_batch(other, found, question, autocast)
+    if isinstance(again, Work) and question.input is not None:
+        return other, again, ""
+    if isinstance(again, Work):
+        raise ValueError(
+            f"--image {question.image}: {question.model!r} cannot take that ({why}). Leave --image out: it is run with "
+            f"{other.items} then."
+        )
+    if question.input is not None and not isinstance(work, _NEEDS_VALUES):
+        raise ValueError(
+            f"--input {' '.join(map(str, question.input))}: {question.model!r} cannot take one tensor of that shape ({why}). "
+            "Give the shape of a whole batch, or set example_input_array in the module to what its forward takes, and "
+            "leave --input out."
+        )
+    return model, None, why
+
+
+def _try_batch(
+    model: ModelWithBatch, found: Found, question: Question, autocast: torch.dtype | None
+) -> Work | Exception:
+    training = not question.predict
+    try:
+        with nullcontext() if training else torch.no_grad():
+            return estimate(found, lambda: model.run(training=training, autocast=autocast))
+    except Exception as error:  # a module that reads values may raise anything; the report says what
+        return error
+
+
+def _generate(
+    model: ModelWithBatch, found: Found, question: Question, autocast: torch.dtype | None
+) -> tuple[Work, Work]:
+    """What the prompts compute, and what the last token does, which has the memory of both.
+
+    Raises:
+        ValueError: the model generates no text, or cannot be run without values.
+    """
+    if model.generation is None or question.generate is None:
+        raise ValueError(
+            f"{question.model!r} is no language model of transformers with a cache of keys and values (past_key_values); "
+            "leave out --generate."
+        )
+    try:
+        with torch.no_grad(), torch.autocast("cpu", autocast) if autocast is not None else nullcontext():
+            prompts, token = (estimate(found, run) for run in model.generation(question.generate))
+    except Exception as error:
+        raise ValueError(
+            f"--generate: {question.model!r} could not be run without values ({type(error).__name__}: {error}). Leave it out."
+        ) from error
+    return prompts, replace(token, activation_bytes=max(prompts.activation_bytes, token.activation_bytes))

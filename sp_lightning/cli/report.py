@@ -1,0 +1,257 @@
+"""An answer in words for people, and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+from sp_lightning.cli.answer import Answer, Row
+from sp_lightning.cli.arguments import MODES, Question
+from sp_lightning.cli.model_estimate import ModelEstimate
+from sp_lightning.plan.plan import human_bytes
+from sp_lightning.trainer.callback import remedy
+from sp_lightning.tune.dry_run import Work
+
+# Waiting that takes a smaller share of the time is not worth a line.
+_LEAST_WAITING = 0.05
+
+
+def as_text(answer: Answer) -> str:
+    """The answer for people."""
+    estimate, question, best = answer.estimate, answer.question, answer.best
+    row = best or answer.rows[0]
+    state = estimate.ledger.state if estimate.ledger else None
+    lines = [
+        _heading(estimate),
+        row.plan.table(training=not question.predict, state=state),
+        "",
+        _activations(estimate),
+        _host(estimate),
+        _assumed(question),
+        "",
+        *_windows(answer),
+        *_waiting(estimate, row),
+    ]
+    if estimate.work is not None and not question.predict:
+        lines += ["", *_modes(estimate.work), *(f"note: {note}" for note in _notes(estimate))]
+    return "\n".join([*lines, "", verdict(answer)])
+
+
+def _heading(estimate: ModelEstimate) -> str:
+    question = estimate.question
+    what = "prediction" if question.predict else "training, AdamW"
+    count = _human_count(_parameters(estimate))
+    return f"{estimate.model.name}: {count} parameters, {question.precision}, {what}, {estimate.model.items}"
+
+
+def _parameters(estimate: ModelEstimate) -> int:
+    return sum(parameter.numel() for parameter in estimate.found.places)
+
+
+def _human_count(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.2f} M" if count >= 1e4 else str(count)
+
+
+def _activations(estimate: ModelEstimate) -> str:
+    if estimate.work is None:
+        return (
+            f"activations unknown: no batch could be run without values ({estimate.why_no_work}). Times are guessed from "
+            f"parameter counts, as if each weight was used {estimate.model.uses} times in a forward"
+        )
+    flops = f"{estimate.flops / 1e12:.3g} TFLOP per {'batch' if estimate.question.generate is None else 'token'}"
+    return f"activations and intermediate results {human_bytes(estimate.activation_bytes)}, {flops}"
+
+
+def _host(estimate: ModelEstimate) -> str:
+    ledger, nbytes = estimate.ledger, estimate.host_bytes
+    if ledger is None:
+        return f"host memory {human_bytes(nbytes)}"
+    parts = f"weights {human_bytes(ledger.weights)}, gradients {human_bytes(ledger.gradients)}"
+    if estimate.offloaded_bytes:
+        parts = f"activations {human_bytes(estimate.offloaded_bytes)}, {parts}"
+    return (
+        f"host memory {human_bytes(nbytes)}, {nbytes / max(_parameters(estimate), 1):.3g} bytes per parameter: {parts}, "
+        f"optimizer state {human_bytes(ledger.state or 0)}"
+    )
+
+
+def _assumed(question: Question) -> str:
+    return (
+        f"assumed: {question.tflops:g} TFLOP/s, {question.device_bandwidth:g} GB/s on the device, "
+        f"{question.pcie:g} GB/s each way, {question.dram:g} GB/s of host memory "
+        "(--tflops --device-bandwidth --pcie --dram)"
+    )
+
+
+def _windows(answer: Answer) -> list[str]:
+    """A line for each window, below a heading."""
+    estimate, best = answer.estimate, answer.best
+    per = "s/batch" if answer.question.generate is None else "s/token"
+    lines = [f"   k  k' {'weights+grads':>14} {'with the rest':>14} {per:>9} {'waiting':>8}  binds"]
+    for row in answer.rows:
+        weights = human_bytes(estimate.weight_bytes(row.plan))
+        everything = human_bytes(row.device_bytes) if estimate.work is not None else "?"
+        mark = " ◀" if row is best else "" if row.fits else "  does not fit"
+        lines.append(
+            f"{row.plan.k:>4} {row.plan.k_prime:>3} {weights:>14} {everything:>14} "
+            f"{row.prediction.seconds:>9.3g} {row.waiting:>8.0%}  {row.prediction.binds}{mark}"
+        )
+    return lines
+
+
+def _waiting(estimate: ModelEstimate, row: Row) -> list[str]:
+    """What costs most time beside computing, and what helps: the batch is predicted without each kind of waiting."""
+    rates, plan = estimate.rates, row.plan
+    # In prediction, fetches alone pass over the host's memory.
+    memory = math.inf if estimate.question.predict else rates.host_memory
+    without = {
+        "fetches": estimate.predict(plan, replace(rates, upload=math.inf, host_memory=memory)),
+        "gradients to leave": estimate.predict(plan, replace(rates, download=math.inf)),
+        "updates": replace(estimate, ledger=None).predict(plan, replace(rates, update=math.inf)),
+    }
+    saved = {what: 1 - other.seconds / max(row.prediction.seconds, 1e-9) for what, other in without.items()}
+    what = max(saved, key=saved.__getitem__)
+    if saved[what] < _LEAST_WAITING:
+        return []
+    window = f"k = {plan.k}, k' = {plan.k_prime}"
+    return [f"waiting, with {window}: {saved[what]:.0%} of the time for {what}; {remedy(what, plan)}."]
+
+
+def _modes(work: Work) -> list[str]:
+    """What each mode of activations takes."""
+    lines = [f"  {mode:<10} {human_bytes(work.saved(mode)):>10}" for mode in MODES]
+    lines[MODES.index("offload")] += f", and {human_bytes(work.offloaded)} on the host"
+    return ["activations=    saved for backward, at most", *lines]
+
+
+def _notes(estimate: ModelEstimate) -> list[str]:
+    """Memory that no mode of activations changes, if it is much."""
+    work, question = estimate.work, estimate.question
+    if work is None or question.predict:
+        return []
+    notes = [estimate.found.ungrouped] if estimate.found.ungrouped else []
+    largest = work.largest_outside
+    saved = max((call.saved for call in work.calls), default=0)
+    if largest is None or (work.outside <= work.saved(question.activations) / 4 and largest.nbytes <= saved):
+        return notes
+    return [
+        *notes,
+        f"{human_bytes(work.outside)} are saved outside of all layers (largest: {largest}), whatever activations= says. "
+        'If that is the loss, a chunked or fused one needs a fraction: see README, "Large vocabularies".',
+    ]
+
+
+# ---------------------------------------------------------------------- does it fit, and with which k?
+
+
+def verdict(answer: Answer) -> str:
+    """The last lines: whether the model fits, and what to choose."""
+    refusals = [] if answer.host_fits else [_refused_by_host(answer)]
+    if not any(row.fits for row in answer.rows):
+        refusals.append(_refused_by_device(answer))
+    return "\n".join(refusals) if refusals else _recommended(answer)
+
+
+def _refused_by_host(answer: Answer) -> str:
+    return (
+        f"It does not fit: {human_bytes(answer.estimate.host_bytes)} of host memory are needed, "
+        f"{human_bytes(answer.question.host_memory or 0)} are there. {_less_host_memory(answer.question)}"
+    )
+
+
+def _less_host_memory(question: Question) -> str:
+    if question.predict:
+        return "Use a lower precision: --precision bf16-true."
+    precision = "Use --precision bf16-true, or freeze" if question.precision != "bf16-true" else "Freeze"
+    overlap = "" if question.overlap == "backward" else "; --overlap backward saves gradients"
+    return f"{precision} layers, or train adapters{overlap}."
+
+
+def _refused_by_device(answer: Answer) -> str:
+    question, work = answer.question, answer.estimate.work
+    least, limit = min(row.device_bytes for row in answer.rows), question.gpu_memory or 0
+    activations = answer.estimate.activation_bytes
+    weights = least - activations
+    fitting = []
+    if work is not None and not question.predict:
+        others = [mode for mode in MODES if mode != question.activations]
+        fitting = [mode for mode in others if weights + work.alive(mode) <= limit]
+    if fitting or (activations > least / 2 and weights < limit):
+        smaller = f"Use a smaller batch{_fitting_batch(question.batch, limit - weights, activations)}"
+        advice = smaller + (f", or --activations {' or '.join(fitting)}" if fitting else "") + "."
+    else:
+        advice = "Cut layers finer with --layers."
+    return (
+        f"It does not fit: the least is {human_bytes(least)} of device memory, of which {human_bytes(activations)} are "
+        f"activations; {human_bytes(limit)} are there. {advice}"
+    )
+
+
+def _fitting_batch(batch: int, free: int, activations: int) -> str:
+    """The batch that would fit: activations and caches grow with it, weights do not. Memory is in bytes."""
+    count = int(batch * free / activations) if activations > 0 else 0
+    return f" (about {count} would fit)" if 1 <= count < batch else ""
+
+
+def _recommended(answer: Answer) -> str:
+    best, question = answer.best, answer.question
+    if best is None:
+        return ""
+    limited = question.gpu_memory is not None
+    fits = "It fits" if limited else "The fastest"
+    if answer.estimate.work is None:
+        fits = "Weights and gradients fit, activations are unknown" if limited else "Perhaps the fastest"
+    mode = "" if question.activations == "keep" else f', activations="{question.activations}"'
+    choice = f"SuperpipelineStrategy(k={best.plan.k}, k_prime={best.plan.k_prime}{mode})"
+    seconds = best.prediction.seconds
+    if answer.prompt_seconds is None:
+        return f"{fits}: {choice}, {seconds:.3g} s per batch."
+    return (
+        f"{fits}: {choice}, {answer.prompt_seconds:.3g} s for the prompts, then {seconds:.3g} s for each token of "
+        f"{question.batch} sequence{'s' * (question.batch > 1)}: {question.batch / seconds:.3g} tokens/s."
+    )
+
+
+# ---------------------------------------------------------------------- JSON
+
+
+def as_json(answer: Answer) -> str:
+    """The answer for programs; bytes and seconds."""
+    estimate, best = answer.estimate, answer.best
+    question, work, plan = answer.question, estimate.work, answer.rows[0].plan
+    fields = {
+        "model": estimate.model.name,
+        "precision": question.precision,
+        "parameters": _parameters(estimate),
+        "tables": [{"name": table.name, "bytes": table.nbytes} for table in plan.tables],
+        "layers": [{"name": layer.name, "bytes": layer.nbytes} for layer in plan.layers],
+        "activations": question.activations,
+        "activation_bytes": estimate.activation_bytes if work else None,
+        "saved_bytes": {mode: work.saved(mode) for mode in MODES} if work else None,
+        "offloaded_bytes": work.offloaded if work else None,
+        "flops": estimate.flops if work else None,
+        "why_no_activations": estimate.why_no_work or None,
+        "batch": estimate.model.items,
+        "training": not question.predict,
+        "generated_tokens": question.generate,
+        "prompt_seconds": answer.prompt_seconds,
+        "host_bytes": estimate.host_bytes,
+        "host_fits": answer.host_fits,
+        "notes": [*plan.notes, *_notes(estimate)],
+        "assumed": {
+            "tflops": question.tflops, "device_gbps": question.device_bandwidth, "pcie_gbps": question.pcie,
+            "dram_gbps": question.dram,
+        },
+        "windows": [_window(row) for row in answer.rows],
+        "best": None if best is None else {"k": best.plan.k, "k_prime": best.plan.k_prime},
+        "verdict": verdict(answer),
+    }  # fmt: skip
+    return json.dumps(fields, indent=2)
+
+
+def _window(row: Row) -> dict[str, object]:
+    return {
+        "k": row.plan.k, "k_prime": row.plan.k_prime, "device_bytes": row.device_bytes, "fits": row.fits,
+        "seconds": row.prediction.seconds, "busy_seconds": row.prediction.busy, "binds": row.prediction.binds,
+    }  # fmt: skip
