@@ -6,9 +6,13 @@ import ast
 import graphlib
 import inspect
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 import sp_lightning
 from sp_lightning import SuperpipelineStrategy
@@ -56,6 +60,7 @@ def wing(file: str) -> str:
     return file.split(".")[0]
 
 
+@cache
 def imports(source: str) -> list[str]:
     """All modules that a source imports at module level or below, dotted."""
     found = []
@@ -110,6 +115,70 @@ def test_the_import_check_can_fail() -> None:
     ]
     assert offences("weights.slots", "import lightning.pytorch as pl") == ["lightning.pytorch"]
     assert offences("weights.slots", "from sp_lightning.store.block import HostBlock") == []
+
+
+LIGHTNINGS = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
+COMPAT = "trainer.compat"
+OF_TORCH = {("optim.fused", "_device")}
+"""Private names of torch that Lightning has, too: here that of ``torch.amp.GradScaler``."""
+INHERITED = frozenset(
+    name
+    for base in (SingleDeviceStrategy(), Callback(), TorchCheckpointIO())
+    for name in dir(base)
+    if name.startswith("_") and not name.startswith("__")
+)
+"""The private attributes of the classes of Lightning that classes of this package derive from."""
+
+
+def private_attributes(source: str) -> Iterator[tuple[str, bool]]:
+    """All private attributes that a source uses, by name, and whether it uses them on ``self``."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            yield node.attr, isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+COVERED = frozenset(name for name, _ in private_attributes(FILES[COMPAT]))
+"""The private attributes of Lightning that ``compat`` uses for everybody."""
+
+
+def privates_of_lightning(file: str, source: str) -> list[str]:
+    """What a file uses of Lightning that is private."""
+    imported = [
+        module
+        for module in imports(source)
+        if module.split(".")[0] in LIGHTNINGS and any(part.startswith("_") for part in module.split("."))
+    ]
+    return imported + [
+        name
+        for name, on_self in private_attributes(source)
+        if name in (INHERITED if on_self else COVERED) and (file, name) not in OF_TORCH
+    ]
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file != COMPAT])
+def test_one_file_knows_what_is_private_in_lightning(file: str) -> None:
+    assert privates_of_lightning(file, FILES[file]) == []
+
+
+def test_the_check_of_private_names_can_fail() -> None:
+    assert "_skip_backward" in COVERED
+    assert "_root_device" in INHERITED
+    source = """
+from lightning.fabric.utilities.init import _EmptyInit
+from lightning.pytorch.strategies import Strategy
+import pytorch_lightning._graveyard
+
+class Mine(Strategy):
+    def run(self):
+        self._window = self._root_device
+        return self.trainer.fit_loop._skip_backward
+"""
+    assert sorted(privates_of_lightning("trainer.strategy", source)) == [
+        "_root_device",
+        "_skip_backward",
+        "lightning.fabric.utilities.init._EmptyInit",
+        "pytorch_lightning._graveyard",
+    ]
 
 
 def lengths(file: str, source: str) -> Iterator[tuple[str, str, int]]:

@@ -18,6 +18,13 @@ class HostGradScaler(torch.amp.GradScaler):
     copies block; everything else, and what is checkpointed, is torch's.
     """
 
+    @classmethod
+    def like(cls, scaler: torch.amp.GradScaler) -> HostGradScaler:
+        """Returns one with the state of a ``GradScaler`` of torch's, to stand in its place."""
+        host = cls(device=scaler._device, enabled=scaler.is_enabled())
+        host.load_state_dict(scaler.state_dict())
+        return host
+
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:

@@ -17,6 +17,7 @@ from sp_lightning.observe.plot import draw_timeline, supported_formats
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.ledger import Ledger
 from sp_lightning.plan.plan import Plan, human_bytes
+from sp_lightning.trainer.compat import accumulates, logged_step
 from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
 
 # Waiting for less than this share of the time, or so few seconds, is not worth a word.
@@ -160,10 +161,9 @@ class SuperpipelineCallback(Callback):
         self, trainer: Any, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._strategy.expect_next_batch()
-        loop = trainer.fit_loop
-        accumulates = pl_module.automatic_optimization and loop._should_accumulate()
-        step = loop.epoch_loop._batches_that_stepped
-        due = self._metrics and trainer.loggers and not accumulates and (step + 1) % self._every == 0
+        waits = pl_module.automatic_optimization and accumulates(trainer)  # its optimizer step is a later batch's
+        step = logged_step(trainer)
+        due = self._metrics and trainer.loggers and not waits and (step + 1) % self._every == 0
         if not due and not self._progress_bar:
             return
         stats = self._strategy.stats()

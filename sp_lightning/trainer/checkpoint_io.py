@@ -23,12 +23,11 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from sp_lightning.trainer.compat import base_of, is_a
+from sp_lightning.trainer.compat import base_of, is_a, trainer_of, wraps_another
 
 try:
     import fcntl
@@ -132,7 +131,7 @@ def load(path: Any, io: Any, module: pl.LightningModule | None, weights_only: bo
         weights_only: as in :meth:`AtomicCheckpointIO.load_checkpoint`.
     """
     base = io
-    while is_a(base, _WrappingCheckpointIO):
+    while wraps_another(base):
         base = base.checkpoint_io
     theirs = getattr(base.load_checkpoint, "__func__", None) is base_of(base, TorchCheckpointIO).load_checkpoint
     # Quantised weights cannot be loaded with a callable map_location, which is Lightning's default.
@@ -158,8 +157,8 @@ def _somebody_keeps_what_is_loaded(module: pl.LightningModule) -> bool:
         if any(True for _ in child.parameters())
     ):
         return True
-    trainer = module._trainer  # none where the strategy is connected by hand
-    callbacks = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
+    trainer = trainer_of(module)
+    callbacks = [] if trainer is None else trainer.callbacks
     owners = [(module, pl.LightningModule), *((each, pl.Callback) for each in callbacks)]
     return any(
         is_overridden("on_load_checkpoint", owner, parent=base_of(owner, kind))

@@ -1,34 +1,166 @@
-"""Lightning under both its names: ``pytorch_lightning`` is ``lightning.pytorch`` once more, with classes of its own.
+"""Everything that this package knows of Lightning beyond its public API.
 
-What is imported here from ``lightning`` stands for its namesake, too; which of them an object is of, its class tells.
+Two things are kept here, so that no other file changes with a version of Lightning.
+
+*Lightning under both its names.* ``pytorch_lightning`` is ``lightning.pytorch`` once more, with classes of its own. A
+class that this package imports from ``lightning`` stands for its namesake in ``pytorch_lightning``, too; the class of an
+object tells which of them it belongs to.
+
+*Private names of Lightning.* Each has one function here, which says why the public API does not answer.
+``tests/test_compat.py`` tests each with the oldest and the newest Lightning that are supported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from torch import nn
 
 T = TypeVar("T")
+
+# ---------------------------------------------------------------------- Lightning under both its names
 
 _NAMES = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 
 
 def path(kind: type) -> str:
-    """Where ``lightning`` has this class."""
+    """Returns the name under which ``lightning`` has this class."""
     package, dot, rest = kind.__module__.partition(".")
     return f"{_NAMES.get(package, package)}{dot}{rest}.{kind.__qualname__}"
 
 
 def is_a(value: object, kind: type[T]) -> TypeGuard[T]:
-    """As ``isinstance``, of the kind or its namesake."""
-    return any(path(each) == path(kind) for each in type(value).__mro__)
+    """Answers as ``isinstance`` does, for the class or its namesake."""
+    return any(path(base) == path(kind) for base in type(value).__mro__)
 
 
 def is_exactly(value: object, kinds: Iterable[type]) -> bool:
-    """Whether the value's class is one of them or of their namesakes; a subclass is not."""
-    return path(type(value)) in {path(each) for each in kinds}
+    """Whether the value's class is one of these classes or of their namesakes. A subclass is not."""
+    return path(type(value)) in {path(kind) for kind in kinds}
 
 
 def base_of(value: object, kind: type[T]) -> type[T]:
-    """``kind`` or its namesake, whichever the value's class has among its bases."""
-    return next((each for each in type(value).__mro__ if path(each) == path(kind)), kind)
+    """Returns ``kind`` or its namesake, whichever is among the bases of the value's class; ``kind`` if neither is."""
+    return next((base for base in type(value).__mro__ if path(base) == path(kind)), kind)
+
+
+# ---------------------------------------------------------------------- the trainer
+
+MODULE_ATTRIBUTES = frozenset(vars(pl.LightningModule()))
+"""The attributes that every LightningModule has by itself. Which these are differs between versions of Lightning."""
+
+
+def trainer_of(module: pl.LightningModule) -> Any | None:
+    """Returns a module's trainer, or None.
+
+    ``module.trainer`` raises an error where there is none, as in a strategy that was connected by hand.
+    """
+    return module._trainer
+
+
+def attach_callback(trainer: Any, callback: Any) -> None:
+    """Adds a callback to a trainer that exists already, where the trainer's constructor would have put it.
+
+    Lightning orders callbacks (``ModelCheckpoint`` comes last) in the constructor alone.
+    """
+    trainer.callbacks = trainer._callback_connector._reorder_callbacks([*trainer.callbacks, callback])
+
+
+def skips_backward(trainer: Any) -> bool:
+    """Whether training steps are followed by no backward.
+
+    ``StochasticWeightAveraging`` has the loop skip it while it adapts BatchNorm. Nothing public says so.
+    """
+    return bool(trainer.fit_loop._skip_backward)
+
+
+def accumulates(trainer: Any) -> bool:
+    """Whether the running training batch only adds to gradients, because its optimizer step comes with a later batch.
+
+    The answer depends on ``accumulate_grad_batches`` and on whether the epoch ends; the loop's method is private.
+    """
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def logged_step(trainer: Any) -> int:
+    """Returns the step that Lightning gives to loggers: the number of training batches with an optimizer step.
+
+    ``trainer.global_step`` counts the steps of all optimizers, which is a multiple of it where there are several.
+    """
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def logged_counts(trainer: Any) -> dict[str, int]:
+    """Returns how often each name was logged in this loop. ``trainer.logged_metrics`` has the values alone."""
+    results = trainer._results
+    return {} if results is None else {name: metric.update_count for name, metric in results.items()}
+
+
+# ---------------------------------------------------------------------- modules, optimizers, files, random numbers
+
+
+def note_device(module: nn.Module, device: torch.device) -> None:
+    """Sets what ``module.device`` says, if the module is one of Lightning's.
+
+    ``device`` has no setter: it follows ``module.to(device)``, which would move the parameters, too.
+    """
+    if is_a(module, _DeviceDtypeModuleMixin):
+        module._device = device
+
+
+def is_no_optimizer(optimizer: object) -> bool:
+    """Whether this stands for the optimizer of a module whose ``configure_optimizers`` returns None."""
+    return is_a(optimizer, _MockOptimizer)
+
+
+def wraps_another(io: object) -> bool:
+    """Whether a ``CheckpointIO`` is a wrapper, as ``AsyncCheckpointIO`` is: the one inside is its ``checkpoint_io``.
+
+    The base class of Lightning's wrappers, from which users derive theirs, is private.
+    """
+    return is_a(io, _WrappingCheckpointIO)
+
+
+def random_states() -> dict[str, Any]:
+    """Returns the states of the random number generators of torch, its accelerators, NumPy and Python.
+
+    ``isolate_rng`` is public and restores them always; a step's states are restored only if it is repeated.
+    """
+    return _collect_rng_states(include_cuda=True)
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Sets the random number generators as :func:`random_states` found them."""
+    _set_rng_states(states)
+
+
+# ---------------------------------------------------------------------- the strategy
+
+
+def set_inherited(kind: type, instance: object, name: str, value: object) -> None:
+    """Sets a property as the base classes of ``kind`` do. ``super()`` reads properties, but it cannot set them.
+
+    Args:
+        kind: the class that overrides the property.
+        instance: the object whose property is set.
+        name: the property's name.
+        value: its new value.
+    """
+    getattr(super(kind, type(instance)), name).__set__(instance, value)
+
+
+def given_checkpoint_io(strategy: Any) -> Any | None:
+    """Returns the ``CheckpointIO`` that a strategy was given, or None. Reading ``strategy.checkpoint_io`` makes one."""
+    return strategy._checkpoint_io
+
+
+def forget_module(strategy: Any) -> None:
+    """Makes ``strategy.lightning_module`` None; it has no setter."""
+    strategy._lightning_module = None

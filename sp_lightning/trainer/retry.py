@@ -12,20 +12,18 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from sp_lightning.activations.forward_state import TRUSTED
 from sp_lightning.engine.module_hooks import Gate
+from sp_lightning.trainer.compat import MODULE_ATTRIBUTES, logged_counts, random_states, restore_random_states
 
 # Modules of these packages keep no state in a forward but buffers, and count it.
 _TRUSTED = (*TRUSTED, "peft.")
 # What is compared by value, of one module or one batch, is copied up to so many bytes.
 _SMALL = 2**20
-_LIGHTNINGS = frozenset(vars(pl.LightningModule()))
 
 
 class Unwatched(Exception):
@@ -43,7 +41,7 @@ class Snapshot:
     def __init__(self, module: Any, batch: Any) -> None:
         self._module = module
         self._batch = batch
-        self._random = _collect_rng_states(include_cuda=True)
+        self._random = random_states()
         try:
             self._before, self._unwatched = self._look(), ""
         except Unwatched as error:
@@ -61,16 +59,15 @@ class Snapshot:
 
     def restore(self) -> None:
         """Random state is as it was."""
-        _set_rng_states(self._random)
+        restore_random_states(self._random)
 
     def _look(self) -> dict[str, Any]:
         module = self._module
         if not module.automatic_optimization:
             raise Unwatched("manual optimization")
-        results = module.trainer._results
         found: dict[str, Any] = {
             "the batch": [_of_batch(each) for each in tree_leaves(self._batch)],
-            "what was logged": {} if results is None else {key: each.update_count for key, each in results.items()},
+            "what was logged": logged_counts(module.trainer),
         }
         weights = found["parameters"] = []
         for name, child in module.named_modules():
@@ -95,7 +92,7 @@ def _state(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
         yield f"the metric {name}", getattr(module, "update_count")  # noqa: B009
     elif not trusted:
         pickler = _Pickler(f"attributes of {name}")
-        own = {key: value for key, value in vars(module).items() if key not in _LIGHTNINGS}
+        own = {key: value for key, value in vars(module).items() if key not in MODULE_ATTRIBUTES}
         yield f"attributes of {name}", pickler.values(own)
 
 

@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
-from lightning.fabric.utilities.init import _EmptyInit
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import (
     BitsandbytesPrecision,
     MixedPrecision,
@@ -55,7 +52,18 @@ from sp_lightning.plan.options import (
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.trainer.callback import SuperpipelineCallback, say_once
 from sp_lightning.trainer.checkpoint_io import BESIDE_AVERAGES, AtomicCheckpointIO, load
-from sp_lightning.trainer.compat import base_of, is_a
+from sp_lightning.trainer.compat import (
+    attach_callback,
+    base_of,
+    forget_module,
+    given_checkpoint_io,
+    is_a,
+    note_device,
+    set_inherited,
+    skips_backward,
+    trainer_of,
+    wraps_another,
+)
 from sp_lightning.trainer.retry import Snapshot
 from sp_lightning.trainer.update_policy import Overlap, choose_overlap, may_measure_early, scaler_of
 from sp_lightning.trainer.user_hooks import is_known, is_quiet
@@ -166,6 +174,7 @@ class StreamingStrategy(_Base):
             )
         self._callback = checked_switch("callback", callback)
         self._device_given = device is not None
+        self._device = torch.device("cpu" if device is None else device)
         self._streamer: Streamer | None = None
         self._plan: Plan | None = None
         self._tuning: Tuning | None = None
@@ -185,7 +194,7 @@ class StreamingStrategy(_Base):
         self._quiet: dict[str, bool] = {}
         self._last_phase = ""
         super().__init__(
-            device=torch.device(device) if device is not None else torch.device("cpu"),
+            device=self._device,
             accelerator=accelerator,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
@@ -260,7 +269,7 @@ class StreamingStrategy(_Base):
     @property
     def parallel_devices(self) -> list[torch.device]:
         """The device that was given, if any. Lightning hands its choice to strategies that have this attribute."""
-        return [self._root_device] if self._device_given else []
+        return [self._device] if self._device_given else []
 
     @parallel_devices.setter
     def parallel_devices(self, devices: Sequence[torch.device]) -> None:
@@ -269,7 +278,12 @@ class StreamingStrategy(_Base):
                 f"superpipeline runs on one device; the trainer chose {len(devices)}: {[str(d) for d in devices]}. "
                 f"Pass Trainer(devices=1), or devices=[{devices[0].index or 0}] for a certain one."
             )
-        self._root_device = devices[0]
+        self._device = devices[0]
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device that computes: the one that was given, else the trainer's choice."""
+        return self._device
 
     @property
     def num_nodes(self) -> int:
@@ -286,15 +300,16 @@ class StreamingStrategy(_Base):
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """The one that was given, or wrapped; else an :class:`~sp_lightning.trainer.checkpoint_io.AtomicCheckpointIO`."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
-        elif is_a(self._checkpoint_io, _WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # which changes nothing where it has one
-        return self._checkpoint_io
+        given = given_checkpoint_io(self)
+        if given is None:
+            self.checkpoint_io = AtomicCheckpointIO()
+        elif wraps_another(given):
+            given.checkpoint_io = AtomicCheckpointIO()  # which changes nothing where it has one
+        return super().checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._checkpoint_io = io
+        set_inherited(StreamingStrategy, self, "checkpoint_io", io)
 
     @property
     def precision_plugin(self) -> Precision:
@@ -308,22 +323,21 @@ class StreamingStrategy(_Base):
                 'be streamed. Use precision="bf16-mixed" or "bf16-true".'
             )
         if is_a(plugin, MixedPrecision) and type(plugin.scaler) is torch.amp.GradScaler:
-            plugin.scaler = _host_scaler(plugin.scaler)
-        self._precision_plugin = plugin
+            plugin.scaler = HostGradScaler.like(plugin.scaler)
+        set_inherited(StreamingStrategy, self, "precision_plugin", plugin)
 
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
-        trainer: Any = model._trainer  # none yet, where it is connected by hand; the trainer does it again
+        trainer = trainer_of(model)  # none yet, where it is connected by hand; the trainer does it again
         if trainer is None or not self._callback:
             return
         if not any(isinstance(each, SuperpipelineCallback) for each in trainer.callbacks):
-            connector = trainer._callback_connector
             self._attached = self.callback_class()
-            trainer.callbacks = connector._reorder_callbacks([*trainer.callbacks, self._attached])
+            attach_callback(trainer, self._attached)
 
     def _detach_callback(self) -> None:
         """The trainer's callbacks are the user's again, however the run has ended."""
-        trainer: Any = None if self.lightning_module is None else self.lightning_module._trainer
+        trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
         if trainer is not None and self._attached is not None:
             trainer.callbacks = [each for each in trainer.callbacks if each is not self._attached]
         self._attached = None
@@ -331,7 +345,7 @@ class StreamingStrategy(_Base):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Modules are made on the host: on the device they might not fit."""
-        with _EmptyInit(enabled=bool(empty_init)), torch.device("cpu"), self.precision_plugin.tensor_init_context():
+        with super().tensor_init_context(empty_init), torch.device("cpu"):  # the device of the inner context counts
             yield
 
     # ------------------------------------------------------------------ set-up
@@ -343,7 +357,6 @@ class StreamingStrategy(_Base):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        self.model = self._setup_model(self.model)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             self._said = ""
@@ -440,7 +453,7 @@ class StreamingStrategy(_Base):
         self._parted.clear()
         self._unfuse()
         if self.lightning_module is not None and any(p.is_meta for p in self.lightning_module.parameters()):
-            self._lightning_module = None  # set-up refused it; the base class would fail to move it to the CPU
+            forget_module(self)  # set-up refused it; the base class would fail to move it to the CPU
         super().teardown()
 
     # ------------------------------------------------------------------ steps
@@ -571,9 +584,7 @@ class StreamingStrategy(_Base):
             streamer.begin(phase, training=training, manual=manual, quiet=quiet)
             with streamer.saving():
                 output = step(*args, **kwargs)
-                skipped = (
-                    training and self.lightning_module.trainer.fit_loop._skip_backward
-                )  # weight averaging does that
+                skipped = training and skips_backward(self.lightning_module.trainer)  # weight averaging does that
                 if training and not manual and output is not None and not skipped:
                     streamer.await_backward()
                 else:
@@ -891,8 +902,7 @@ def _move_the_rest(module: nn.Module, found: Found, averages: Sequence[nn.Module
     bare = {child for child in module.modules() if not any(True for _ in child.parameters())}
     stay = {inner for each in averages for inner in each.modules()}
     for child in module.modules():
-        if is_a(child, _DeviceDtypeModuleMixin):
-            cast(Any, child)._device = device  # what self.device says
+        note_device(child, device)
         if child in stay:
             continue
         if child in bare and not stay.intersection(child.modules()):
@@ -900,9 +910,3 @@ def _move_the_rest(module: nn.Module, found: Found, averages: Sequence[nn.Module
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.device != device:
                 child._buffers[name] = buffer.to(device)
-
-
-def _host_scaler(scaler: torch.amp.GradScaler) -> HostGradScaler:
-    host = HostGradScaler(device=scaler._device, enabled=scaler.is_enabled())
-    host.load_state_dict(scaler.state_dict())
-    return host

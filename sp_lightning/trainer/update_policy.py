@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from sp_lightning.optim.fused import BARS_FUSED, FusedStep, loses_updates
 from sp_lightning.plan.options import Overlap
-from sp_lightning.trainer.compat import is_a, is_exactly
+from sp_lightning.trainer.compat import is_a, is_exactly, is_no_optimizer
 from sp_lightning.trainer.user_hooks import hooks_of_users
 
 
@@ -31,7 +30,7 @@ def choose_overlap(asked: Overlap, trainer: Any, optimizers: Sequence[Optimizer]
     """
     if asked == "off":
         return "off", ""
-    if all(is_a(each, _MockOptimizer) for each in optimizers):
+    if all(is_no_optimizer(optimizer) for optimizer in optimizers):
         return "off", "there is no optimizer"
     never = _against_layered_steps(optimizers)
     if asked == "auto":

@@ -1,0 +1,220 @@
+"""What this package knows of Lightning beyond its public API, asked of the Lightning that is installed, name by name."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, ModelCheckpoint, StochasticWeightAveraging, Timer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies.strategy import Strategy
+from torch import Tensor, nn
+
+from sp_lightning.trainer import compat
+
+
+class Small(pl.LightningModule):
+    """Logs its loss in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.norm = nn.BatchNorm1d(2)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.layer(self.norm(batch)).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class WithTwo(Small):
+    """Two optimizers step in each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=1e-3) for _ in range(2)]
+
+
+def trainer_with(*callbacks: Callback, **options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu", callbacks=list(callbacks), logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **{"max_epochs": 1, **options},
+    )  # fmt: skip
+
+
+def batches(count: int) -> Any:
+    return torch.utils.data.DataLoader(torch.randn(2 * count, 2), batch_size=2)
+
+
+class Ask(Callback):
+    """Notes an answer after each training step."""
+
+    def __init__(self, question: Any) -> None:
+        self.question = question
+        self.answers: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.answers.append(self.question(trainer))
+
+
+def asked(question: Any, module: pl.LightningModule, count: int, **options: Any) -> list[Any]:
+    ask = Ask(question)
+    trainer_with(ask, **options).fit(module, batches(count))
+    return ask.answers
+
+
+def test_module_attributes() -> None:
+    assert {"_trainer", "training", "prepare_data_per_node"} < compat.MODULE_ATTRIBUTES
+    assert vars(Small()).keys() - compat.MODULE_ATTRIBUTES == set()
+    mine: Any = Small()
+    mine.steps = 0
+    assert vars(mine).keys() - compat.MODULE_ATTRIBUTES == {"steps"}
+
+
+def test_trainer_of() -> None:
+    module, trainer = Small(), trainer_with(fast_dev_run=True)
+    assert compat.trainer_of(module) is None
+    trainer.fit(module, batches(1))
+    assert compat.trainer_of(module) is trainer
+
+
+def test_attach_callback() -> None:
+    timer, file, finder, mine = Timer(), ModelCheckpoint(), BatchSizeFinder(), Callback()
+    trainer = pl.Trainer(accelerator="cpu", callbacks=[timer, file, finder], logger=False, enable_progress_bar=False)
+    ordered = [each for each in trainer.callbacks if each in (timer, file, finder)]  # type: ignore[attr-defined]
+    assert ordered == [finder, timer, file]
+    compat.attach_callback(trainer, mine)
+    ordered = [each for each in trainer.callbacks if each in (timer, file, finder, mine)]  # type: ignore[attr-defined]
+    assert ordered == [finder, timer, mine, file]
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_skips_backward() -> None:
+    ask, average = Ask(compat.skips_backward), StochasticWeightAveraging(1e-3, swa_epoch_start=1)
+    trainer_with(average, ask, max_epochs=2).fit(Small(), batches(2))
+    # The two epochs; then one more over the batches, for the statistics of BatchNorm.
+    assert ask.answers == [False, False, False, False, True, True]
+
+
+def test_accumulates() -> None:
+    answers = asked(compat.accumulates, Small(), 5, accumulate_grad_batches=2)
+    assert answers == [True, False, True, False, False]
+
+
+def test_logged_step() -> None:
+    # Lightning counts a batch after its callbacks; one that only accumulates is not counted.
+    assert asked(compat.logged_step, Small(), 4, accumulate_grad_batches=2) == [0, 0, 1, 1]
+    assert asked(compat.logged_step, WithTwo(), 3) == [0, 1, 2]
+    assert asked(lambda trainer: trainer.global_step, WithTwo(), 3) == [2, 4, 6]
+
+
+def test_logged_counts() -> None:
+    (counts, after) = asked(lambda trainer: dict(compat.logged_counts(trainer)), Small(), 2)
+    (name,) = counts
+    assert name.endswith("loss")
+    assert after[name] == counts[name] + 1
+    assert compat.logged_counts(trainer_with()) == {}
+
+
+def test_note_device() -> None:
+    module, other = Small(), nn.Linear(1, 1)
+    compat.note_device(module, torch.device("meta"))
+    assert module.device.type == "meta"
+    assert {each.device.type for each in module.parameters()} == {"cpu"}
+    compat.note_device(other, torch.device("meta"))
+    assert "_device" not in vars(other)
+
+
+@pytest.mark.filterwarnings("ignore:.*will run with no optimizer:UserWarning")
+def test_is_no_optimizer() -> None:
+    class Untrained(Small):
+        def configure_optimizers(self) -> None:  # type: ignore[override]
+            return None
+
+    found = []
+    for module in (Untrained(), Small()):
+        trainer = trainer_with()
+        trainer.strategy.connect(module)
+        module.trainer = trainer
+        trainer.strategy.setup_optimizers(trainer)
+        found += [compat.is_no_optimizer(optimizer) for optimizer in trainer.optimizers]
+    assert found == [True, False]
+
+
+def test_wraps_another() -> None:
+    assert compat.wraps_another(AsyncCheckpointIO())
+    assert AsyncCheckpointIO(inner := TorchCheckpointIO()).checkpoint_io is inner
+    assert not compat.wraps_another(inner)
+
+
+def test_random_states() -> None:
+    states = compat.random_states()
+    before = torch.rand(1), np.random.rand(), random.random()
+    assert (torch.rand(1), np.random.rand(), random.random()) != before
+    compat.restore_random_states(states)
+    assert (torch.rand(1), np.random.rand(), random.random()) == before
+
+
+class Mine(SingleDeviceStrategy):
+    """Overrides a property that has a setter."""
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        compat.set_inherited(Mine, self, "checkpoint_io", io)
+
+
+def test_set_inherited() -> None:
+    strategy, io = Mine(), TorchCheckpointIO()
+    strategy.checkpoint_io = io
+    assert strategy.checkpoint_io is io
+    assert Strategy.checkpoint_io.fget(strategy) is io  # type: ignore[attr-defined]
+
+
+def test_given_checkpoint_io() -> None:
+    assert compat.given_checkpoint_io(SingleDeviceStrategy()) is None
+    io = TorchCheckpointIO()
+    assert compat.given_checkpoint_io(SingleDeviceStrategy(checkpoint_io=io)) is io
+
+
+def test_forget_module() -> None:
+    strategy, module = SingleDeviceStrategy(), Small()
+    strategy.connect(module)
+    assert strategy.lightning_module is module
+    compat.forget_module(strategy)
+    assert strategy.lightning_module is None
+
+
+def test_both_names_are_one() -> None:
+    """With classes made up; ``tests/test_pytorch_lightning.py`` asks those of the other package."""
+    theirs = type(
+        "Callback", (), {"__module__": pl.Callback.__module__.replace("lightning.pytorch", "pytorch_lightning")}
+    )
+    value = type("Mine", (theirs,), {})()
+    assert compat.path(theirs) == compat.path(pl.Callback) == "lightning.pytorch.callbacks.callback.Callback"
+    assert compat.is_a(value, pl.Callback)
+    assert not compat.is_a(value, pl.LightningModule)
+    assert compat.base_of(value, pl.Callback) is theirs
+    assert compat.base_of(SimpleNamespace(), pl.Callback) is pl.Callback
+    assert compat.is_exactly(theirs(), [pl.Callback])
+    assert not compat.is_exactly(value, [pl.Callback])
