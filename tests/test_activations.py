@@ -478,7 +478,7 @@ def test_nothing_comes_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     messages: list[str] = []
-    monkeypatch.setattr(offload.Offload.log, "warning", lambda text, *values: messages.append(text % values))
+    monkeypatch.setattr(SuperpipelineStrategy.log, "warning", lambda text, *values: messages.append(text % values))
     return messages
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -39,6 +40,7 @@ class Activations:
         ring: host memory for what is offloaded.
         stays: addresses of storages that never leave the device, now and later; those of buffers are added.
         again: a context for a unit's second run, called with its name and its positional arguments.
+        log: where warnings go; None for Lightning's log.
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class Activations:
         ring: HostRing,
         stays: set[int],
         again: Again,
+        log: logging.Logger | None = None,
     ) -> None:
         stays |= {buffer.untyped_storage().data_ptr() for buffer in module.buffers() if buffer.layout is torch.strided}
-        self.offload = Offload(device, ring, stays)
+        self.offload = Offload(device, ring, stays, log)
         self.ring = ring
         self.modes = dict(modes)
         self._rows = rows

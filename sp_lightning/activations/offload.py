@@ -215,11 +215,11 @@ class Offload:
         device: the seam.
         ring: host memory.
         stays: addresses of storages that are on the device in any case, now and later.
+        log: where warnings go; None for Lightning's log.
     """
 
-    log = logging.getLogger("lightning.pytorch.superpipeline")
-
-    def __init__(self, device: Device, ring: HostRing, stays: Set[int]) -> None:
+    def __init__(self, device: Device, ring: HostRing, stays: Set[int], log: logging.Logger | None = None) -> None:
+        self._log = log or logging.getLogger("lightning.pytorch.superpipeline")
         self._device = device
         self._ring = ring
         self._stays = stays
@@ -310,7 +310,7 @@ class Offload:
         """Say once that the host has no room for a unit's activations, and what is done instead."""
         if not self._warned:
             self._warned = True
-            self.log.warning(
+            self._log.warning(
                 "Superpipeline: the host has no room for the activations of %r: %s of %s are taken. They %s. Use a smaller "
                 'batch, or activations={"%s": "recompute"}.',
                 unit, human_bytes(self._ring.nbytes), human_bytes(self._ring.limit or 0), instead, unit,

@@ -25,6 +25,7 @@ door alone, and everything that holds for a layer holds for them.
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import warnings
@@ -100,6 +101,8 @@ class Streamer:
         host_room: bytes of host memory that activations may take; None for no end.
         averages: modules whose buffers are on the device only for their calls within a step.
         check_writes: look for writes of weights that torch shows no sign of.
+        around_rerun: a context for a forward that is run again, in backward: nobody but autograd is to see it.
+        log: where the engine's warnings go; None for Lightning's log.
     """
 
     def __init__(
@@ -114,6 +117,8 @@ class Streamer:
         host_room: int | None = None,
         averages: Sequence[nn.Module] = (),
         check_writes: bool = False,
+        around_rerun: Callable[[], AbstractContextManager[None]] = nullcontext,
+        log: logging.Logger | None = None,
     ) -> None:
         self.plan = plan
         self._module = module
@@ -194,6 +199,7 @@ class Streamer:
             HostRing(device, pin=pin, limit=host_room),
             stays,
             self._again,
+            log,
         )
         self._packing = Packing(
             self._parameters, self._slots.by_address, self._casts, self.activations.offload, device, self._reach
@@ -229,8 +235,7 @@ class Streamer:
         self._demand_fetches = 0
         self._write_backs = 0
         self._peak = 0
-        self.unseen_again: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Around a forward that is run again: nobody but autograd is to see it."""
+        self._around_rerun = around_rerun
         self.run_again = ""
         """The unit whose forward was run in backward last."""
 
@@ -451,6 +456,14 @@ class Streamer:
             self._slots.resize(plan)
             self._note_peak()
 
+    def recount(self, plan: Plan) -> None:
+        """Takes a plan of the same layers and slots that counts other gradients: layers have been unfrozen."""
+        self.plan = plan
+
+    def limit_activations(self, nbytes: int | None) -> None:
+        """Sets the most bytes of host memory that activations may take; None for no limit."""
+        self.activations.ring.limit = nbytes
+
     @property
     def weight_bytes(self) -> int:
         """Device memory of slots and residents, now."""
@@ -567,7 +580,7 @@ class Streamer:
         self.run_again = unit
         visits = self.enter(self.found.visits[self.found.units[unit]], inputs)
         try:
-            with self.unseen_again():
+            with self._around_rerun():
                 yield
         finally:
             self.leave(visits, None)

@@ -365,7 +365,8 @@ class StreamingStrategy(_Base):
             needed = {"for gradients": self._ledger.gradients, "for the optimizer's state": self._ledger.state or 0}
             check_host(needed, LESS_HOST_MEMORY)
             assert self._streamer is not None
-            self._streamer.activations.ring.limit = self._host_room = spare_bytes(needed)
+            self._host_room = spare_bytes(needed)
+            self._streamer.limit_activations(self._host_room)
             assert self.lightning_module is not None
             note_trained(self.lightning_module)
             self._frozen = None if self._save_frozen else Frozen(self.lightning_module)
@@ -774,7 +775,7 @@ class StreamingStrategy(_Base):
                 self._arrange_overlap()
         if self._streamer.thawed():
             plan = self._streamer.plan
-            self._streamer.plan = make_plan(self._streamer.found, k=plan.k, k_prime=plan.k_prime)
+            self._streamer.recount(make_plan(self._streamer.found, k=plan.k, k_prime=plan.k_prime))
         return self._streamer
 
     def _build(self) -> None:
@@ -811,10 +812,10 @@ class StreamingStrategy(_Base):
             host_room=self._host_room,
             averages=averages,
             check_writes=self._check_writes,
+            around_rerun=self._unlogged,
+            log=self.log,
         )
-        self._streamer.unseen_again = self._unlogged
         self._parted += found.parted
-        self._streamer.activations.offload.log = self.log
         self._tuning = None
         if self._window.auto or balanced:
             self._tuning = Tuning(self._window, self._streamer, device, self.log, balanced=balanced)

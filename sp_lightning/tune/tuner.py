@@ -97,8 +97,7 @@ class Tuning:
             before = activations.modes
             self._carry_out(min(map(self._all, FREEING), key=lambda modes: peak_bytes(self._sized(), modes)))
             smaller = smaller or activations.modes != before
-            if self._window.room is not None:  # what was chosen did not fit, whatever was measured
-                self._window.room -= self._window.room // 16
+            self._window.lower_budget()  # what was chosen did not fit, whatever was measured
         self._again = self._again or (smaller and self._work is not None)
         return smaller
 
