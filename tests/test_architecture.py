@@ -10,9 +10,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+from torch.nn.utils import prune
 
 import sp_lightning
 from sp_lightning import SuperpipelineStrategy
@@ -224,6 +227,114 @@ def test_one_file_touches_the_accelerator(file: str) -> None:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch"
     }
     assert file == "device.device" or not used & {"cuda", "accelerator", "Stream", "Event", "xpu", "mps"}
+
+
+PUBLIC_ENOUGH = {
+    "_version": "torch's notes on autograd describe it, and there is no other name for it",
+    "_parameters": "the table in which a module has its parameters; setattr would register anew and run user code",
+    "_buffers": "the table in which a module has its buffers, for the same reason",
+    "_modules": "the table in which a module has its modules, for the same reason",
+}
+"""Privates of torch that any file may use, with the reason."""
+
+PRIVATES: dict[str, set[str]] = {
+    "optim.fused": {"_unscale_grads_"},  # overridden: a method has to have its name. test_torch_private.py calls it
+    "trainer.compat": {"_device"},  # of Lightning's modules, by the name that torch's GradScaler uses, too
+}
+"""Privates of torch that one file may use beside ``device.torch_private``."""
+
+
+def _torch_attributes() -> set[str]:
+    """Attributes with an underscore that objects of torch have."""
+    module = prune.identity(nn.Linear(1, 1), "weight")
+    module.compile(backend="eager")
+    objects = [
+        torch.Tensor, torch.nn.Parameter(torch.ones(1)), torch.UntypedStorage, torch.autograd.Function, torch.ops.aten.add,
+        torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default, torch.amp.GradScaler("cpu", enabled=False), nn.LSTM(1, 1),
+        torch.optim.SGD(module.parameters()), module, *module._forward_pre_hooks.values(), torch, torch.autograd,
+        torch.ops.aten, torch.nn.init,
+    ]  # fmt: skip
+    names = {name for each in objects for name in dir(each)} | {"_is_param"}
+    return {name for name in names if _is_private(name)} - set(PUBLIC_ENOUGH)
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+TORCH_ATTRIBUTES = _torch_attributes()
+
+
+def torch_privates(source: str) -> set[str]:
+    """Names of torch with an underscore that a source uses.
+
+    What is reached from an import of torch's is one. So is an attribute, a keyword or a string by the name of one of
+    torch's objects' attributes, unless the file gives its own objects that attribute.
+    """
+    nodes = list(ast.walk(ast.parse(source)))
+    of_torch: set[str] = set()
+    own: set[str] = set()
+    for node in nodes:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = getattr(node, "module", None) or node.names[0].name
+            if module.split(".")[0] == "torch":
+                of_torch |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            own.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _chain(node)[0] == "self":
+            own.add(node.attr)
+    used = {part for module in imports(source) if module.startswith("torch.") for part in module.split(".")}
+    others = TORCH_ATTRIBUTES - own
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            base, *rest = _chain(node)
+            used |= set(rest) if base in of_torch else {node.attr} & (TORCH_ATTRIBUTES if base == "super()" else others)
+        elif isinstance(node, ast.keyword):
+            used |= {node.arg or ""} & others
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            used |= set(node.value.split(".")) & others
+    return {name for name in used if _is_private(name)} - set(PUBLIC_ENOUGH)
+
+
+def _chain(node: ast.expr) -> list[str]:
+    """``a.b.c`` as a list; the first is ``super()`` or empty where it is no name."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    if isinstance(node, ast.Name):
+        return [node.id, *names]
+    is_super = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
+    return ["super()" if is_super else "", *names]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_one_file_uses_privates_of_torch(file: str) -> None:
+    assert file == "device.torch_private" or torch_privates(FILES[file]) == PRIVATES.get(file, set())
+
+
+def test_every_private_that_a_file_may_use_is_used() -> None:
+    assert {file: torch_privates(FILES[file]) for file in PRIVATES} == PRIVATES
+    everything = "".join(FILES.values())
+    assert all(f".{name}" in everything and reason for name, reason in PUBLIC_ENOUGH.items())
+
+
+def test_the_check_for_privates_can_fail() -> None:
+    assert torch_privates("import torch\ntorch._C._current_graph_task_id()") == {"_C", "_current_graph_task_id"}
+    assert torch_privates("from torch.utils._pytree import tree_map") == {"_pytree"}
+    assert torch_privates("from torch.autograd import _unsafe_preserve_version_counter as keep") == {
+        "_unsafe_preserve_version_counter"
+    }
+    assert torch_privates("from torch.autograd import forward_ad as ad\nad._current_level") == {"_current_level"}
+    assert torch_privates("def f(optimizer): return optimizer._optimizer_step_pre_hooks") == {
+        "_optimizer_step_pre_hooks"
+    }
+    assert torch_privates("def f(hook): return hook._tensor_name") == {"_tensor_name"}
+    assert torch_privates("def f(p): return getattr(p, '_backward_hooks', None)") == {"_backward_hooks"}
+    assert torch_privates("def f(made): vars(made).update(_is_param=True)") == {"_is_param"}
+    assert torch_privates("class A(S):\n  def _apply(self): return super()._apply()") == {"_apply"}
+    assert torch_privates("class A:\n  def f(self):\n    self._values = 1\n    return self._values") == set()
+    assert torch_privates("def f(module): return module._parameters, module.weight._version") == set()
 
 
 def test_the_options_are_frozen() -> None:

@@ -16,13 +16,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.utils._pytree import tree_leaves
 
 from sp_lightning.activations.forward_state import Changes, Unrepeatable
 from sp_lightning.activations.offload import Bundle, HostRing, Offload
 from sp_lightning.activations.recompute import recomputed
 from sp_lightning.device.device import Device
+from sp_lightning.device.torch_private import (
+    COMPILED_CALL,
+    current_graph_task,
+    forward_mode_level,
+    interpreter_stack,
+    tree_leaves,
+)
 from sp_lightning.plan.activation_policy import EXEMPT, Call, Mode
 
 Again = Callable[[str, Any], AbstractContextManager[None]]
@@ -111,7 +116,7 @@ class Activations:
         """A unit's forward, in its mode."""
         if _is_transformed():
             return forward(*args, **kwargs)
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint around it runs it again, as it was run before
+        if current_graph_task() != -1:  # a checkpoint around it runs it again, as it was run before
             return self._run(unit, self._first_mode(unit), forward, args, kwargs)
         bundle, outer = self.enter(unit, tree_leaves((args, kwargs)))
         output = None
@@ -206,7 +211,7 @@ class UnitForward:
         self._name = name
         self.__self__ = module
         # A compiled call cannot be entered; it is wrapped as a whole.
-        self._attribute = "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"
+        self._attribute = "forward" if getattr(module, COMPILED_CALL, None) is None else COMPILED_CALL
         attributes = vars(module)
         self._own: Any = attributes.get(self._attribute)  # what the instance had under this name
         self._forward: Callable[..., Any] = getattr(module, self._attribute)
@@ -239,7 +244,7 @@ class UnitForward:
 
 def _is_transformed() -> bool:
     """Whether ``torch.vmap`` or forward-mode differentiation runs, which checkpoints cannot repeat."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return interpreter_stack() is not None or forward_mode_level() >= 0
 
 
 def _as_it_is(value: Any) -> Any:

@@ -15,19 +15,24 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import _unsafe_preserve_version_counter
 from torch.backends import cuda as attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.batchnorm import _NormBase
 
 from sp_lightning.device.layout import normal_mode, unseen
+from sp_lightning.device.torch_private import (
+    COMPILED_CALL,
+    RNN_WEIGHTS,
+    NormBase,
+    overlaps_itself,
+    preserve_version_counter,
+)
 
 # A module of these packages keeps no state in a forward but its buffers.
 TRUSTED = ("torch.nn.modules.", "torchvision.models.", "transformers.models.", "timm.")
 _SMALL = 2**20  # bytes of a tensor that is kept as it was, in case that it is written where no version shows it
 _PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None)})
 # What forwards do not touch, and the lists of weights that nn.RNNBase makes anew whenever its weights are others.
-_MODULES = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl", "_flat_weights", "_flat_weight_refs"}
+_MODULES = frozenset(vars(nn.Module())) | {"forward", COMPILED_CALL, *RNN_WEIGHTS}
 # Objects of these have no state that a forward changes, but lead to the whole run.
 _OF_THE_RUN = ("lightning", "pytorch_lightning", "sp_lightning", "torch")
 # A cache of keys and values has a list of objects, one for each layer, that have tensors.
@@ -147,7 +152,7 @@ class Changes:
         training = [(child, child.training) for child, _ in self._training]
         dtype = torch.get_default_dtype()
         kernels = sdpa_kernel(self._kernels) if self._kernels else nullcontext()
-        with _unsafe_preserve_version_counter(tensors), kernels:
+        with preserve_version_counter(tensors), kernels:
             self._put(
                 [(copied.tensor, copied.before) for copied in self._tensors.values()],
                 [(each.write, each.state) for each in self._random],
@@ -214,7 +219,7 @@ class Changes:
                 self._copy_tensor(f"{name}.{key}".lstrip("."), statistic, uncounted=True)
             return
         self._containers[id(child._buffers)] = child._buffers, child._buffers.copy()
-        uncounted = isinstance(child, _NormBase)  # its kernels write statistics and tell nobody
+        uncounted = isinstance(child, NormBase)  # its kernels write statistics and tell nobody
         for key, buffer in child._buffers.items():
             if buffer is not None:
                 self._copy_tensor(f"{name}.{key}".lstrip("."), buffer, trusted=_is_trusted(child), uncounted=uncounted)
@@ -350,7 +355,7 @@ def _lasting(held: Any) -> Any:
 
 
 def _gradient(parameter: Tensor) -> tuple[int, int] | None:
-    with torch._C.DisableTorchFunctionSubclass():  # an update of it may be under way, and goes on
+    with torch.DisableTorchFunctionSubclass():  # an update of it may be under way, and goes on
         return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
 
 
@@ -467,7 +472,7 @@ def _can_be_copied(tensor: Tensor) -> bool:
         return False
     if tensor.numel() and not tensor.untyped_storage().nbytes():  # given up for the time being
         return False
-    return bool(torch._debug_has_internal_overlap(tensor) != 1)  # expanded: its base has the values
+    return not overlaps_itself(tensor)  # expanded: its base has the values
 
 
 def _same(tensor: Tensor, before: Tensor) -> bool:

@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.device.device import PAGE, Device, PinnedMemory, Stream, Wait
 from sp_lightning.device.layout import normal_mode, strided, unseen
+from sp_lightning.device.torch_private import preserve_version_counter, storage_id
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.plan import human_bytes
 
@@ -269,14 +269,14 @@ class Offload:
             return None
         with self._lock, unseen(), normal_mode(), torch.no_grad():
             bundle.saved += count_once(tensor, self._seen)
-            parcel = self._known.get((storage._cdata, tensor._version))
+            parcel = self._known.get((storage_id(storage), tensor._version))
             if parcel is None or not _counted_together(tensor, parcel.witness):
                 if bundle.mode != "offload":
                     return None
                 parcel = self._send(tensor, bundle)
                 if parcel is None:
                     return None
-                self._known[storage._cdata, tensor._version] = parcel
+                self._known[storage_id(storage), tensor._version] = parcel
             if bundle.mode == "offload":
                 bundle.parcels.append(weakref.ref(parcel))
             offset = int(tensor.storage_offset()) * tensor.element_size()
@@ -398,7 +398,7 @@ class Offload:
 
 def _counted_together(tensor: Tensor, other: Tensor) -> bool:
     """Whether a write of one is one of the other: two views of a storage may count by themselves (``unsafe_chunk``)."""
-    with _unsafe_preserve_version_counter(tensor):
+    with preserve_version_counter(tensor):
         before = other._version
         increment_version(tensor)
         return other._version != before
@@ -410,9 +410,9 @@ def count_once(tensor: Tensor, seen: dict[int, StorageWeakRef], *, small: bool =
         storage = tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):  # none of its own: sparse, or wrapped by a transform
         return 0
-    if storage._cdata in seen or (is_small(storage.nbytes()) and not small):
+    if storage_id(storage) in seen or (is_small(storage.nbytes()) and not small):
         return 0
-    seen[storage._cdata] = StorageWeakRef(storage)
+    seen[storage_id(storage)] = StorageWeakRef(storage)
     return storage.nbytes()
 
 

@@ -15,10 +15,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.activations.forward_state import Changes
+from sp_lightning.device.torch_private import tree_flatten, tree_unflatten
 
 
 def recomputed(

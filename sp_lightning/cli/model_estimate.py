@@ -10,15 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-)
 
 from sp_lightning.cli.arguments import PRECISIONS, Question
 from sp_lightning.cli.model_source import load_model
 from sp_lightning.cli.model_with_batch import ModelWithBatch
+from sp_lightning.device.torch_private import VALUES_NEEDED
 from sp_lightning.model.find import Found, find_layers
 from sp_lightning.plan.activation_policy import Call
 from sp_lightning.plan.ledger import Ledger, make_ledger
@@ -29,8 +25,6 @@ from sp_lightning.tune.simulator import Prediction, Rates, Visit, predict, sched
 
 # One fused AdamW pass reads and writes seven times the bytes of the gradients: weights, gradients, two moments.
 _PASSES_OF_ADAMW = 7
-_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
-"""What torch raises where a module reads the values of a tensor that has none."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +208,7 @@ def _run_batch(
             f"--image {question.image}: {question.model!r} cannot take that ({why}). Leave --image out: it is run with "
             f"{other.items} then."
         )
-    if question.input is not None and not isinstance(work, _NEEDS_VALUES):
+    if question.input is not None and not isinstance(work, VALUES_NEEDED):
         raise ValueError(
             f"--input {' '.join(map(str, question.input))}: {question.model!r} cannot take one tensor of that shape ({why}). "
             "Give the shape of a whole batch, or set example_input_array in the module to what its forward takes, and "

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from sp_lightning.device.torch_private import tree_leaves
 
 WANTED = (
     "a factory (package.module:Factory), a transformers config (a folder with config.json, or such a file), or the name of "

@@ -8,6 +8,7 @@ from pathlib import Path
 from sp_lightning.cli.answer import Answer, answer
 from sp_lightning.cli.arguments import Question, make_parser
 from sp_lightning.cli.report import as_json, as_text
+from sp_lightning.device.torch_private import FAKE_TENSOR_LOGGER
 from sp_lightning.observe.plot import Point, draw_windows, require_matplotlib
 
 
@@ -22,7 +23,7 @@ def run_plan(arguments: list[str]) -> None:
     question.predict = question.predict or question.generate is not None
     logging.getLogger("transformers").setLevel(logging.ERROR)
     # torch logs every error under its FakeTensorMode, and a size that the model cannot take is one.
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    logging.getLogger(FAKE_TENSOR_LOGGER).setLevel(logging.CRITICAL)
     if question.plot is not None:
         require_matplotlib()
         question.plot.parent.mkdir(parents=True, exist_ok=True)

@@ -15,8 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.dlpack import from_dlpack, to_dlpack
+
+from sp_lightning.device.torch_private import (
+    TENSOR_METADATA,
+    count_dispatch_modes,
+    disable_dispatch_modes,
+    storage_use_count,
+)
 
 # Vectorised CPU kernels give other last bits on other alignments, and cublasLt chooses its kernel by alignment:
 # every parameter begins where an allocator would have put it.
@@ -49,7 +55,7 @@ def normal_mode() -> AbstractContextManager[None]:
 
 def unseen() -> AbstractContextManager[Any]:
     """The engine's operators are none of the model's: dispatch modes (selective checkpoints, counters) do not see them."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    return disable_dispatch_modes() if count_dispatch_modes() else nullcontext()
 
 
 def aligned(nbytes: int) -> int:
@@ -109,7 +115,7 @@ class Loan:
 
     def _holders(self) -> tuple[int, int, int]:
         storage = self._storage
-        return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage), storage.data_ptr()
+        return storage_use_count(storage), sys.getrefcount(storage), storage.data_ptr()
 
     def views(self, key: Hashable, spans: Sequence[Span]) -> list[Tensor]:
         """The parameters at ``spans``, made once for each ``key``. Nobody may keep them: that would not be seen."""
@@ -124,7 +130,7 @@ class Loan:
 def shared(tensor: Tensor) -> bool:
     """Whether somebody else holds the memory of a tensor: another tensor, a graph."""
     storage = tensor.untyped_storage()
-    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # the tensor, and the object here
+    return bool(storage_use_count(storage) > 2)  # the tensor, and the object here
 
 
 def view(memory: Tensor, span: Span) -> Tensor:
@@ -144,16 +150,11 @@ def strided(memory: Tensor, offset: int, dtype: torch.dtype, shape: Iterable[int
     return result
 
 
-def coalesced(numbers: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
-    """A sparse tensor that has these rows, each once and in order. Not by ``torch.sparse_coo_tensor``, which warns (2.11)."""
-    return torch.ops.aten._sparse_coo_tensor_unsafe(numbers[None], rows, shape, is_coalesced=True)
-
-
 def _metadata() -> frozenset[Any]:
     attributes = (
-        "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "_version", "is_cuda", "is_cpu", "is_xpu",
+        "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_xpu",
         "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "itemsize", "nbytes",
-        "names", "output_nr", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks",
+        "names", "output_nr", "retains_grad", *TENSOR_METADATA,
     )  # fmt: skip
     methods = (
         "size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_inference", "get_device",

@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from sp_lightning.activations.offload import Offload, Stored
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import Loan, normal_mode, strided
+from sp_lightning.device.torch_private import top_saved_tensors_hooks
 from sp_lightning.weights.casts import Casts
 from sp_lightning.weights.device_parameter import DeviceParameter, DeviceParameters
 from sp_lightning.weights.saved_values import Edition
@@ -70,7 +71,7 @@ _our_packs: WeakSet[Callable[..., Any]] = WeakSet()
 
 def packs() -> bool:
     """Whether what autograd saves now is packed by us: no user's hooks and no checkpoint's recompute in between."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    top = top_saved_tensors_hooks()
     return top is not None and top[0] in _our_packs
 
 
@@ -104,7 +105,7 @@ class Packing:
 
     def hooks(self) -> AbstractContextManager[None]:
         """Pack while this is active; what is no weight goes to the hooks that were active before."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        outer = top_saved_tensors_hooks()
         slots, offload = self._slots, self._offload
 
         def pack(tensor: Tensor) -> _Packed | Stored | _Kept | _Outer:

@@ -37,12 +37,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from sp_lightning.activations.calls import Activations
 from sp_lightning.activations.offload import HostRing
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import Loan, Span, normal_mode, shared, unseen, view
+from sp_lightning.device.torch_private import (
+    DIFFERENTIATING,
+    current_graph_task,
+    interpreter_stack,
+    queue_callback,
+    top_saved_tensors_hooks,
+    tree_leaves,
+)
 from sp_lightning.engine.module_hooks import attach_gates
 from sp_lightning.engine.saved_tensors import Packing, packs
 from sp_lightning.model.find import Found
@@ -382,7 +389,7 @@ class Streamer:
                 if issubclass(type(each), DeviceParameter):
                     each._of.exposed.add(each._index)  # type: ignore[attr-defined]
                     host = each.host  # type: ignore[attr-defined]
-                with torch._C.DisableTorchFunctionSubclass():  # its update may be under way, and goes on
+                with torch.DisableTorchFunctionSubclass():  # its update may be under way, and goes on
                     if id(host) in self._group_of and host.grad is not None:
                         self._group_of[id(host)].steps += 1
 
@@ -740,7 +747,7 @@ class Streamer:
 
     def _join_backward(self) -> None:
         """Have autograd call :meth:`_backward_ends` when the present graph task ends; it may be a nested one."""
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task()
         if task == -1 or task in self._tasks:
             return
         with self._lock:
@@ -754,7 +761,7 @@ class Streamer:
             self._tasks.append(task)
             self._nested = self._nested or len(self._tasks) > 1
         end = _BackwardEnd(self._backward_ends, task)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        queue_callback(end)
 
     def _backward_ends(self, task: int) -> None:
         """(9) All gradients are on the host; after the outermost one the modules hold the host's parameters again."""
@@ -1088,7 +1095,7 @@ class Streamer:
         """From a second thread's first use on every use of a weight comes through a door, until the step is over."""
         if self._shared or threading.get_ident() == self._thread:
             return
-        if torch._C._current_graph_task_id() == -1:  # autograd's threads come one after the other
+        if current_graph_task() == -1:  # autograd's threads come one after the other
             for layer in self._used:  # whoever uses these has not been noticed
                 self._pins[layer] += 1
             self._share(True)
@@ -1102,7 +1109,7 @@ class Streamer:
         """Calls outside a step, in other threads, and recomputes inside backward build graphs too."""
         calls = vars(self._calls)
         calls["depth"] = calls.get("depth", 0) + 1
-        none_active = torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        none_active = top_saved_tensors_hooks() is None
         needed = self._residents.layer or "offload" in self.activations.modes.values()
         if calls["depth"] == 1 and needed and torch.is_grad_enabled() and none_active:
             hooks = self._packing.hooks()
@@ -1118,13 +1125,13 @@ class Streamer:
                 hooks.__exit__(None, None, None)
 
     def _refuse_transforms_and_traces(self, visits: Sequence[int]) -> None:
-        if torch._C._get_tracing_state() is not None:
+        if torch.jit.is_tracing():
             raise RuntimeError(
                 "torch.jit.trace was called during a run: a trace would hold memory through which other layers pass. Trace the "
                 "module before or after the run; in loggers, TensorBoardLogger(log_graph=False)."
             )
-        stack = torch._C._functorch.get_interpreter_stack() or ()
-        if self.plan.layers and any(level.key() in _DIFFERENTIATING for level in stack):
+        stack = interpreter_stack() or ()
+        if self.plan.layers and any(level.key() in DIFFERENTIATING for level in stack):
             name = self.plan.moving[visits[0] if visits else 0].name
             raise RuntimeError(
                 f"torch.func.grad (or vjp, jacrev, jvp) reached the streamed layer {name!r}: these transforms keep weights "
@@ -1136,12 +1143,6 @@ class Streamer:
         now = self.weight_bytes + self._gradients.device_bytes
         if now > self._peak:
             self._peak = now
-
-
-_DIFFERENTIATING = (
-    torch._C._functorch.TransformType.Grad,
-    torch._C._functorch.TransformType.Jvp,
-)
 
 
 def _refuse_other_order(span: Span, value: Tensor) -> None:

@@ -21,10 +21,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from sp_lightning.device.torch_private import FakeTensor, is_compiled, is_traceable_wrapper_subclass
 from sp_lightning.model.wrapped import parts
 
 LayerChoice = str | type[nn.Module] | Sequence[str | type[nn.Module]] | Callable[[nn.Module], Iterable[Any]] | None
@@ -270,7 +268,7 @@ def _units(module: nn.Module, name: str, walk: _Walk, *, block: bool = False, ex
         return
     if module in walk.chosen or not _is_cut(module, walk, block=block):
         chosen = module in walk.chosen
-        experts = [] if chosen or _is_compiled(module) or walk.whole_blocks else [*_experts(module, name)]
+        experts = [] if chosen or is_compiled(module) or walk.whole_blocks else [*_experts(module, name)]
         if experts and any(map(_uses_scripts, module.modules())):  # they read memory without asking: all is to be there
             experts = []
         within = [_Unit(key, each, _own(each, key, walk), expert=True, within=True) for key, each in experts]
@@ -290,7 +288,7 @@ def _units(module: nn.Module, name: str, walk: _Walk, *, block: bool = False, ex
 
 
 def _is_cut(module: nn.Module, walk: _Walk, *, block: bool) -> bool:
-    if _is_compiled(module):
+    if is_compiled(module):
         return False
     if any(child in walk.chosen for child in module.modules()):
         return True
@@ -302,11 +300,6 @@ def _is_cut(module: nn.Module, walk: _Walk, *, block: bool) -> bool:
     if _blocks_in(module):
         return large or not block
     return large and not block
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """One graph: ``torch.compile(module)`` or ``module.compile()``. Nothing can come and go inside."""
-    return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def refuse_cuda_graphs(module: nn.Module) -> None:
@@ -371,7 +364,7 @@ def _experts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """The experts inside a block that are modules of their own, but for those inside one graph."""
     for key, child in module.named_children():
         full = _join(name, key)
-        if _is_compiled(child):
+        if is_compiled(child):
             continue
         if not _are_experts(key, child):
             yield from _experts(child, full)
@@ -448,7 +441,7 @@ def _places(module: nn.Module, aside: dict[nn.Module, str]) -> dict[nn.Parameter
 def _lowered(module: nn.Module, places: dict[nn.Parameter, tuple[Place, ...]]) -> set[nn.Parameter]:
     """The float32 parameters that nothing but their modules' own calls is known to read."""
     whole = [
-        each for each in module.modules() if isinstance(each, _READING) or _is_compiled(each) or _uses_scripts(each)
+        each for each in module.modules() if isinstance(each, _READING) or is_compiled(each) or _uses_scripts(each)
     ]
     apart = {child for each in whole for child in each.modules()}
     return {
@@ -674,7 +667,7 @@ def _notes(walk: _Walk, units: list[_Unit], streaming: Iterable[Layer]) -> tuple
         why = "is a ScriptModule" if script else "has parameters of a class that cannot be streamed"
         notes.append(f"{name!r} {why}: it stays on the device whole.")
     modules = [(unit.name, unit.module) for unit in units if unit.module is not None]
-    compiled = [name for name, each in modules if _is_compiled(each) and _blocks_in(each)]
+    compiled = [name for name, each in modules if is_compiled(each) and _blocks_in(each)]
     notes += [f"{name!r} is compiled as a whole and moves as one. Compile its layers instead." for name in compiled]
     experts = sum(unit.expert for unit in units)
     if experts:

@@ -13,12 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sp_lightning.device.layout import METADATA, normal_mode, unseen
+from sp_lightning.device.torch_private import (
+    is_traceable_wrapper_subclass,
+    take_for_parameter,
+    tree_leaves,
+    tree_map_only,
+    writes_arguments,
+)
 
-_Untouched = torch._C.DisableTorchFunctionSubclass
+_Untouched = torch.DisableTorchFunctionSubclass
 
 
 def parts(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
@@ -82,8 +87,7 @@ def _with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
 
     args, kwargs = tree_map_only(StandInForWrapped, whole, (args, kwargs or {}))
     result = func(*args, **kwargs)
-    schema = getattr(func, "_schema", None)
-    writes = schema is not None and schema.is_mutable
+    writes = writes_arguments(func)
     hands_on = any(is_traceable_wrapper_subclass(each) for each in tree_leaves(result))
     for each, made, version in wholes:
         if writes or hands_on or made._version != version:
@@ -107,7 +111,8 @@ def stand_in(
     attributes = tuple(host.__tensor_flatten__()[0])
     kind: Any = type(host)
     made.__class__ = _class_for(kind, attributes)
-    vars(made).update(host=host, _bring=bring, _expose=expose, _is_param=True)
+    vars(made).update(host=host, _bring=bring, _expose=expose)
+    take_for_parameter(made)
     return made
 
 

@@ -69,7 +69,7 @@ class Updates:
                     for block in blocks:
                         self._device.access(block.weights, Stream.UPDATE, write=True)
                     begun = self._device.mark(Stream.UPDATE)
-                    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                    with torch.DisableTorchFunctionSubclass(), torch.no_grad():
                         work()
                     self._device.note("update", layer, begun, Stream.UPDATE, blocks[0].planned.gradient_bytes)
             except BaseException as error:
@@ -190,7 +190,7 @@ class _BeingUpdated(nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _UNCHANGED:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         for kind in types:
             if issubclass(kind, _BeingUpdated):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.layout import normal_mode, unseen
+from sp_lightning.device.torch_private import fused_sgd_step, run_first_after_step, scaler_device
 
 
 class HostGradScaler(torch.amp.GradScaler):
@@ -21,7 +22,7 @@ class HostGradScaler(torch.amp.GradScaler):
     @classmethod
     def like(cls, scaler: torch.amp.GradScaler) -> HostGradScaler:
         """Returns one with the state of a ``GradScaler`` of torch's, to stand in its place."""
-        host = cls(device=scaler._device, enabled=scaler.is_enabled())
+        host = cls(device=scaler_device(scaler), enabled=scaler.is_enabled())
         host.load_state_dict(scaler.state_dict())
         return host
 
@@ -52,8 +53,7 @@ class FusedStep:
             optimizer.register_state_dict_post_hook(self._as_users),
             optimizer.register_load_state_dict_post_hook(lambda *_: self._fused.clear()),  # all groups are new ones
         ]
-        hooks: Any = optimizer._optimizer_step_post_hooks
-        hooks.move_to_end(hide.id, last=False)  # before the user's own
+        run_first_after_step(optimizer, hide)  # before the user's own
 
     @staticmethod
     def suits(optimizer: Any) -> bool:
@@ -82,7 +82,7 @@ class FusedStep:
         self._fused.clear()
 
     def _look(self, *_: Any) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # updates may be under way, and need not be waited for
+        with torch.DisableTorchFunctionSubclass():  # updates may be under way, and need not be waited for
             self._look_at(self._optimizer.param_groups)
 
     def _look_at(self, groups: list[dict[str, Any]]) -> None:
@@ -122,10 +122,7 @@ def _sgd_updates(dtype: torch.dtype) -> bool:
         return True
     with normal_mode(), unseen(), torch.no_grad():
         weight = torch.zeros(256, dtype=dtype, device="cpu")
-        torch._fused_sgd_(
-            [weight], [torch.ones_like(weight)], [], weight_decay=0.0, momentum=0.0, lr=1.0, dampening=0.0,
-            nesterov=False, maximize=False, is_first_step=False,
-        )  # fmt: skip
+        fused_sgd_step(weight, torch.ones_like(weight))
         return bool((weight == -1).all())
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from sp_lightning.device.device import Stream
+from sp_lightning.device.torch_private import accumulation_hooks, run_first_after_step, tree_map
 from sp_lightning.engine.streamer import Streamer
 
 Clip = Callable[[Sequence[nn.Parameter]], Any]
@@ -84,8 +84,7 @@ class LayeredStep:
 
             # Before the user's own hooks after the step, which find the groups.
             restore = optimizer.register_step_post_hook(lambda *_: self._give_back_groups())
-            hooks: Any = optimizer._optimizer_step_post_hooks
-            hooks.move_to_end(restore.id, last=False)
+            run_first_after_step(optimizer, restore)
             try:
                 return step(closed)
             finally:
@@ -115,7 +114,7 @@ class LayeredStep:
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norms, self._norms = self._norms, {}
-        if any(p._post_accumulate_grad_hooks for p in parameters):  # they may have written other gradients since
+        if any(accumulation_hooks(p) for p in parameters):  # they may have written other gradients since
             norms = {}
         total = get_total_norm([_known_norm(norms, each) for each in parameters])  # the norm of a norm is the norm
         coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0)

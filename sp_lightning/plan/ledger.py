@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.plan.plan import Plan, PlannedLayer, human_bytes
 
 

@@ -25,8 +25,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from sp_lightning.device.torch_private import loads_in_its_own_way, tree_map_only
 from sp_lightning.trainer.compat import base_of, is_a, trainer_of, wraps_another
 
 try:
@@ -151,11 +151,7 @@ def _somebody_keeps_what_is_loaded(module: pl.LightningModule) -> bool:
     """Whether user code sees the weights that are loaded, instead of torch's code, which copies them."""
     if type(module).load_state_dict is not nn.Module.load_state_dict:
         return True
-    if any(
-        child._load_state_dict_pre_hooks or not type(child)._load_from_state_dict.__module__.startswith("torch.")
-        for child in module.modules()
-        if any(True for _ in child.parameters())
-    ):
+    if any(loads_in_its_own_way(child) for child in module.modules() if any(True for _ in child.parameters())):
         return True
     trainer = trainer_of(module)
     callbacks = [] if trainer is None else trainer.callbacks

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from sp_lightning.activations.forward_state import TRUSTED
+from sp_lightning.device.torch_private import forward_hooks, forward_pre_hooks, tree_leaves
 from sp_lightning.engine.module_hooks import Gate
 from sp_lightning.trainer.compat import MODULE_ATTRIBUTES, logged_counts, random_states, restore_random_states
 
@@ -71,7 +71,7 @@ class Snapshot:
         }
         weights = found["parameters"] = []
         for name, child in module.named_modules():
-            for hook in (*child._forward_hooks.values(), *child._forward_pre_hooks.values()):
+            for hook in (*forward_hooks(child).values(), *forward_pre_hooks(child).values()):
                 if not isinstance(getattr(hook, "__self__", None), Gate):
                     raise Unwatched(f"what a forward hook of {name!r} does")
             weights += [(id(each), each._version) for each in child._parameters.values() if each is not None]

@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
+from sp_lightning.device.torch_private import accumulation_hooks, global_step_hooks, gradient_hooks, step_hooks
 from sp_lightning.optim.fused import BARS_FUSED, FusedStep, loses_updates
 from sp_lightning.plan.options import Overlap
 from sp_lightning.trainer.compat import is_a, is_exactly, is_no_optimizer
@@ -86,7 +86,7 @@ def _against_early_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> str
         return (
             "StochasticWeightAveraging steps without a backward to adapt BatchNorm, and gradients are freed before that"
         )
-    if any(p._post_accumulate_grad_hooks for p in module.parameters()):
+    if any(accumulation_hooks(p) for p in module.parameters()):
         return "parameters have post-accumulate hooks, which may write other gradients than their own"
     if _step_hooks(optimizers):
         return "the optimizer has step hooks, and gradients are freed before they run"
@@ -114,15 +114,10 @@ def _computes_on_host(trainer: Any) -> bool:
 
 
 def _parameter_hooks(trainer: Any) -> bool:
-    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in trainer.lightning_module.parameters())
+    return any(gradient_hooks(p) or accumulation_hooks(p) for p in trainer.lightning_module.parameters())
 
 
 def _step_hooks(optimizers: Sequence[Optimizer]) -> bool:
     """Whether anybody but this package has hooks on optimizers' steps."""
-    hooks = [
-        *torch_optimizer._global_optimizer_pre_hooks.values(),
-        *torch_optimizer._global_optimizer_post_hooks.values(),
-    ]
-    for each in optimizers:
-        hooks += [*each._optimizer_step_pre_hooks.values(), *each._optimizer_step_post_hooks.values()]
+    hooks = [*global_step_hooks(), *(hook for each in optimizers for hook in step_hooks(each))]
     return any(not getattr(hook, "__module__", "").startswith("sp_lightning.") for hook in hooks)

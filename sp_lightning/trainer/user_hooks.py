@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from sp_lightning.device.torch_private import step_pre_hooks
 from sp_lightning.trainer.compat import base_of, is_exactly
 
 # Callbacks that were read and write no weights, in any of their hooks. Subclasses may, and do not count.
@@ -63,11 +64,11 @@ def is_quiet(trainer: Any, phase: str) -> bool:
 
 def is_known(optimizer: Any) -> bool:
     """Whether an optimizer's step calls the closure before it writes weights: torch's does, without hooks before it."""
-    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    hooks = step_pre_hooks(optimizer)
     step = getattr(type(optimizer), "step", None)
     if hooks is None or not getattr(step, "__module__", "").startswith("torch.optim."):
         return False
-    return all(getattr(hook, "__module__", "").startswith("sp_lightning.") for hook in hooks.values())
+    return all(getattr(hook, "__module__", "").startswith("sp_lightning.") for hook in hooks)
 
 
 def hooks_of_users(trainer: Any, phase: str) -> list[str]:

@@ -16,15 +16,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from sp_lightning.activations.offload import count_once, is_small
+from sp_lightning.device.torch_private import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    grouped_mm_operator,
+    storage_id,
+    to_copy_operator,
+    tree_leaves,
+    truncated_normal_without_values,
+)
 from sp_lightning.model.find import Found
 from sp_lightning.plan.activation_policy import EXEMPT, Call, Mode, peak_bytes
 from sp_lightning.plan.plan import human_bytes
@@ -122,15 +128,10 @@ class Work:
 @contextmanager
 def on_paper() -> Iterator[None]:
     """Modules that are made inside have parameters without memory, and compute shapes only."""
-    theirs: Any = nn.init._no_grad_trunc_normal_
-    nn.init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: tensor  # it looks at the values that it draws
     mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
     mode.__deepcopy__ = lambda memo: mode  # else a copy of a tensor is of another mode, and none of its views knows it
-    try:
-        with mode:
-            yield
-    finally:
-        nn.init._no_grad_trunc_normal_ = theirs
+    with truncated_normal_without_values(), mode:
+        yield
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> None:
@@ -193,7 +194,7 @@ class _Live:
 
     def see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_id(storage)
         if key not in self.known:
             self.now += storage.nbytes()
             self.peak = max(self.peak, self.now)
@@ -257,7 +258,7 @@ class _Saves:
                 calls = self.small if is_small(nbytes) else self.calls
                 calls[self._now] = replace(calls[self._now], saved=calls[self._now].saved + nbytes)
             elif nbytes := count_once(tensor, self._between, small=True):
-                self._outside[tensor.untyped_storage()._cdata] = Saved(nbytes, tensor.dtype, tensor.shape)
+                self._outside[storage_id(tensor.untyped_storage())] = Saved(nbytes, tensor.dtype, tensor.shape)
         return tensor.detach()  # an output that its own node keeps would never be freed
 
 
@@ -270,18 +271,18 @@ class _Trial(TorchDispatchMode):
         self._above: list[Cost] = []
         self._live = _Live()
         self._weights = {
-            p.untyped_storage()._cdata: layer
+            storage_id(p.untyped_storage()): layer
             for layer, each in enumerate(found.layers)
             for _, p in (*each.parameters, *each.lowered)
         }
-        self._weights.update({p.untyped_storage()._cdata: -1 for _, p in found.residents.parameters})
+        self._weights.update({storage_id(p.untyped_storage()): -1 for _, p in found.residents.parameters})
         # Buffers, and modules that are moved whole, are on the device all the time.
         root = [*found.visits, *(module for _, module in found.aside)]
         staying = {id(b): b for module in root for b in module.buffers()}
         staying.update((id(p), p) for _, module in found.aside for p in module.parameters())
         self._staying = list(staying.values())
-        self._addresses = {each.untyped_storage()._cdata for each in self._staying}
-        self._lowered = {p.untyped_storage()._cdata for layer in found.layers for _, p in layer.lowered}
+        self._addresses = {storage_id(each.untyped_storage()) for each in self._staying}
+        self._lowered = {storage_id(p.untyped_storage()) for layer in found.layers for _, p in layer.lowered}
         self._casts: list[Tensor] = []  # of those; alive, so that their storages' addresses stay theirs
         self.now = self.begin((), backward=False)
 
@@ -317,7 +318,7 @@ class _Trial(TorchDispatchMode):
 
     def stays(self, tensor: Tensor) -> bool:
         """Whether its memory is that of a weight, of a cast that travels, or of a buffer."""
-        key = tensor.untyped_storage()._cdata
+        key = storage_id(tensor.untyped_storage())
         return key in self._weights or key in self._addresses
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -325,21 +326,23 @@ class _Trial(TorchDispatchMode):
         result = func(*args, **kwargs)
         outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        casts = func._overloadpacket is torch.ops.aten._to_copy and self._is_lowered(inputs[0])
+        casts = func.overloadpacket is to_copy_operator and self._is_lowered(inputs[0])
         for tensor in outputs:
             if casts:
                 self._casts.append(tensor)  # the wire brings it
-                self._weights[tensor.untyped_storage()._cdata] = self._weights[inputs[0].untyped_storage()._cdata]
+                self._weights[storage_id(tensor.untyped_storage())] = self._weights[
+                    storage_id(inputs[0].untyped_storage())
+                ]
             elif not self.stays(tensor):
                 self._live.see(tensor)
-        if func.is_view or func.namespace == "prim" or func._overloadpacket is torch.ops.aten.detach:
+        if func.is_view or func.namespace == "prim" or func.overloadpacket is torch.ops.aten.detach:
             return result  # prim: a tensor's device is asked for
         if self.now.backward:
             for tensor in inputs:
                 layer = self._layer_of(tensor)
                 if layer is not None and layer >= 0:
                     self.now.needs[layer] = None
-        flops = _FLOPS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
+        flops = _FLOPS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
         if flops is not None:
             self.now.flops += flops(*args, **kwargs, out_val=result)
         else:
@@ -347,10 +350,10 @@ class _Trial(TorchDispatchMode):
         return result
 
     def _is_lowered(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._lowered
+        return storage_id(tensor.untyped_storage()) in self._lowered
 
     def _layer_of(self, tensor: Tensor) -> int | None:
-        return self._weights.get(tensor.untyped_storage()._cdata)
+        return self._weights.get(storage_id(tensor.untyped_storage()))
 
 
 def _grouped_flops(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
@@ -369,7 +372,7 @@ def _convolution_backward_flops(
 
 
 _FLOPS: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._grouped_mm: _grouped_flops,
+    grouped_mm_operator: _grouped_flops,
     torch.ops.aten.convolution_backward: _convolution_backward_flops,
 }
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.timeline import Timeline
+from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.plan.activation_policy import FREEING, Call, Mode, least_bytes, peak_bytes, scaled, summary
 from sp_lightning.plan.options import Overlap

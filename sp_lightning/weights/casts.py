@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sp_lightning.device.device import Device, Stream
 from sp_lightning.device.layout import normal_mode, part
+from sp_lightning.device.torch_private import transforms_active
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.saved_values import Edition, Editions
 
@@ -35,7 +36,7 @@ def autocast_would_cast(dtype: torch.dtype, device: torch.device) -> bool:
         torch.is_autocast_enabled(device.type)
         and torch.get_autocast_dtype(device.type) is dtype
         and not torch.is_autocast_cache_enabled()
-        and not torch._C._are_functorch_transforms_active()
+        and not transforms_active()
     )
 
 

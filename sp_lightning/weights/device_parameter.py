@@ -21,18 +21,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.device.layout import METADATA, Span, normal_mode, unseen
+from sp_lightning.device.torch_private import (
+    DYNAMO_MARKS,
+    count_function_modes,
+    gradient_hooks,
+    rebuild_parameter,
+    tree_leaves,
+    tree_map_only,
+)
 from sp_lightning.weights.casts import LOWERED_FUNCTIONS, Cast, autocast_would_cast, came_from_cast
 from sp_lightning.weights.saved_values import Editions
 
-_Untouched = torch._C.DisableTorchFunctionSubclass  # reads of a stand-in itself, not of the weight that it stands for
+_Untouched = torch.DisableTorchFunctionSubclass  # reads of a stand-in itself, not of the weight that it stands for
 # The attributes of the tensor itself, which DeviceParameter hides behind its own.
-_tensor_data: Any = torch._C.TensorBase.data
-_tensor_grad: Any = torch._C.TensorBase.grad
-_tensor_requires_grad: Any = torch._C.TensorBase.requires_grad
+_tensor_data: Any = Tensor.data
+_tensor_grad: Any = Tensor.grad
+_tensor_requires_grad: Any = Tensor.requires_grad
 
 
 class DeviceParameter(nn.Parameter):
@@ -55,7 +62,7 @@ class DeviceParameter(nn.Parameter):
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = name in ("_of", "_index", "data", "grad", "requires_grad", "__class__")
-        if own or name.startswith("_dynamo"):  # torch.compile looks into __dict__ for what it has marked
+        if own or name.startswith(DYNAMO_MARKS):  # torch.compile looks into __dict__ for what it has marked
             object.__setattr__(self, name, value)
         else:
             setattr(self.host, name, value)
@@ -133,7 +140,7 @@ class DeviceParameter(nn.Parameter):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch._utils._rebuild_parameter, (self.data.detach().clone(), self.requires_grad, {})
+        return rebuild_parameter, (self.data.detach().clone(), self.requires_grad, {})
 
 
 class StandIn(DeviceParameter):
@@ -308,7 +315,7 @@ class DeviceParameters:
         return parameter
 
     def _hooked(self, index: int, gradient: Tensor) -> Tensor:
-        hooked = self.hosts[index]._backward_hooks  # they may write it where no version shows that
+        hooked = gradient_hooks(self.hosts[index])  # they may write it where no version shows that
         lossless = self.autocast is not None and not hooked and came_from_cast(gradient)
         self._lossless = (index, gradient.data_ptr(), gradient._version) if lossless else None
         return _run_hooks(self.hosts[index], gradient)
@@ -516,7 +523,7 @@ def _with_user_class(ours: type[DeviceParameter], theirs: type[nn.Parameter]) ->
 
 
 def _run_hooks(host: nn.Parameter, gradient: Tensor) -> Tensor:
-    for hook in list((host._backward_hooks or {}).values()):
+    for hook in list((gradient_hooks(host) or {}).values()):
         replaced = hook(gradient)
         gradient = gradient if replaced is None else replaced
     return gradient
@@ -554,7 +561,7 @@ def hides_stand_ins(inputs: Any) -> bool:
 
     A jagged nested tensor does; or a mode, which sees every operator.
     """
-    return torch._C._len_torch_function_stack() > 0 or any(
+    return count_function_modes() > 0 or any(
         isinstance(each, Tensor) and getattr(type(each).__torch_function__, "__func__", None) not in _NO_HANDLERS
         for each in tree_leaves(inputs)
         if type(each) is not Tensor

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device, PinnedMemory, Stream, Wait
-from sp_lightning.device.layout import coalesced, normal_mode, part, strided, unseen
+from sp_lightning.device.layout import normal_mode, part, strided, unseen
+from sp_lightning.device.torch_private import coalesced, gradient_hooks, transforms_active, will_execute_node
 from sp_lightning.store.block import HostBlock
 
 
@@ -76,7 +77,7 @@ class Table:
         count = weight.shape[0]
         odd = indices.dtype not in (torch.int32, torch.int64) or not -count <= (padding_idx or 0) < count
         odd = odd or (sparse and not self.module.sparse)  # beside dense ones of the module's own
-        if odd or max_norm is not None or torch._C._are_functorch_transforms_active():
+        if odd or max_norm is not None or transforms_active():
             return None
         with self._reading() as possible:
             if not possible:
@@ -161,9 +162,9 @@ class _LookUp(torch.autograd.Function):
 
 def _is_looked_at(ctx: Any) -> bool:
     """Whether somebody but the engine will see the gradient: it has a graph, a hook, or is what was asked for."""
-    if torch.is_grad_enabled() or ctx.weight._backward_hooks:
+    if torch.is_grad_enabled() or gradient_hooks(ctx.weight):
         return True
     try:
-        return not torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+        return not will_execute_node(ctx.next_functions[0][0])
     except RuntimeError:  # how torch says that torch.autograd.grad was called for this leaf
         return True

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device, PinnedMemory, Stream, Wait
-from sp_lightning.device.layout import aligned, coalesced, normal_mode, strided
+from sp_lightning.device.layout import aligned, normal_mode, strided
+from sp_lightning.device.torch_private import accumulation_hooks, coalesced, sparse_indices, sparse_values
 from sp_lightning.store.block import HostBlock, Staging
 
 
@@ -136,7 +137,7 @@ class Gradients:
             if gradient.layout is not torch.strided:  # sparse: of no fixed size, as nn.Embedding(sparse=True) makes
                 sparse = gradient.to("cpu")
                 self.host_waits += 1
-                self.drained_bytes += sparse._values().nbytes
+                self.drained_bytes += sparse_values(sparse).nbytes
                 if of in self.compacted:
                     rows, own = _each_row_once(sparse), block.gradient_target(index) if parameter.grad is None else None
                     landings.append(_Landing(parameter, rows, own, compacted=True))
@@ -234,7 +235,7 @@ class Gradients:
                 if gradient.layout is torch.strided:
                     gradient = landing.own.copy_(gradient)
                 else:
-                    gradient = landing.own.zero_().index_copy_(0, gradient._indices()[0], gradient._values())
+                    gradient = landing.own.zero_().index_copy_(0, sparse_indices(gradient)[0], sparse_values(gradient))
         accumulate(landing.parameter, gradient, own=gradient is landing.own)
         return id(landing.parameter)
 
@@ -244,8 +245,8 @@ def _each_row_once(gradient: Tensor) -> Tensor:
     if gradient.is_coalesced():
         return gradient
     with normal_mode():
-        numbers, where = torch.unique(gradient._indices()[0], return_inverse=True)
-        values = gradient._values()
+        numbers, where = torch.unique(sparse_indices(gradient)[0], return_inverse=True)
+        values = sparse_values(gradient)
         rows = values.new_zeros((len(numbers), *values.shape[1:])).index_add_(0, where, values)
         return coalesced(numbers, rows, gradient.shape)
 
@@ -273,7 +274,7 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:
                 parameter.grad = gradient + parameter.grad
             else:
                 parameter.grad += gradient
-    after = parameter._post_accumulate_grad_hooks
+    after = accumulation_hooks(parameter)
     if after:
         with normal_mode(), torch.no_grad():
             for hook in list(after.values()):

@@ -15,6 +15,7 @@ from torch.nn.utils.prune import BasePruningMethod
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import normal_mode, strided
+from sp_lightning.device.torch_private import forward_pre_hooks, pruned_attribute
 
 
 class PrunedWeights:
@@ -72,8 +73,8 @@ class _Mask(NamedTuple):
 
 def _find_pruned(module: nn.Module) -> list[tuple[nn.Module, str]]:
     return [
-        (child, hook._tensor_name)
+        (child, pruned_attribute(hook))
         for child in module.modules()
-        for hook in child._forward_pre_hooks.values()
+        for hook in forward_pre_hooks(child).values()
         if isinstance(hook, BasePruningMethod)
     ]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
-from torch._C import DisableTorchFunctionSubclass
+from torch import DisableTorchFunctionSubclass, nn
 
 from sp_lightning.model.find import Place
 from sp_lightning.model.wrapped import StandInForWrapped, parts

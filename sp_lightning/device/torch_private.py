@@ -1,0 +1,281 @@
+"""Every name of torch that begins with an underscore, or lives in a module that does, and that this package uses.
+
+torch may change these without notice, so they stand in one place: each is one name here, with what it answers, and why
+torch's public API does not. All of them were seen in torch 2.10, 2.11 and 2.15. ``tests/test_torch_private.py`` asks each
+for its answer, and ``tests/test_architecture.py`` keeps the rest of the package off them.
+
+Hot paths call these hundreds of times in a step. A name whose arguments need no change is therefore torch's own
+function, bound, and no wrapper around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, autograd, nn
+from torch._dynamo import eval_frame
+from torch._subclasses import fake_tensor
+from torch.autograd import forward_ad
+from torch.nn.modules import batchnorm
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizers
+from torch.utils import _python_dispatch, _pytree
+from torch.utils.hooks import RemovableHandle
+
+# ---------------------------------------------------------------------------------------------------- autograd's engine
+
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass that runs in this thread, or -1. The public API does not say whether one runs."""
+
+queue_callback: Callable[[Callable[[], None]], None] = (
+    # The engine exists before ``torch.autograd.graph`` got a name for this, some time after torch 2.11.
+    getattr(torch.autograd.graph, "queue_callback", None) or autograd.Variable._execution_engine.queue_callback
+)
+"""Has the engine call a function when the backward pass that runs now has ended well; it drops the function otherwise."""
+
+will_execute_node: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Whether the backward pass that runs now will come to a node of the graph. There is no public way to ask.
+
+Raises:
+    RuntimeError: no backward pass runs, or ``torch.autograd.grad`` was asked for this node's own gradient.
+"""
+
+top_saved_tensors_hooks: Callable[[], tuple[Callable[..., Any], Callable[..., Any]] | None] = partial(
+    torch._C._autograd._top_saved_tensors_default_hooks,
+    False,  # also where checkpoints ignore hooks while they trace
+)
+"""The pair of functions that packs and unpacks what autograd saves now, or None. The public API only sets such pairs."""
+
+preserve_version_counter: Callable[[Tensor | tuple[Tensor, ...]], Any] = autograd._unsafe_preserve_version_counter
+"""A context after which tensors have the version that they had before. The public API only counts upwards."""
+
+
+def forward_mode_level() -> int:
+    """The level of forward-mode differentiation that is active, or -1. The public API only enters and leaves levels."""
+    return forward_ad._current_level
+
+
+# ------------------------------------------------------------------------------------------------ transforms and modes
+
+interpreter_stack: Callable[[], list[Any] | None] = torch._C._functorch.get_interpreter_stack
+"""The ``torch.func`` transforms that run here, outermost first, or None. The public API does not tell that one runs."""
+
+DIFFERENTIATING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+"""What ``key()`` of an entry of :data:`interpreter_stack` is where the transform takes derivatives."""
+
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether operators go through a ``torch.func`` transform now. As :data:`interpreter_stack`, without making a list."""
+
+count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many ``TorchDispatchMode`` are active. The public API does not tell."""
+
+disable_dispatch_modes: Callable[[], Any] = _python_dispatch._disable_current_modes
+"""A context in which none of the active ``TorchDispatchMode`` sees operators. The public API cannot suspend them."""
+
+count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+"""How many ``TorchFunctionMode`` are active. The public API does not tell."""
+
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+"""The base class of modes that see every operator. torch documents it, but has it in a private module only."""
+
+is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
+"""Whether a tensor consists of others (``__tensor_flatten__``), as quantised ones do. In a private module only."""
+
+# --------------------------------------------------------------------------------------- tensors without memory of data
+
+FakeTensor = fake_tensor.FakeTensor
+"""A tensor that has a shape, a dtype and a device, and no memory. The public ``meta`` device has no other devices."""
+
+FakeTensorMode = fake_tensor.FakeTensorMode
+"""The mode inside which all tensors are of that kind."""
+
+VALUES_NEEDED = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+)
+"""What a computation on such tensors raises where it reads their values."""
+
+FAKE_TENSOR_LOGGER = fake_tensor.__name__
+"""The name of the logger that tells of every operator that failed on such tensors."""
+
+
+@contextmanager
+def truncated_normal_without_values() -> Iterator[None]:
+    """``nn.init.trunc_normal_`` leaves tensors as they are. torch's looks at values, which fake tensors do not have."""
+    theirs: Any = nn.init._no_grad_trunc_normal_
+    nn.init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: tensor
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = theirs
+
+
+# ------------------------------------------------------------------------------------------------------- nested values
+
+# ``torch.utils._pytree`` is what torch itself takes values apart with; there is no public module for it yet.
+
+tree_leaves = _pytree.tree_leaves
+"""The values in nested tuples, lists, dicts, named tuples and registered classes, as a list."""
+
+tree_map = _pytree.tree_map
+"""The same nested value with a function of every leaf in the leaf's place."""
+
+tree_map_only = _pytree.tree_map_only
+"""As :data:`tree_map`, for leaves of one type."""
+
+tree_flatten = _pytree.tree_flatten
+"""The leaves, and what :data:`tree_unflatten` needs to put others in their places."""
+
+tree_unflatten = _pytree.tree_unflatten
+"""A nested value from its leaves and its structure."""
+
+# -------------------------------------------------------------------------------------------------- storages, operators
+
+storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""A number that only this storage has while it lives. ``data_ptr`` is 0 for all fake ones, and changes with a resize."""
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """How many owners a storage has in C++: tensors, graphs, and one for all its Python objects. No public way to ask."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements of a tensor certainly share memory, as those of an expanded one do. No public way to ask."""
+    return torch._debug_has_internal_overlap(tensor) == 1  # 0: no, 2: too expensive to tell
+
+
+sparse_indices: Callable[[Tensor], Tensor] = Tensor._indices
+"""The indices of a sparse tensor, coalesced or not. The public ``indices`` refuses a tensor that is not coalesced."""
+
+sparse_values: Callable[[Tensor], Tensor] = Tensor._values
+"""The values of a sparse tensor, coalesced or not. The public ``values`` refuses a tensor that is not coalesced."""
+
+
+def coalesced(numbers: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
+    """A sparse tensor that has these rows, each once and in order.
+
+    The public ``torch.sparse_coo_tensor`` warns about checks of invariants that nobody asked for (torch 2.11).
+
+    Args:
+        numbers: of the rows, ascending, shape ``(n,)``, ``int64``.
+        rows: shape ``(n, *shape[1:])``.
+        shape: of the whole.
+    """
+    return torch.ops.aten._sparse_coo_tensor_unsafe(numbers[None], rows, shape, is_coalesced=True)
+
+
+def writes_arguments(function: Any) -> bool:
+    """Whether a function is an operator whose schema says that it writes an argument. Schemas have no public name."""
+    schema = getattr(function, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+# Operators that a dispatch mode sees. The functions that call them have public names, the operators do not.
+
+to_copy_operator: Any = torch.ops.aten._to_copy
+"""The operator of ``tensor.to`` where that copies."""
+
+grouped_mm_operator: Any = torch.ops.aten._grouped_mm
+"""The operator of ``torch.nn.functional.grouped_mm``: products of several matrices at once."""
+
+
+def fused_sgd_step(weight: Tensor, gradient: Tensor) -> None:
+    """The fused kernel's plain SGD step with a learning rate of 1, in place. The public way is a whole optimizer,
+
+    whose step runs all hooks that are registered for optimizers.
+    """
+    torch._fused_sgd_(
+        [weight], [gradient], [], weight_decay=0.0, momentum=0.0, lr=1.0, dampening=0.0, nesterov=False, maximize=False,
+        is_first_step=False,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------- hooks that others registered
+
+# torch has public functions that register hooks, and none that tells which there are.
+
+gradient_hooks: Callable[[Tensor], dict[int, Callable[..., Any]] | None] = attrgetter("_backward_hooks")
+"""What ``tensor.register_hook`` has registered, by number; None or empty without."""
+
+accumulation_hooks: Callable[[Tensor], dict[int, Callable[..., Any]] | None] = attrgetter("_post_accumulate_grad_hooks")
+"""What ``tensor.register_post_accumulate_grad_hook`` has registered, by number; None or empty without."""
+
+TENSOR_METADATA = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
+"""Attributes of a tensor that can be read without a look at its memory."""
+
+forward_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_hooks")
+"""What ``module.register_forward_hook`` has registered, by number."""
+
+forward_pre_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_pre_hooks")
+"""What ``module.register_forward_pre_hook`` has registered, by number."""
+
+
+def loads_in_its_own_way(module: nn.Module) -> bool:
+    """Whether code that is not torch's sees what ``load_state_dict`` loads into a module: a hook, or an overridden method."""
+    theirs = type(module)._load_from_state_dict.__module__.startswith("torch.")
+    return bool(module._load_state_dict_pre_hooks) or not theirs
+
+
+def step_pre_hooks(optimizer: Any) -> list[Callable[..., Any]] | None:
+    """The hooks before an optimizer's step; None for what is no optimizer of torch's."""
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    return None if hooks is None else list(hooks.values())
+
+
+def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """The hooks before and after an optimizer's step."""
+    return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+
+
+def global_step_hooks() -> list[Callable[..., Any]]:
+    """The hooks before and after the step of every optimizer."""
+    return [*optimizers._global_optimizer_pre_hooks.values(), *optimizers._global_optimizer_post_hooks.values()]
+
+
+def run_first_after_step(optimizer: Optimizer, handle: RemovableHandle) -> None:
+    """Moves a hook that runs after an optimizer's step before all others, which ``register_step_post_hook`` cannot do."""
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(handle.id, last=False)
+
+
+# ---------------------------------------------------------------------------------------------- modules and parameters
+
+COMPILED_CALL = "_compiled_call_impl"
+"""The attribute in which ``module.compile()`` leaves what a call runs. It has no public name."""
+
+RNN_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
+"""The attributes in which ``nn.RNNBase`` lists its weights, anew whenever they are others."""
+
+DYNAMO_MARKS = "_dynamo"
+"""How the attributes begin that ``torch.compile`` hangs on tensors and looks for in their ``__dict__``."""
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is one graph: ``torch.compile(module)`` or ``module.compile()``. No public way to ask."""
+    return isinstance(module, eval_frame.OptimizedModule) or getattr(module, COMPILED_CALL, None) is not None
+
+
+NormBase = batchnorm._NormBase
+"""The base class of batch and instance normalisation of all dimensions, which have no public one in common."""
+
+pruned_attribute: Callable[[Any], str] = attrgetter("_tensor_name")
+"""Which attribute a ``torch.nn.utils.prune.BasePruningMethod`` prunes. It has no public name."""
+
+rebuild_parameter: Callable[..., nn.Parameter] = torch._utils._rebuild_parameter
+"""How ``pickle`` makes a parameter from data, ``requires_grad`` and hooks; ``torch.load`` allows this function by name."""
+
+
+def take_for_parameter(tensor: Tensor) -> None:
+    """Lets ``isinstance(tensor, nn.Parameter)`` hold for a tensor of another class. The public way makes another tensor."""
+    vars(tensor)["_is_param"] = True
+
+
+scaler_device: Callable[[torch.amp.GradScaler], str] = attrgetter("_device")
+"""The type of the device that a gradient scaler is for. It has no public name."""
