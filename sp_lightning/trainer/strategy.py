@@ -64,6 +64,7 @@ from sp_lightning.trainer.compat import (
     trainer_of,
     wraps_another,
 )
+from sp_lightning.trainer.frozen_weights import FROZEN, Frozen, LeftOut, fill_in, note_loaded, note_trained
 from sp_lightning.trainer.retry import Snapshot
 from sp_lightning.trainer.update_policy import Overlap, choose_overlap, may_measure_early, scaler_of
 from sp_lightning.trainer.user_hooks import is_known, is_quiet
@@ -71,7 +72,6 @@ from sp_lightning.tune.tuner import Tuning
 from sp_lightning.tune.window import Window
 from sp_lightning.weights.buffers import find_averages
 from sp_lightning.weights.device_parameter import DeviceParameter
-from sp_lightning.weights.frozen_weights import FROZEN, Frozen, LeftOut, fill_in, note_loaded, note_trained
 
 if TYPE_CHECKING:
     _Base = SingleDeviceStrategy

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from sp_lightning.store.block import HostBlock
-from sp_lightning.weights.frozen_weights import digest
+from sp_lightning.weights.digest import digest
 
 _Look = tuple[int, int, str]
 """Version, address and digest of a parameter."""

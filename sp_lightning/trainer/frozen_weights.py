@@ -7,8 +7,6 @@ the first run began. The file has a digest of each, and whoever loads it is told
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sp_lightning.model.wrapped import parts
+from sp_lightning.weights.digest import digest
 
 FROZEN = "superpipeline_frozen"
 """Of a checkpoint: names of the weights that it leaves out, with their digests and dtypes."""
@@ -29,17 +28,6 @@ LeftOut = dict[str, tuple[str, str]]
 
 _acquired: Any = WeakIdKeyDictionary()
 """Parameters whose values their module would not have by itself: trained in this process, or loaded from a checkpoint."""
-
-
-def digest(tensor: Tensor) -> str:
-    """What tells a weight's values, shape and dtype from others; one pass over its memory."""
-    found = hashlib.sha256(usedforsecurity=False)
-    for _, part in parts("", tensor.detach()):
-        memory = part.cpu().resolve_conj().resolve_neg().contiguous()
-        found.update(repr((part.dtype, tuple(part.shape))).encode())
-        if memory.nbytes:
-            found.update((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr()))
-    return found.hexdigest()
 
 
 def note_trained(module: nn.Module) -> None:

@@ -1,0 +1,21 @@
+"""What tells the values of one weight from those of another."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+
+from torch import Tensor
+
+from sp_lightning.model.wrapped import parts
+
+
+def digest(tensor: Tensor) -> str:
+    """What tells a weight's values, shape and dtype from others; one pass over its memory."""
+    found = hashlib.sha256(usedforsecurity=False)
+    for _, part in parts("", tensor.detach()):
+        memory = part.cpu().resolve_conj().resolve_neg().contiguous()
+        found.update(repr((part.dtype, tuple(part.shape))).encode())
+        if memory.nbytes:
+            found.update((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr()))
+    return found.hexdigest()
