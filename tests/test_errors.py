@@ -25,8 +25,10 @@ from torch import Tensor, nn
 import sp_lightning
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.device.device import Device
+from sp_lightning.engine.access import Access
+from sp_lightning.engine.backward import _GraphTaskEnd
 from sp_lightning.engine.saved_tensors import packs
-from sp_lightning.engine.streamer import Streamer, _BackwardEnd
+from sp_lightning.engine.streamer import Streamer
 from sp_lightning.optim import background
 from sp_lightning.optim.layerwise import LayeredStep
 from sp_lightning.plan.options import parse_bytes
@@ -842,7 +844,7 @@ def test_gradients_of_a_backward_that_failed_are_dropped(held: bool, monkeypatch
     """Also where one of autograd's threads still holds its graph task when the next batch begins."""
     plain = fit(GoesOn, vectors(3))
     if held:
-        monkeypatch.delattr(_BackwardEnd, "__del__")
+        monkeypatch.delattr(_GraphTaskEnd, "__del__")
     assert_same(fit(GoesOn, vectors(3), superpipeline(k=1)), plain)
 
 
@@ -853,16 +855,16 @@ class CallsBetween(Module):
 
 
 def test_ctrl_c_as_a_call_between_steps_is_left_takes_its_hooks_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    leave = Streamer.leave
+    leave = Access.leave
     struck: list[bool] = []
 
-    def interrupted(self: Streamer, *args: Any) -> None:
-        if not self._in_step and packs() and not struck:
+    def interrupted(self: Access, *args: Any) -> None:
+        if not self._step.running and packs() and not struck:
             struck.append(True)
             raise KeyboardInterrupt
         leave(self, *args)
 
-    monkeypatch.setattr(Streamer, "leave", interrupted)
+    monkeypatch.setattr(Access, "leave", interrupted)
     with pytest.raises(SystemExit):
         trainer_for(superpipeline(k=1)).fit(CallsBetween(Stack()), loader(vectors(2)))
     assert struck

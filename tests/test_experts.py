@@ -112,9 +112,9 @@ def fetched(strategy: Any, *, predict: bool, batches: Batches) -> set[int]:
     seen: list[int] = []
     fetch = Slots.fetch
 
-    def watched(self: Slots, pairs: Any) -> None:
-        seen.extend(layer for layer, _ in pairs)
-        fetch(self, pairs)
+    def watched(self: Slots, transfer: Any) -> None:
+        seen.extend(layer.index for layer, *_ in transfer)
+        fetch(self, transfer)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Slots, "fetch", watched)

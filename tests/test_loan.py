@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import Loan, Span, lend
-from sp_lightning.engine.streamer import Streamer
+from sp_lightning.engine.access import Access
+from sp_lightning.weights.layer import StreamedLayer
 from tests.support.engine import step, streamed
 
 SPAN = Span("weight", 512, 64, torch.Size((4, 4)), (4, 1), torch.float32)
@@ -77,17 +78,17 @@ def test_memory_that_was_moved_is_held_for_good() -> None:
 def test_a_saved_weight_holds_its_slot_before_anybody_else_may_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its view was made after the lock was given back: another thread's backward could overwrite the slot in between."""
     held: list[bool] = []
-    reach = Streamer._reach
+    unpack = Access.unpack
 
-    def watched(self: Streamer, layer: int, view: Any) -> Tensor:
+    def watched(self: Access, layer: StreamedLayer, view: Any) -> Tensor:
         def make_room(layers: Any) -> None:
-            held.append(self._used[layer].loan.held)
+            held.append(self._residency.used[layer].loan.held)
 
         with monkeypatch.context() as patch:
-            patch.setattr(self._gradients, "make_room", make_room)
-            return reach(self, layer, view)
+            patch.setattr(self._backward.sink, "make_room", make_room)
+            return unpack(self, layer, view)
 
-    monkeypatch.setattr(Streamer, "_reach", watched)
+    monkeypatch.setattr(Access, "unpack", watched)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
     with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
         loss = step(streamer, lambda: net(torch.ones(2, 4)).sum())

@@ -88,7 +88,7 @@ def test_the_peak_is_the_plans(name: str, k: int, k_prime: int) -> None:
     peak = 0
     arrived = Gradients.arrived
 
-    def watch(self: Gradients, layer: int, index: int, gradient: Tensor) -> None:
+    def watch(self: Gradients, layer: Any, index: int, gradient: Tensor) -> None:
         nonlocal peak
         if gradient.layout is torch.strided:
             alive.append((StorageWeakRef(gradient.untyped_storage()), gradient.nbytes))

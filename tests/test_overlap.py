@@ -27,10 +27,11 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device
-from sp_lightning.engine.streamer import Streamer
+from sp_lightning.engine.access import Access
 from sp_lightning.optim import layerwise
 from sp_lightning.optim.background import Updates
 from sp_lightning.optim.layerwise import LayeredStep
+from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.slots import Slots
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import Make, Outcome, assert_equal, assert_same, fit, fused, loader, trainer_for
@@ -74,8 +75,8 @@ def taken_apart() -> Iterator[list[int]]:
     layers: list[int] = []
     submit = Updates.submit
 
-    def noted(self: Updates, layer: int, work: Callable[[], None], *then: Any) -> None:
-        layers.append(layer)
+    def noted(self: Updates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
+        layers.append(layer.index)
         submit(self, layer, work, *then)
 
     with mock.patch.object(Updates, "submit", noted):
@@ -242,29 +243,29 @@ def at_once(self: Device, work: Callable[[], None]) -> Future[None]:
 def test_updates_run_under_the_next_forward_and_each_fetch_waits_for_its_own() -> None:
     """On the simulated device, where updates are done as late as somebody waits for them."""
     happened: list[str] = []
-    submit, fetch, enter = Updates.submit, Slots.fetch, Streamer.enter
+    submit, fetch, enter = Updates.submit, Slots.fetch, Access.enter
 
-    def note_submit(self: Updates, layer: int, work: Callable[[], None], *then: Any) -> None:
+    def note_submit(self: Updates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
         def noted() -> None:
-            happened.append(f"update {layer}")
+            happened.append(f"update {layer.index}")
             work()
 
         submit(self, layer, noted, *then)
 
-    def note_fetch(self: Slots, pairs: Any) -> None:
-        happened.extend(f"fetch {layer}" for layer, _ in pairs)
-        fetch(self, pairs)
+    def note_fetch(self: Slots, transfer: Any) -> None:
+        happened.extend(f"fetch {layer.index}" for layer, *_ in transfer)
+        fetch(self, transfer)
 
-    def note_enter(self: Streamer, visits: Any, inputs: Any) -> Any:
+    def note_enter(self: Access, visits: Any, inputs: Any) -> Any:
         entered = enter(self, visits, inputs)
-        happened.extend(f"forward {layer}" for layer in entered)
+        happened.extend(f"forward {layer.index}" for layer in entered)
         return entered
 
     with (
         simulated(),
         mock.patch.object(Updates, "submit", note_submit),
         mock.patch.object(Slots, "fetch", note_fetch),
-        mock.patch.object(Streamer, "enter", note_enter),
+        mock.patch.object(Access, "enter", note_enter),
     ):
         fit(lambda: Module(Stack()), vectors()[:2], overlapping("forward"), gradients=False)
     first = happened.index("update 0")
@@ -281,7 +282,7 @@ def test_early_updates_run_under_backward_and_free_their_gradients() -> None:
     submit = Updates.submit
     module = Module(Stack())
 
-    def noted(self: Updates, layer: int, work: Callable[[], None], *then: Any) -> None:
+    def noted(self: Updates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
         submit(self, layer, work, *then)
         self.bound(2)
         alive.append(_gradients_of(module))
@@ -489,18 +490,18 @@ def failing(step: int, layer: int) -> Iterator[list[int]]:
     submit = Updates.submit
     seen: dict[int, int] = {}
 
-    def noted(self: Updates, which: int, work: Callable[[], None], *then: Any) -> None:
-        seen[which] = seen.get(which, 0) + 1
+    def noted(self: Updates, which: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
+        seen[which.index] = seen.get(which.index, 0) + 1
 
         def fails() -> None:
-            failed.append(which)
+            failed.append(which.index)
             raise FloatingPointError("in the update")
 
         def goes_on() -> None:
-            after.extend([which] if failed else [])
+            after.extend([which.index] if failed else [])
             work()
 
-        submit(self, which, fails if which == layer and seen[which] == step else goes_on, *then)
+        submit(self, which, fails if which.index == layer and seen[which.index] == step else goes_on, *then)
 
     failed: list[int] = []
     after: list[int] = []
@@ -647,7 +648,7 @@ def test_the_thread_leaves_one_core_and_ends(monkeypatch: pytest.MonkeyPatch) ->
     threads: set[int] = set()
     submit = Updates.submit
 
-    def noted(self: Updates, layer: int, work: Callable[[], None], *then: Any) -> None:
+    def noted(self: Updates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
         def counted() -> None:
             threads.add(torch.get_num_threads())
             work()
@@ -914,7 +915,7 @@ def test_a_users_thread_that_reads_weights_waits_too() -> None:
         thread.start()
     submit = Updates.submit
 
-    def slow(self: Updates, layer: int, work: Callable[[], None], *then: Any) -> None:
+    def slow(self: Updates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
         submit(self, layer, lambda: (time.sleep(0.002), work())[1], *then)  # type: ignore[func-returns-value]
 
     try:
@@ -996,7 +997,7 @@ def test_workers_that_are_forked_while_updates_are_under_way() -> None:
     module = Module(Stack())
     submit = Updates.submit
 
-    def slow(self: Updates, layer: int, work: Callable[[], None], *then: Any) -> None:
+    def slow(self: Updates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
         submit(self, layer, lambda: (time.sleep(0.02), work())[1], *then)  # type: ignore[func-returns-value]
 
     batches = torch.utils.data.DataLoader(Reads(module), batch_size=None, num_workers=1)
@@ -1059,7 +1060,12 @@ def test_validation_waits_first() -> None:
 
     class Looks(Callback):
         def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
-            waiting.append(sum(trainer.strategy._streamer.updates.under_way(layer) for layer in range(7)))
+            waiting.append(
+                sum(
+                    trainer.strategy._streamer.updates.under_way(layer)
+                    for layer in trainer.strategy._streamer._moving[:7]
+                )
+            )
 
     with simulated():
         fit(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sp_lightning.device.device import Stream, Wait
-from sp_lightning.engine.streamer import Streamer
+from sp_lightning.engine.exchange import Exchange
 from sp_lightning.weights.slots import Slots
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, superpipeline
@@ -119,7 +119,7 @@ def test_an_operator_that_mixes_is_refused() -> None:
 def test_an_operator_that_nobody_declared_is_noticed() -> None:
     """Slots and host store are the doors to memory; what goes past them is seen by the watch."""
 
-    def undeclared(self: Slots, layer: int, **more: Any) -> Any:
+    def undeclared(self: Slots, layer: Any, **more: Any) -> Any:
         device, wait, access = self._device, self._device.wait, self._device.access
         with (
             mock.patch.object(device, "wait", lambda *a: wait(*a) if a[2] is not Wait.USE_AFTER_FETCH else None),
@@ -141,12 +141,13 @@ def test_an_operator_that_nobody_declared_is_noticed() -> None:
 def test_weights_of_the_host_in_the_model_are_noticed() -> None:
     """Were the modules' parameters not exchanged, a CPU would compute with the host's and say nothing."""
 
-    def forgetful(self: Streamer) -> None:
-        activate(self)
+    def forgetful(self: Exchange) -> bool:
+        was_away = to_device(self)
         for place, _, host in self._places._swaps:
             if host.shape == (16, 32):
                 place.module._parameters[place.attribute] = host
+        return was_away
 
-    activate = Streamer._activate
-    with simulated(), mock.patch.object(Streamer, "_activate", forgetful), pytest.raises(Mixed):
+    to_device = Exchange.to_device
+    with simulated(), mock.patch.object(Exchange, "to_device", forgetful), pytest.raises(Mixed):
         fit(lambda: Module(Stack()), vectors(1), superpipeline())

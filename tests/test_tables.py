@@ -211,7 +211,7 @@ def test_tables_are_updated_first() -> None:
     class Looks(Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             streamer = trainer.strategy._streamer
-            self.order = [streamer._blocks[index].planned.name for index in streamer.update_order()]
+            self.order = [layer.name for layer in streamer.updating.order()]
 
     looks = Looks()
     fit(fused(CASES["looked-up"]), numbers(), superpipeline(k=1), gradients=False, callbacks=[looks])
@@ -408,7 +408,7 @@ def test_rows_of_the_next_step_are_refused() -> None:
     class Again(Module):
         def loss(self, batch: Any) -> Tensor:
             streamer = self.trainer.strategy._streamer
-            streamer.updated_early.add(len(streamer.plan.layers))
+            streamer._layers[len(streamer.plan.layers)].updated_early = True
             return super().loss(batch)
 
     with pytest.raises(RuntimeError, match=r"had updated layer 'net.table' when.*its weights were needed again"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sp_lightning.engine.streamer import Streamer
+from sp_lightning.engine.step import Step
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import Outcome, assert_equal, fit, superpipeline
 from tests.support.simdevice import simulated
@@ -73,18 +73,18 @@ def test_threads_see_whole_weights(calls: bool, precision: Any, device: str) -> 
 def test_the_next_step_is_one_thread_s_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each use comes through a door, which is slow, only as long as it has to."""
     seen: list[list[bool]] = []
-    share, end = Streamer._share, Streamer.end
+    share, end = Step.share, Step.end
 
-    def noted(self: Streamer, shared: bool) -> None:
+    def noted(self: Step, shared: bool) -> None:
         share(self, shared)
-        seen.append([group.shared for group in self._parameters[:-1]])
+        seen.append([layer.parameters.shared for layer in self._layers[:-1]])
 
-    def ended(self: Streamer, *, settle: bool = False) -> None:
-        end(self, settle=settle)
-        assert not self._shared
+    def ended(self: Step, **options: Any) -> None:
+        end(self, **options)
+        assert not self.shared
 
-    monkeypatch.setattr(Streamer, "_share", noted)
-    monkeypatch.setattr(Streamer, "end", ended)
+    monkeypatch.setattr(Step, "share", noted)
+    monkeypatch.setattr(Step, "end", ended)
     fit(lambda: Threads(calls=True), vectors(2), superpipeline(k=1))
     assert seen[:2] == [[True] * len(seen[0]), [False] * len(seen[0])]
     assert len(seen) == 2 * len(vectors(2))

@@ -331,7 +331,7 @@ def as_a_device_does() -> Iterator[None]:
     with (
         mock.patch.object(HostBlock, "write", written),
         mock.patch.object(Table, "look_up", looked_up),
-        mock.patch.object(Gradients, "retire", freeing(Gradients.retire)),
+        mock.patch.object(Gradients, "_free", freeing(Gradients._free)),
         mock.patch.object(Offload, "retire", freeing(Offload.retire)),
         mock.patch.object(Offload, "_drop", freeing(Offload._drop)),
         mock.patch.object(Watch, "__torch_dispatch__", dispatched),

@@ -10,25 +10,29 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from sp_lightning.weights.layer import StreamedLayer
+
+Visits = Sequence[StreamedLayer]
+
 
 class Gatekeeper(Protocol):
     """Who is told."""
 
-    def enter(self, visits: Sequence[int], inputs: Any) -> Sequence[int]:
+    def enter(self, visits: Visits, inputs: Any) -> Visits:
         """A module is called that uses these layers. Returns those that it is to leave."""
 
-    def leave(self, visits: Sequence[int], output: Any) -> None:
+    def leave(self, visits: Visits, output: Any) -> None:
         """The call has returned, or raised (``output`` is None)."""
 
 
 class Gate:
     """The hooks of one module. A copy of the module is a plain module: the gate ignores every module but its own."""
 
-    def __init__(self, keeper: Gatekeeper | None, module: nn.Module | None, visits: Sequence[int]) -> None:
+    def __init__(self, keeper: Gatekeeper | None, module: nn.Module | None, visits: Visits) -> None:
         self._keeper = keeper
         self._module = module
         self._visits = visits
-        self._entered: list[Sequence[int]] = []  # by calls under way; a call that was refused is not left
+        self._entered: list[Visits] = []  # by calls under way; a call that was refused is not left
 
     @torch.compiler.disable  # the engine is no part of a graph
     def before(self, module: nn.Module, args: Any) -> None:
@@ -49,7 +53,7 @@ class Gate:
         return Gate, (None, None, ())
 
 
-def attach_gates(keeper: Gatekeeper, visits: dict[nn.Module, tuple[int, ...]]) -> list[RemovableHandle]:
+def attach_gates(keeper: Gatekeeper, visits: dict[nn.Module, tuple[StreamedLayer, ...]]) -> list[RemovableHandle]:
     """Attach a gate to every module. Ours run first before, and last after the module.
 
     ``nn.TransformerEncoderLayer`` leaves its fast path when a module has hooks, which changes the last bits in
@@ -77,10 +81,10 @@ def attach_gates(keeper: Gatekeeper, visits: dict[nn.Module, tuple[int, ...]]) -
     return handles
 
 
-def _peeking(visits: dict[nn.Module, tuple[int, ...]]) -> dict[nn.Module, tuple[int, ...]]:
+def _peeking(visits: dict[nn.Module, tuple[StreamedLayer, ...]]) -> dict[nn.Module, tuple[StreamedLayer, ...]]:
     """``nn.TransformerEncoder`` reads its first layer's weights to choose its path, before it calls the layer."""
     peeking = dict(visits)
     for module in visits:
         if isinstance(module, nn.TransformerEncoder) and len(module.layers) and module.layers[0] in visits:
-            peeking[module] = tuple(sorted({*visits[module], *visits[module.layers[0]]}))
+            peeking[module] = tuple(sorted({*visits[module], *visits[module.layers[0]]}, key=lambda layer: layer.index))
     return peeking

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -20,8 +19,8 @@ from sp_lightning.activations.offload import Offload, Stored
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import Loan, normal_mode, strided
 from sp_lightning.device.torch_private import top_saved_tensors_hooks
-from sp_lightning.weights.casts import Casts
-from sp_lightning.weights.device_parameter import DeviceParameter, DeviceParameters
+from sp_lightning.weights.device_parameter import DeviceParameter
+from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.saved_values import Edition
 from sp_lightning.weights.slots import Slot
 
@@ -29,7 +28,7 @@ from sp_lightning.weights.slots import Slot
 class _Packed(NamedTuple):
     """A saved tensor that lay in a slot: where it was, not what."""
 
-    layer: int
+    layer: StreamedLayer
     which: int | None
     version: int
     offset: int
@@ -47,9 +46,10 @@ class _Packed(NamedTuple):
                 return weights[self.which].as_strided(self.shape, self.stride, self.offset // self.dtype.itemsize)
             return strided(loan.memory, self.offset, self.dtype, self.shape, self.stride)
 
-    def follow(self, group: DeviceParameters, loan: Loan, weights: Sequence[Tensor]) -> Tensor:
+    def follow(self, loan: Loan, weights: Sequence[Tensor]) -> Tensor:
         """The weight as it is now; it may lie outside of the slot."""
         assert self.which is not None
+        group = self.layer.parameters
         return group.value(self.which) if group.attached else self.view(loan, weights)
 
 
@@ -79,9 +79,7 @@ class Packing:
     """The pair of saved-tensor hooks.
 
     Args:
-        parameters: device parameters by layer.
         slots: by the address of their memory.
-        casts: by layer, where there are any.
         offload: where other saved tensors may go.
         device: the seam.
         reach: brings a layer and returns what a function makes of its memory and its weights there.
@@ -89,16 +87,12 @@ class Packing:
 
     def __init__(
         self,
-        parameters: list[DeviceParameters],
         slots: Mapping[int, Slot],
-        casts: Mapping[int, Casts],
         offload: Offload,
         device: Device,
-        reach: Callable[[int, Callable[[Loan, Sequence[Tensor]], Tensor]], Tensor],
+        reach: Callable[[StreamedLayer, Callable[[Loan, Sequence[Tensor]], Tensor]], Tensor],
     ) -> None:
-        self._parameters = parameters
         self._slots = slots
-        self._casts = casts
         self._offload = offload
         self._device = device
         self._reach = reach
@@ -128,12 +122,12 @@ class Packing:
         return saved_tensors_hooks(pack, self._unpack)
 
     @torch.compiler.disable  # dynamo would read versions when it makes a graph, once for all (torch 2.10)
-    def _pack(self, layer: int, tensor: Tensor) -> _Packed:
+    def _pack(self, layer: StreamedLayer, tensor: Tensor) -> _Packed:
         offset = int(tensor.storage_offset()) * tensor.element_size()
-        group = self._parameters[layer]
+        group = layer.parameters
         which = group.at(offset)
         if which is None:
-            version, edition = -1, self._casts[layer].edition(offset) if layer in self._casts else None
+            version, edition = -1, layer.casts.edition(offset) if layer.casts is not None else None
         else:
             version, edition = group.version(which), group.editions[which].now()
             if tensor._version != version:  # of .data, say, which autograd does not hold against the weight
@@ -144,7 +138,7 @@ class Packing:
     def _pack_weight(self, weight: DeviceParameter) -> _Packed | _Kept:
         """The parameter itself, whether its layer is there or away: to look at its memory would bring the layer."""
         group, index = weight._of, weight._index
-        if group is self._parameters[-1]:  # residents are never away
+        if group.layer.kind is Kind.RESIDENTS:  # they are never away
             return weight, weight._version
         version, span = group.version_once_fetched(index), group.spans[index]
         if weight.dtype is not span.dtype:  # param.data = other, which the slot has no place for
@@ -157,11 +151,11 @@ class Packing:
         if isinstance(packed, Stored):
             tensor, expected, found = self._offload.load(packed), packed.version, packed.parcel.witness._version
         elif isinstance(packed, _Packed):
-            group, expected = self._parameters[packed.layer], packed.version
+            group, expected = packed.layer.parameters, packed.version
             if packed.which is not None and (group.exposed or group.apart):
                 group.refuse_exchanged(packed.which)
             follows = packed.edition is None and packed.which is not None
-            tensor = self._reach(packed.layer, partial(packed.follow, group) if follows else packed.view)
+            tensor = self._reach(packed.layer, packed.follow if follows else packed.view)
             found = expected if packed.which is None else group.version(packed.which)
             if packed.edition is not None and packed.edition.kept is not None:  # what has come may be newer
                 tensor = packed.edition.recall(self._device, packed.offset, packed.dtype, packed.shape, packed.stride)

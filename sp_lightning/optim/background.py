@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import cache
 from typing import Any
@@ -19,29 +19,26 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device, Stream, Wait
-from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.device_parameter import DeviceParameter
+from sp_lightning.weights.layer import StreamedLayer
 
 
 class Updates:
     """The updates under way.
 
     Args:
-        blocks: of the layers and their masters, then of the residents.
-        owners: masters → the layer that they are updated with.
+        layers: all of them.
         device: the seam.
 
     Attributes:
         torn: why weights are not those of any whole step; None where they are.
     """
 
-    def __init__(self, blocks: Sequence[HostBlock], owners: Mapping[int, int], device: Device) -> None:
-        self._blocks = blocks
-        self._owners = owners
-        self._masters = {owner: masters for masters, owner in owners.items()}
+    def __init__(self, layers: Sequence[StreamedLayer], device: Device) -> None:
+        self._layers = layers
         self._device = device
-        self._work: dict[int, Future[None]] = {}  # in the order in which it is done
-        self._then: dict[int, Callable[[], None] | None] = {}
+        self._work: dict[StreamedLayer, Future[None]] = {}  # in the order in which it is done
+        self._then: dict[StreamedLayer, Callable[[], None] | None] = {}
         self._lock = threading.RLock()  # of whoever waits; the background does not take it
         self._failure: BaseException | None = None
         self._afterwards: list[Callable[[], None]] = []
@@ -49,11 +46,7 @@ class Updates:
         self.torn: str | None = None
         _all.add(self)
 
-    def blocks_of(self, layer: int) -> list[HostBlock]:
-        """A layer's block, and that of its masters if it has some."""
-        return [self._blocks[index] for index in (layer, self._masters.get(layer)) if index is not None]
-
-    def submit(self, layer: int, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
+    def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
         """Have the background thread update a layer, after those that were submitted before.
 
         Args:
@@ -61,7 +54,7 @@ class Updates:
             work: what the background does. It must not set ``param.grad``: torch reads that without holding it.
             then: called by whoever has waited for the work.
         """
-        blocks = self.blocks_of(layer)
+        blocks = [each.block for each in layer.family]
 
         def update() -> None:
             try:
@@ -71,7 +64,7 @@ class Updates:
                     begun = self._device.mark(Stream.UPDATE)
                     with torch.DisableTorchFunctionSubclass(), torch.no_grad():
                         work()
-                    self._device.note("update", layer, begun, Stream.UPDATE, blocks[0].planned.gradient_bytes)
+                    self._device.note("update", layer.index, begun, Stream.UPDATE, blocks[0].planned.gradient_bytes)
             except BaseException as error:
                 error.add_note(
                     f"This was raised in the background, by the optimizer's update of layer {blocks[0].planned.name!r}."
@@ -91,14 +84,14 @@ class Updates:
         """Call ``then`` when somebody has waited for all updates, whether they succeeded or not."""
         self._afterwards.append(then)
 
-    def ready(self, layer: int) -> bool:
+    def ready(self, layer: StreamedLayer) -> bool:
         """Whether a layer can be read without waiting."""
-        work = self._work.get(self._owners.get(layer, layer))
+        work = self._work.get(layer.owner)
         return work is None or work.done()
 
-    def under_way(self, layer: int) -> bool:
+    def under_way(self, layer: StreamedLayer) -> bool:
         """Whether nobody has waited for a layer's update yet."""
-        return self._owners.get(layer, layer) in self._work
+        return layer.owner in self._work
 
     def bound(self, most: int) -> None:
         """Wait until at most so many updates are under way."""
@@ -106,14 +99,14 @@ class Updates:
             for layer in list(self._work)[:-most]:
                 self._finish(layer, Wait.READ_AFTER_UPDATE)
 
-    def wait(self, layer: int, why: Wait) -> None:
+    def wait(self, layer: StreamedLayer, why: Wait) -> None:
         """Wait for one layer's update.
 
         Raises:
             BaseException: what an update raised, with its traceback.
         """
         with self._lock:
-            self._finish(self._owners.get(layer, layer), why)
+            self._finish(layer.owner, why)
         self._raise()
 
     def finish(self) -> None:
@@ -136,17 +129,17 @@ class Updates:
     def recover(self) -> None:
         """As :meth:`join`, after an error that may have come in the middle of submitting one."""
         self.join()
-        _restore_classes(self._blocks)
+        _restore_classes(self._layers)
 
     def close(self) -> None:
         """Let go of an error that was told: its traceback holds activations, and their graph leads back here."""
         self._failure = None
 
-    def _finish(self, layer: int, why: Wait) -> None:
+    def _finish(self, layer: StreamedLayer, why: Wait) -> None:
         if layer in self._work:
             self._device.finish(self._work[layer], why)  # it may be interrupted: nothing is forgotten before
             del self._work[layer]
-            _restore_classes(self.blocks_of(layer))
+            _restore_classes(layer.family)
             then = self._then.pop(layer)
             if then is not None:
                 then()
@@ -160,9 +153,9 @@ class Updates:
         return type(theirs.__name__, (_BeingUpdated, theirs), {"_updates": self, "__module__": theirs.__module__})
 
 
-def _restore_classes(blocks: Iterable[HostBlock]) -> None:
-    for block in blocks:
-        for parameter in block.parameters:
+def _restore_classes(layers: Iterable[StreamedLayer]) -> None:
+    for layer in layers:
+        for parameter in layer.block.parameters:
             if issubclass(type(parameter), _BeingUpdated):
                 parameter.__class__ = type(parameter).__bases__[1]
 

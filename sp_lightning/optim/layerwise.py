@@ -10,20 +10,75 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from sp_lightning.device.device import Stream
+from sp_lightning.device.device import Device, Stream
 from sp_lightning.device.torch_private import accumulation_hooks, run_first_after_step, tree_map
-from sp_lightning.engine.streamer import Streamer
+from sp_lightning.optim.background import Updates
+from sp_lightning.weights.layer import StreamedLayer
 
 Clip = Callable[[Sequence[nn.Parameter]], Any]
 Norms = dict[nn.Parameter, tuple[Tensor, int, Tensor]]
 """Of which gradient, at which version, which norm."""
+
+
+class Updatable(Protocol):
+    """The engine, as a step that is taken apart sees it: which layers there are, and what may be done to one when."""
+
+    device: Device
+    updates: Updates
+    on_complete: Callable[[StreamedLayer], None] | None
+    """Called in the backward that was announced, with each layer whose gradients are all in ``param.grad``."""
+
+    @property
+    def in_flight(self) -> int:
+        """How many layers' updates may be under way in backward, with the gradients that wait for them."""
+
+    def layer_of(self, parameter: nn.Parameter) -> StreamedLayer | None:
+        """The layer of a host parameter; None if it is none of the module's."""
+
+    def order(self) -> Iterator[StreamedLayer]:
+        """All layers, those first that the next forward needs first."""
+
+    def before(self, *, deferred: bool) -> None:
+        """The step begins: nothing may read host weights while it writes them."""
+
+    def before_early(self, layer: StreamedLayer) -> None:
+        """A layer is about to be updated in the middle of backward."""
+
+    def after(self, layer: StreamedLayer) -> None:
+        """In the background: a layer's weights are updated."""
+
+    def over(self) -> None:
+        """The step has submitted everything."""
+
+    def release_gradients(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> None:
+        """Nobody needs the gradients of these parameters of a layer any more."""
+
+
+class OptimizerState(Protocol):
+    """Where the optimizer's state of a layer is while it is updated: today on the host, as torch makes it."""
+
+    def bring(self, layer: StreamedLayer, optimizer: Optimizer) -> None:
+        """In the background, before a layer's update: its state is in host memory."""
+
+    def put(self, layer: StreamedLayer, optimizer: Optimizer) -> None:
+        """In the background, after a layer's update: its state may leave."""
+
+
+class OnHost:
+    """State that stays on the host."""
+
+    def bring(self, layer: StreamedLayer, optimizer: Optimizer) -> None:
+        """It is there."""
+
+    def put(self, layer: StreamedLayer, optimizer: Optimizer) -> None:
+        """It stays there."""
 
 
 class LayeredStep:
@@ -35,22 +90,32 @@ class LayeredStep:
 
     Args:
         optimizer: as it is; it keeps its groups and its state.
-        streamer: whose layers it updates.
+        engine: whose layers it updates.
         early: update each layer while backward goes on (``"backward"``).
         measure: compute norms while backward goes on; right only where nobody writes gradients between backward and
             clipping.
+        state: where the optimizer's state is.
     """
 
-    def __init__(self, optimizer: Optimizer, streamer: Streamer, *, early: bool, measure: bool) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        engine: Updatable,
+        *,
+        early: bool,
+        measure: bool,
+        state: OptimizerState | None = None,
+    ) -> None:
         self._optimizer = optimizer
-        self._streamer = streamer
-        self._updates = streamer.updates
+        self._engine = engine
+        self._updates = engine.updates
+        self._state = state or OnHost()
         self._early = early
         self._measure = measure
         self._clip: Clip | None = None
         self._norms: Norms = {}
-        self._armed: dict[int, list[dict[str, Any]]] | None = None
-        self._begun: set[int] = set()  # layers whose updates backward has begun
+        self._armed: dict[StreamedLayer, list[dict[str, Any]]] | None = None
+        self._begun: set[StreamedLayer] = set()  # layers whose updates backward has begun
         self._class = type(optimizer)
         self._groups = self._none = list[dict[str, Any]]()
         self._known: set[nn.Parameter] | None = None  # which had state before this step
@@ -77,7 +142,7 @@ class LayeredStep:
 
             def closed() -> Any:
                 if self._early:
-                    self._streamer.on_complete = self._update_early
+                    self._engine.on_complete = self._update_early
                 result = closure() if closure is not None else None
                 self._take()  # from here to the end of torch's step there are no groups, and nothing to do for it
                 return result
@@ -92,11 +157,11 @@ class LayeredStep:
                 self._give_back_groups()
 
         optimizer.step = deferred  # type: ignore[method-assign]
-        self._streamer.on_complete = self._measure_layer if self._measure and not self._early else None
+        self._engine.on_complete = self._measure_layer if self._measure and not self._early else None
         try:
             yield
         finally:
-            self._streamer.on_complete = None
+            self._engine.on_complete = None
             self._norms = {}
             self._armed = None
             self._clip_at_once()
@@ -124,13 +189,13 @@ class LayeredStep:
         """As Lightning's precision plugins do it, but in the updates."""
         self._clip = partial(clip_grad_value_, clip_value=clip_val)
 
-    def _measure_layer(self, layer: int) -> None:
+    def _measure_layer(self, layer: StreamedLayer) -> None:
         """The norms of a layer's gradients, while backward goes on. fp16 is left out: its norm depends on the threads."""
-        gradients = [(p, p.grad) for p in self._streamer.parameters_of(layer) if p.grad is not None]
+        gradients = [(p, p.grad) for p in _parameters_of(layer) if p.grad is not None]
         if any(g.layout is not torch.strided or g.dtype not in (torch.float32, torch.bfloat16) for _, g in gradients):
             return
 
-        norms, device = self._norms, self._streamer.device
+        norms, device = self._norms, self._engine.device
 
         def measure() -> None:
             for parameter, gradient in gradients:
@@ -148,25 +213,25 @@ class LayeredStep:
 
     # ------------------------------------------------------------------ updates
 
-    def _update_early(self, layer: int) -> None:
+    def _update_early(self, layer: StreamedLayer) -> None:
         """Backward has completed a layer's gradients."""
         if self._armed is None:
             self._armed = self._groups_by_layer() or {}
         groups = self._armed.pop(layer, None)
         if groups is not None:
-            for parameter in self._streamer.parameters_of(layer):
+            for parameter in _parameters_of(layer):
                 if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                     raise RuntimeError(_NOT_ALL.format(what="there are sparse gradients"))
             self._updates.torn = 'a backward with optimizer_overlap="backward" failed after it had updated some layers'
             self._begun.add(layer)
-            self._streamer.before_early_update(layer)
+            self._engine.before_early(layer)
             self._submit(layer, groups)
-            self._updates.bound(self._streamer.plan.k_prime + 1)  # and with them the gradients that wait
+            self._updates.bound(self._engine.in_flight)  # and with them the gradients that wait
 
     def _take(self) -> None:
         """Backward and clipping are over: submit what is not updated yet."""
-        self._streamer.on_complete = None
-        self._streamer.before_update(deferred=bool(self._begun))  # a forward without backward may have left transfers
+        self._engine.on_complete = None
+        self._engine.before(deferred=bool(self._begun))  # a forward without backward may have left transfers
         by_layer = self._groups_by_layer()
         if by_layer is None and self._begun:
             raise RuntimeError(_NOT_ALL.format(what="there are sparse gradients, or groups have changed in backward"))
@@ -174,20 +239,20 @@ class LayeredStep:
             self._clip_at_once()
         else:
             self._updates.torn = "the optimizer's step was interrupted, and may have updated some layers"
-            for layer in self._streamer.update_order():
+            for layer in self._engine.order():
                 if layer in by_layer:
                     self._submit(layer, by_layer[layer])
             self._clip = None
             self._groups, self._optimizer.param_groups = self._optimizer.param_groups, self._none
         self._begun.clear()
-        self._streamer.updated_early.clear()
+        self._engine.over()
         self._updates.torn = None
 
     def _give_back_groups(self) -> None:
         if self._optimizer.param_groups is self._none:  # else the user has exchanged them
             self._optimizer.param_groups = self._groups
 
-    def _groups_by_layer(self) -> dict[int, list[dict[str, Any]]] | None:
+    def _groups_by_layer(self) -> dict[StreamedLayer, list[dict[str, Any]]] | None:
         """The groups as they are now (schedulers change them after the step), cut by layers; None if they cannot be."""
         found = defaultdict(list)
         for group in self._optimizer.param_groups:
@@ -198,7 +263,7 @@ class LayeredStep:
                 return None
             parts = defaultdict(list)
             for parameter in group["params"]:
-                layer = self._streamer.layer_of(parameter)
+                layer = self._engine.layer_of(parameter)
                 if layer is None:
                     return None
                 if layer not in self._begun:
@@ -209,7 +274,7 @@ class LayeredStep:
                 found[layer].append({**settings, "params": parameters})
         return found
 
-    def _submit(self, layer: int, groups: list[dict[str, Any]]) -> None:
+    def _submit(self, layer: StreamedLayer, groups: list[dict[str, Any]]) -> None:
         parameters = [parameter for group in groups for parameter in group["params"]]
         if type(self._optimizer) is self._class:
             self._optimizer.__class__ = _waiting(self._class, self._updates.finish)
@@ -218,18 +283,20 @@ class LayeredStep:
             self._updates.afterwards(partial(self._updated, self._known))
         part = object.__new__(self._class)
         vars(part).update(vars(self._optimizer), param_groups=groups)
-        clip, streamer = self._clip, self._streamer
+        clip, engine = self._clip, self._engine
 
         def update() -> None:
+            self._state.bring(layer, part)
             trained = [parameter for parameter in parameters if parameter.grad is not None]
             for parameter in trained:
-                streamer.device.access(parameter.grad, Stream.UPDATE, write=True)
+                engine.device.access(parameter.grad, Stream.UPDATE, write=True)
             if clip is not None and trained:  # torch cannot clip nothing by value
                 clip(trained)
             self._class.step.__wrapped__(part)  # type: ignore[attr-defined]  # without its hooks, which run once per step
-            streamer.after_update(layer)
+            self._state.put(layer, part)
+            engine.after(layer)
 
-        release = partial(streamer.release_gradients, layer, parameters) if self._early else None
+        release = partial(engine.release_gradients, layer, parameters) if self._early else None
         self._updates.submit(layer, update, release)
 
     def _updated(self, known: set[nn.Parameter]) -> None:
@@ -240,6 +307,11 @@ class LayeredStep:
             for parameter in [p for group in self._optimizer.param_groups for p in group["params"] if p in state]:
                 if parameter not in known:
                     state[parameter] = state.pop(parameter)
+
+
+def _parameters_of(layer: StreamedLayer) -> list[nn.Parameter]:
+    """The host parameters of a layer, those that travel as casts included."""
+    return [parameter for each in layer.family for parameter in each.block.parameters]
 
 
 def _known_norm(norms: Norms, parameter: nn.Parameter) -> Tensor:

@@ -702,7 +702,7 @@ class StreamingStrategy(_Base):
         self._mode = mode
         measure = may_measure_early(trainer)
         self._layered = {
-            each: LayeredStep(each, self._streamer, early=mode == "backward", measure=measure)
+            each: LayeredStep(each, self._streamer.updating, early=mode == "backward", measure=measure)
             for each in (self.optimizers if mode != "off" else ())
         }
         self._ledger = self._make_ledger()
@@ -850,7 +850,7 @@ class StreamingStrategy(_Base):
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._streamer is not None:
             parameters = (p for group in optimizer.param_groups for p in group["params"])
-            self._streamer.before_update(deferred=optimizer is self._deferring, parameters=parameters)
+            self._streamer.updating.before(deferred=optimizer is self._deferring, parameters=parameters)
 
     def _unfuse(self) -> None:
         for fused in self._fused.values():

@@ -1,26 +1,31 @@
 """A batch on paper: the engine's own schedule, walked with clocks in place of copies.
 
-What is fetched when, and into which slot, is decided by the very :class:`~sp_lightning.weights.slots.Slots` and
-:class:`~sp_lightning.weights.prefetch.Prefetch` that stream the model; only the device under them is one that moves nothing and
-says how long a copy would have taken. So what is predicted is what the engine does, and not what it was meant to do.
+What is fetched when, and into which slot, and which gradients leave when, is decided by the very
+:class:`~sp_lightning.engine.residency.Residency` and :class:`~sp_lightning.weights.gradients.Drains` that stream the model; only
+the device under them is one that moves nothing and says how long a copy would have taken. So what is predicted is what the
+engine does, and not what it was meant to do.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.timeline import Interval, Kind
-from sp_lightning.plan.plan import Plan
+from sp_lightning.engine.residency import Residency
+from sp_lightning.plan.plan import Plan, PlannedLayer
+from sp_lightning.weights.gradients import Drains
+from sp_lightning.weights.layer import Kind as LayerKind
+from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.prefetch import Prefetch
-from sp_lightning.weights.slots import Slots
+from sp_lightning.weights.slots import Slot, Slots, Staged
 
 # Walking so many takes about a second for each choice of k and k'.
 _MOST_VISITS = 2000
@@ -138,22 +143,33 @@ def predict(
 
 
 @dataclass(frozen=True)
-class _Paper:
-    """Stands for a layer's memory on the host."""
+class _Bytes:
+    """Stands for memory on the host."""
 
     layer: int
     nbytes: int
     kind: Kind | None = None
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Stands for a layer's block on the host."""
+class _SimulatedLayer(StreamedLayer):
+    """A layer without parameters.
 
-    weights: _Paper
+    Attributes:
+        updated: when its last update is done.
+    """
+
+    def __init__(self, index: int, kind: LayerKind, planned: PlannedLayer, *, expert: bool) -> None:
+        without: Any = None
+        super().__init__(index, kind, planned, without, without, expert=expert)
+        self.updated = 0.0
+
+    @property
+    def outdated(self) -> bool:
+        """Whoever updates says so."""
+        return False
 
 
-class _PaperDevice(Device):
+class ClockDevice(Device):
     """Every stream is a clock; a copy moves it on, a wait sets it to the event's time. The host is a clock, too."""
 
     def __init__(self, rates: Rates) -> None:
@@ -200,87 +216,171 @@ class _PaperDevice(Device):
         if event is not None:
             self.host = max(self.host, event)
 
+    def clear(self) -> None:
+        """A batch begins: what is noted of the one before is dropped."""
+        self.intervals.clear()
+        self.copied = 0
+        self._stalled = dict.fromkeys(Wait, 0.0)
 
-@dataclass
+
+class _Source:
+    """Updates as times: a layer's bytes are there when its update is done."""
+
+    def __init__(self, device: ClockDevice) -> None:
+        self._device = device
+
+    def ready(self, layer: StreamedLayer) -> bool:
+        """Whether its update is done."""
+        return _simulated(layer).updated <= self._device.host
+
+    def wait(self, layer: StreamedLayer) -> None:
+        """The host waits for its update."""
+        self._device.synchronize(_simulated(layer).updated, Wait.FETCH_AFTER_UPDATE)
+
+    def stage(self, layer: StreamedLayer) -> Staged:
+        """As many bytes as its block has."""
+        stand_in: Any = _Bytes(layer.index, layer.planned.nbytes)
+        return stand_in, None
+
+
+class _NoTenants:
+    """No module has the memory of layers without parameters."""
+
+    def before_use(self, layer: StreamedLayer) -> None:
+        """Nothing was written."""
+
+    def before_fetch(self, slots: Sequence[Slot]) -> None:
+        """Nothing views them."""
+
+    def fetched(self, layer: StreamedLayer) -> None:
+        """It has no versions."""
+
+    def move_in(self, layer: StreamedLayer, slot: Slot) -> None:
+        """It has no device parameters."""
+
+    def move_out(self, layer: StreamedLayer, slot: Slot) -> None:
+        """It has no device parameters."""
+
+    def moved_out(self, layer: StreamedLayer, slot: Slot) -> None:
+        """It has no device parameters."""
+
+    def let_go(self) -> bool:
+        """Nobody keeps anything."""
+        return False
+
+
+class _Leaving(NamedTuple):
+    """A layer's gradients on their way, and when they have landed."""
+
+    layer: _SimulatedLayer
+    landed: float
+
+
 class Walk:
-    """The engine's steps, one after the other. What :class:`~sp_lightning.engine.streamer.Streamer` does, without a model.
+    """A model's visits, for which the engine's own :class:`Residency` and :class:`Drains` do what they would do.
 
     Args:
         plan, visits, rates, overlap: as in :func:`predict`.
+
+    Attributes:
+        device: whose streams are clocks.
+        stalls: seconds that compute waited, by layer and by reason, in the last batch.
+        ended: when that was over.
     """
 
-    plan: Plan
-    visits: Sequence[Visit]
-    rates: Rates
-    overlap: Literal["off", "forward", "backward"] = "off"
-    stalls: dict[int | str, float] = field(default_factory=dict)
-    ended: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.device = _PaperDevice(self.rates)
-        blocks: Any = [_Block(_Paper(index, each.nbytes)) for index, each in enumerate(self.plan.moving)]
-        self._slots = Slots(self.plan, blocks, self.device)
-        self._prefetch = Prefetch(self.plan, self._slots, self._ready)
-        self._updated = dict[int, float]()
-        self._used = dict[int, Any]()
-        self._flying = deque[tuple[int, float]]()
-        self._landed = deque[tuple[int, float]]()
+    def __init__(
+        self,
+        plan: Plan,
+        visits: Sequence[Visit],
+        rates: Rates,
+        *,
+        overlap: Literal["off", "forward", "backward"] = "off",
+    ) -> None:
+        self.device = ClockDevice(rates)
+        self.stalls: dict[int | str, float] = {}
+        self.ended = 0.0
+        self._visits = visits
+        self._rates = rates
+        self._overlap = overlap
+        kinds = (LayerKind.BLOCK, LayerKind.MASTERS, LayerKind.TABLE, LayerKind.RESIDENTS)
+        planned = [
+            (kind, each)
+            for kind, group in zip(kinds, (plan.layers, plan.masters, plan.tables, (plan.residents,)), strict=True)
+            for each in group
+        ]
+        self._layers = [
+            _SimulatedLayer(index, kind, each, expert=index in plan.experts)
+            for index, (kind, each) in enumerate(planned)
+        ]
+        *moving, self._resident = self._layers
+        source = _Source(self.device)
+        slots = Slots(plan, moving, self.device)
+        prefetch = Prefetch(plan, slots, self._layers, source.ready)
+        self._residency = Residency(slots, prefetch, source, _NoTenants(), noted=lambda: None)
+        self._drains = Drains[_Leaving](
+            self.device, plan.k_prime + 1, free=lambda leaving: None, apply=lambda leaving: self._apply(leaving.layer)
+        )
         self._left: float | None = None  # when the last activations have
         self._back = dict[int, float]()  # by visit: when its activations are
-        self._training = any(visit.backward for visit in self.visits)
-        self._last_backward = {
-            layer: at for at, visit in enumerate(self.visits) if visit.backward for layer in visit.layers
-        }
+        self._training = any(visit.backward for visit in visits)
+        self._last_backward = {layer: at for at, visit in enumerate(visits) if visit.backward for layer in visit.layers}
 
     def batch(self) -> float:
         """One batch and its update. Returns when it began."""
-        begun = self.ended
-        self.device.intervals.clear()
-        self.device.copied = 0
-        self.device._stalled = dict.fromkeys(Wait, 0.0)
+        begun, prefetch = self.ended, self._residency.prefetch
+        self.device.clear()
         self.stalls.clear()
         self._back.clear()
-        self._prefetch.start("batch", training=self._training)
-        self._prefetch.trace.cyclic = not self._training and self.ended > 0
+        prefetch.start("batch", training=self._training)
+        prefetch.trace.cyclic = not self._training and self.ended > 0
         self._send_residents()
-        self._fetch_ahead()
-        for at, visit in enumerate(self.visits):
+        self._residency.fetch_ahead()
+        for at, visit in enumerate(self._visits):
             self._visit(at, visit)
-        self._release(self._used)
+        self._residency.release_unpinned()
         if self._training:
             self._settle()
-            self._slots.forget(range(len(self.plan.moving)))
+            for layer in self._layers:
+                layer.invalidate()
         self.ended = max(self.device.now[Stream.COMPUTE], self.device.host)
         for name, why in _STALLS.items():
-            self.stalls[name] = sum(self.device._stalled[each] for each in why)
+            self.stalls[name] = self.device.stall_seconds(*why)
         return begun
 
     # ------------------------------------------------------------------ one visit
 
     def _visit(self, at: int, visit: Visit) -> None:
-        device = self.device
-        if visit.backward and self._release(set(self._used) - {*visit.layers}):
-            self._fetch_ahead()
-        elif not visit.backward and visit.layers:
-            self._release(set(self._used) - {*visit.layers})
-        for layer in visit.needs if visit.backward else visit.layers:
-            released = visit.backward and layer not in self._used and self._release(set(self._used))
-            self._use(layer)
-            if released:
-                self._fetch_ahead()
+        device, residency = self.device, self._residency
+        layers = [self._layers[index] for index in visit.layers]
         if visit.backward:
+            residency.pre_backward(layers)
+            for index in visit.needs:
+                self._timed(self._layers[index], lambda layer: residency.unpack(layer))
             self._bring(at)
-        device.host += self.rates.visit_seconds * bool(visit.layers)
-        kind: Kind = "backward" if visit.backward else "forward" if visit.layers else "between"
-        device.spend(Stream.COMPUTE, visit.seconds, kind, visit.layers[0] if visit.layers else None)
+        else:
+            if layers:
+                residency.release_unpinned(keep=layers)
+            for layer in layers:
+                self._timed(layer, lambda each: residency.begin_call([each]))
+        device.host += self._rates.visit_seconds * bool(layers)
+        kind: Kind = "backward" if visit.backward else "forward" if layers else "between"
+        device.spend(Stream.COMPUTE, visit.seconds, kind, visit.layers[0] if layers else None)
         if visit.backward:
-            for layer in visit.layers:
-                if self._last_backward[layer] == at and self.plan.layers[layer].gradient_bytes:
+            for layer in layers:
+                if self._last_backward[layer.index] == at and layer.planned.gradient_bytes:
                     self._drain(layer)
-        elif visit.layers:
+        elif layers:
             self._store(visit)
-            self._release(set(visit.layers))
-            self._fetch_ahead()
+            residency.end_call(layers)
+            residency.fetch_ahead()
+
+    def _timed(self, layer: StreamedLayer, use: Callable[[StreamedLayer], Any]) -> None:
+        """Uses a layer, and notes how long compute waited for it."""
+        before = self.device.stall_seconds(Wait.USE_AFTER_FETCH)
+        use(layer)
+        late = self.device.stall_seconds(Wait.USE_AFTER_FETCH) - before
+        if late:
+            self.stalls[layer.index] = self.stalls.get(layer.index, 0.0) + late
 
     def _store(self, visit: Visit) -> None:
         """A forward's activations leave; those of the one before have left by the time compute goes on."""
@@ -289,7 +389,7 @@ class Walk:
         self._left = None
         if visit.moved:
             device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.STORE_AFTER_SAVE)
-            device.copy([], [_Paper(visit.layers[0], visit.moved, "store")], Stream.DOWNLOAD)
+            device.copy([], [_Bytes(visit.layers[0], visit.moved, "store")], Stream.DOWNLOAD)
             self._left = device.record(Stream.DOWNLOAD)
 
     def _bring(self, at: int) -> None:
@@ -297,96 +397,56 @@ class Walk:
         device = self.device
         device.wait(Stream.COMPUTE, self._left, Wait.REUSE_AFTER_STORE)
         self._left = None
-        ahead = next((each for each in range(at + 1, len(self.visits)) if self.visits[each].layers), at)
+        ahead = next((each for each in range(at + 1, len(self._visits)) if self._visits[each].layers), at)
         for each in dict.fromkeys((at, ahead)):
-            visit = self.visits[each]
+            visit = self._visits[each]
             if visit.moved and visit.backward and each not in self._back:
                 device.wait(Stream.UPLOAD, device.record(Stream.COMPUTE), Wait.RETURN_AFTER_USE)
-                device.copy([], [_Paper(visit.layers[0], visit.moved, "return")], Stream.UPLOAD)
+                device.copy([], [_Bytes(visit.layers[0], visit.moved, "return")], Stream.UPLOAD)
                 self._back[each] = device.record(Stream.UPLOAD)
         device.wait(Stream.COMPUTE, self._back.get(at), Wait.USE_AFTER_RETURN)
-
-    def _use(self, layer: int) -> None:
-        if layer in self._used:
-            return
-        self._prefetch.trace.visit(layer)
-        if not self._ready(layer):
-            self.device.synchronize(self._updated[layer], Wait.FETCH_AFTER_UPDATE)
-            self._fetch_ahead()
-        if layer not in self._slots:
-            self._slots.fetch([(layer, self._slots.find(layer, self._prefetch.trace.next_use))])
-        before = self.device._stalled[Wait.USE_AFTER_FETCH]
-        self._used[layer] = self._slots.use(layer)
-        late = self.device._stalled[Wait.USE_AFTER_FETCH] - before
-        if late:
-            self.stalls[layer] = self.stalls.get(layer, 0.0) + late
-
-    def _release(self, layers: Collection[int]) -> bool:
-        released = [self._used.pop(layer) for layer in list(self._used) if layer in layers]
-        for slot in released:
-            self._slots.release(slot)
-        return bool(released)
-
-    def _fetch_ahead(self) -> None:
-        for pairs in self._prefetch.transfers():
-            self._slots.fetch(pairs)
 
     def _send_residents(self) -> None:
         device = self.device
         if self._training or not self.ended:
-            device.copy([], [_Paper(len(self.plan.moving), self.plan.resident_bytes)], Stream.UPLOAD)
+            device.copy([], [_Bytes(self._resident.index, self._resident.planned.nbytes)], Stream.UPLOAD)
             device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), Wait.USE_AFTER_RESIDENTS)
 
     # ------------------------------------------------------------------ gradients and updates
 
-    def _drain(self, layer: int) -> None:
+    def _drain(self, layer: _SimulatedLayer) -> None:
         device = self.device
-        nbytes = self._gradients_of(layer)
         device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
-        device.copy([], [_Paper(layer, nbytes)], Stream.DOWNLOAD)
-        self._flying.append((layer, device.record(Stream.DOWNLOAD)))
-        self._retire(self.plan.k_prime)
+        device.copy([], [_Bytes(layer.index, layer.planned.gradient_bytes)], Stream.DOWNLOAD)
+        self._drains.add(_Leaving(layer, device.record(Stream.DOWNLOAD)))
 
-    def _retire(self, keep: int) -> None:
-        while len(self._flying) > keep:
-            layer, landed = self._flying.popleft()
-            self.device.wait(Stream.COMPUTE, landed, Wait.REUSE_AFTER_DRAIN)
-            self._landed.append((layer, landed))
-        while len(self._landed) > self.plan.k_prime + 1:
-            self._apply(*self._landed.popleft())
-
-    def _apply(self, layer: int, landed: float) -> None:
-        self.device.synchronize(landed, Wait.APPLY_AFTER_DRAIN)
-        if self.overlap == "backward":
+    def _apply(self, layer: _SimulatedLayer) -> None:
+        if self._overlap == "backward":
             self._update(layer)
 
     def _settle(self) -> None:
-        self._drain(len(self.plan.moving))
-        self._retire(0)
-        while self._landed:
-            self._apply(*self._landed.popleft())
-        if self.overlap != "backward":
+        self._drain(self._resident)
+        self._drains.settle()
+        if self._overlap != "backward":
             for layer in self._update_order():
-                self._update(layer)
-        if self.overlap == "off":
+                self._update(_simulated(layer))
+        if self._overlap == "off":
             self.device.synchronize(self.device.now[Stream.UPDATE], Wait.READ_AFTER_UPDATE)
 
-    def _update_order(self) -> Iterator[int]:
-        moving, layers = len(self.plan.moving), len(self.plan.layers)
-        tables = range(moving - len(self.plan.tables), moving)
-        return iter(dict.fromkeys((moving, *tables, *self._prefetch.order("batch"), *range(layers))))
+    def _update_order(self) -> Iterator[StreamedLayer]:
+        tables = [layer for layer in self._layers if layer.kind is LayerKind.TABLE]
+        blocks = [layer for layer in self._layers if layer.kind is LayerKind.BLOCK]
+        return iter(dict.fromkeys((self._resident, *tables, *self._residency.prefetch.order("batch"), *blocks)))
 
-    def _update(self, layer: int) -> None:
-        seconds = self._gradients_of(layer) / self.rates.update
-        self.device.spend(Stream.UPDATE, seconds, "update", layer)
-        self._updated[layer] = self.device.now[Stream.UPDATE]
+    def _update(self, layer: _SimulatedLayer) -> None:
+        seconds = layer.planned.gradient_bytes / self._rates.update
+        self.device.spend(Stream.UPDATE, seconds, "update", layer.index)
+        layer.updated = self.device.now[Stream.UPDATE]
 
-    def _ready(self, layer: int) -> bool:
-        return self._updated.get(layer, 0.0) <= self.device.host
 
-    def _gradients_of(self, layer: int) -> int:
-        moving = self.plan.moving
-        return (moving[layer] if layer < len(moving) else self.plan.residents).gradient_bytes
+def _simulated(layer: StreamedLayer) -> _SimulatedLayer:
+    assert isinstance(layer, _SimulatedLayer)
+    return layer
 
 
 def measured(intervals: Iterable[Interval], layers: int, *, synchronous: bool) -> tuple[list[Visit], Rates]:

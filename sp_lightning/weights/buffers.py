@@ -45,13 +45,13 @@ class OnTheDevice:
         for owner in module.modules():
             owner._buffers = _Buffers(owner._buffers, self._ask)
 
-    def enter(self, visits: Sequence[int], inputs: Any) -> Sequence[int]:
+    def enter(self, visits: Sequence[Any], inputs: Any) -> Sequence[Any]:
         """The module is called."""
         self._depth += 1
         self._send()
         return visits
 
-    def leave(self, visits: Sequence[int], output: Any) -> None:
+    def leave(self, visits: Sequence[Any], output: Any) -> None:
         """The call has returned, or raised: what it has written is the host's."""
         self._depth -= 1
         if not self._depth and not self._asked:

@@ -8,7 +8,7 @@ a cast but the function itself, and what autograd saves of one is packed as its 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -62,8 +62,25 @@ def came_from_cast(gradient: Tensor) -> bool:
     return getattr(gradient, "came_from_cast", None) == gradient._version
 
 
+class WireFormat(Protocol):
+    """What travels in place of a layer's masters. Today: their casts."""
+
+    @property
+    def current(self) -> bool:
+        """Whether what would travel is made of the masters as they are, as far as versions and :meth:`doubt` show it."""
+
+    def doubt(self) -> None:
+        """Masters may have been written unseen."""
+
+    def refresh(self, by: Stream | None = None) -> None:
+        """Makes anew what travels, unless it is :attr:`current`."""
+
+    def edition(self, offset: int) -> Edition | None:
+        """For what a graph saves at ``offset`` of the slot: the present values, if they are made of masters."""
+
+
 class Casts:
-    """The casts of one layer, on the host.
+    """The casts of one layer, on the host: the :class:`WireFormat` of mixed precision.
 
     Args:
         block: the layer's, whose wire has room for them.

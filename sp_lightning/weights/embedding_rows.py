@@ -7,8 +7,6 @@ to the engine a further layer, without a slot and without visits: whatever else 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 from sp_lightning.device.device import Device, PinnedMemory, Stream, Wait
 from sp_lightning.device.layout import normal_mode, part, strided, unseen
 from sp_lightning.device.torch_private import coalesced, gradient_hooks, transforms_active, will_execute_node
-from sp_lightning.store.block import HostBlock
+from sp_lightning.weights.layer import StreamedLayer
 
 
 class Table:
@@ -26,29 +24,26 @@ class Table:
 
     Args:
         module: the embedding; whether its gradients are to be sparse may change.
-        block: its weight on the host.
+        layer: its weight.
         device: the seam.
         pin: page-lock the memory that rows leave from.
-        reading: a context in which the host's weight is up to date and nobody writes it; what it gives says whether rows
-            will do, which is so unless the whole weight is on the device.
-        compacted: called in backward where a gradient that would be dense leaves as rows.
+        compacted: the layers whose gradients leave as rows where they would be dense; it is added to them in backward.
     """
 
     def __init__(
         self,
         module: nn.Embedding,
-        block: HostBlock,
+        layer: StreamedLayer,
         device: Device,
         *,
         pin: bool,
-        reading: Callable[[], AbstractContextManager[bool]],
-        compacted: Callable[[], None],
+        compacted: set[StreamedLayer],
     ) -> None:
-        self._block = block
+        self.layer = layer
+        self._block = layer.block
         self._device = device
         self._pin = pin
-        self._reading = reading
-        self.compacted = compacted
+        self._compacted = compacted
         self.module = module
         self.used_whole = False
         """Whether, in this step, anything has computed with the whole weight."""
@@ -79,7 +74,7 @@ class Table:
         odd = odd or (sparse and not self.module.sparse)  # beside dense ones of the module's own
         if odd or max_norm is not None or transforms_active():
             return None
-        with self._reading() as possible:
+        with self.layer.parameters.doors.reading_rows(self.layer) as possible:
             if not possible:
                 return None
             self.host_waits += 1
@@ -118,6 +113,10 @@ class Table:
             self.sent_bytes += nbytes
             return strided(arrived, 0, span.dtype, (len(numbers), width), (width, 1))
 
+    def leaves_as_rows(self) -> None:
+        """The gradient of this backward is sparse on the device, and dense once it is on the host."""
+        self._compacted.add(self.layer)
+
     def unpin(self) -> None:
         """Give the page lock back."""
         self._leaving.unpin()
@@ -151,7 +150,7 @@ class _LookUp(torch.autograd.Function):
         if unlike or _is_looked_at(ctx):
             found = backward(gradient, indices, len(ctx.weight), padding, by_frequency, sparse)
         else:
-            ctx.table.compacted()
+            ctx.table.leaves_as_rows()
             numbers = ctx.numbers.to(gradient.device)
             renumbered = torch.searchsorted(numbers, indices.to(numbers.dtype).contiguous())
             padding = int(torch.searchsorted(ctx.numbers, padding)) if padding in ctx.numbers else -1

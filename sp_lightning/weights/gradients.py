@@ -8,9 +8,9 @@ At most k' + 1 layers' gradients are on the device at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,27 @@ from torch import Tensor, nn
 from sp_lightning.device.device import Device, PinnedMemory, Stream, Wait
 from sp_lightning.device.layout import aligned, normal_mode, strided
 from sp_lightning.device.torch_private import accumulation_hooks, coalesced, sparse_indices, sparse_values
-from sp_lightning.store.block import HostBlock, Staging
+from sp_lightning.store.block import Staging
+from sp_lightning.weights.layer import Kind, StreamedLayer
+
+
+class GradientSink(Protocol):
+    """Where gradients go: today to ``param.grad`` on the host; over several devices, to whoever sums them first."""
+
+    def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
+        """Takes one gradient of a layer; it leaves with the layer's others. Returns whether they are all there."""
+
+    def drain(self, layer: StreamedLayer) -> None:
+        """Sends what has arrived of one layer on its way."""
+
+    def make_room(self, layers: Sequence[StreamedLayer]) -> None:
+        """The backward of ``layers`` begins: what is left of others' gradients leaves."""
+
+    def settle(self) -> None:
+        """Brings every gradient to where it goes."""
+
+    def drop(self) -> None:
+        """Forgets gradients that did not get there: backward failed."""
 
 
 @dataclass
@@ -46,7 +66,7 @@ class _Drain:
         landed: event of the copy.
     """
 
-    layer: int
+    layer: StreamedLayer
     gradients: list[Tensor]
     nbytes: int
     landings: deque[_Landing]
@@ -54,95 +74,169 @@ class _Drain:
     landed: Any
 
 
-class Gradients:
-    """The gradients of all layers, from autograd to ``param.grad``.
+@dataclass
+class _Received:
+    """What one layer, and its masters with it, has got in the running backward.
+
+    Attributes:
+        gradients: those that have not left, by layer and index of the parameter.
+        expected: how many parameters are to get one.
+        applied: the parameters, by identity, that have theirs in ``param.grad``.
+    """
+
+    expected: int = 0
+    gradients: dict[tuple[StreamedLayer, int], Tensor] = field(default_factory=dict)
+    applied: set[int] = field(default_factory=set)
+
+
+class HasLanded(Protocol):
+    """A transfer with the event of its end."""
+
+    @property
+    def landed(self) -> Any:
+        """The event."""
+
+
+D = TypeVar("D", bound=HasLanded)
+
+
+class Drains(Generic[D]):
+    """Transfers to the host, in their order: at most ``in_flight`` of them have memory on the device.
 
     Args:
-        blocks: of the layers and their masters, then of the residents.
-        owners: masters → the layer that their gradients leave with.
+        device: the seam.
+        in_flight: layers whose gradients may be on the device at once (k' + 1).
+        free: called with a transfer once compute has waited for it: its device memory may be used again.
+        apply: called with a transfer once the host has waited for it.
+    """
+
+    def __init__(self, device: Device, in_flight: int, free: Callable[[D], None], apply: Callable[[D], None]) -> None:
+        self.in_flight = in_flight
+        self._device = device
+        self._free = free
+        self._apply = apply
+        self._flying: deque[D] = deque()
+        self._landed: deque[D] = deque()
+
+    def add(self, drain: D) -> None:
+        """A transfer was issued; with it, and the one that comes next, at most ``in_flight`` are on the device."""
+        self._flying.append(drain)
+        self.retire(self.in_flight - 1)
+
+    def retire(self, keep: int) -> None:
+        """Frees the device memory of all but the ``keep`` latest transfers; compute waits for the others."""
+        while len(self._flying) > keep:
+            drain = self._flying.popleft()
+            self._device.wait(Stream.COMPUTE, drain.landed, Wait.REUSE_AFTER_DRAIN)
+            self._free(drain)
+            self._landed.append(drain)
+        while len(self._landed) > self.in_flight:  # bounds the staging memory
+            self._finish()
+
+    def settle(self) -> None:
+        """Finishes all of them."""
+        self.retire(0)
+        while self._landed:
+            self._finish()
+
+    def take(self) -> list[D]:
+        """Those that are under way, which are so no more."""
+        under_way = [*self._flying, *self._landed]
+        self._flying.clear()
+        self._landed.clear()
+        return under_way
+
+    def _finish(self) -> None:
+        drain = self._landed.popleft()
+        self._device.synchronize(drain.landed, Wait.APPLY_AFTER_DRAIN)
+        self._apply(drain)
+
+
+class Gradients:
+    """The gradients of all layers, from autograd to ``param.grad``: the :class:`GradientSink` of one device.
+
+    Args:
         device: the seam.
         staging: host memory for gradients that are added to others.
         in_flight: layers whose gradients may be on the device at once (k' + 1).
-        complete: called with a layer once all of its parameters have got their gradients in this backward.
     """
 
-    def __init__(
-        self,
-        blocks: Sequence[HostBlock],
-        owners: Mapping[int, int],
-        device: Device,
-        staging: Staging,
-        *,
-        in_flight: int,
-        complete: Callable[[int], None],
-    ) -> None:
-        self._complete = complete
-        self._blocks = blocks
-        self._owners = owners
-        self._masters = {owner: masters for masters, owner in owners.items()}
-        self.compacted: set[int] = set()
-        """The layers whose gradient in this backward is sparse on the device and would be dense by right."""
+    _complete: Callable[[StreamedLayer], None]
+
+    def __init__(self, device: Device, staging: Staging, *, in_flight: int) -> None:
         self._device = device
-        self.in_flight = in_flight
-        self._residents = len(blocks) - 1
         self._staging = staging
-        self._arrived: dict[int, dict[tuple[int, int], Tensor]] = {}  # by layer: (block, index) → gradient
-        self._expected: dict[int, int] = {}  # how many gradients a layer that has some is to get
-        self._applied: dict[int, set[int]] = {}
-        self._flying: deque[_Drain] = deque()
-        self._landed: deque[_Drain] = deque()
+        self._received: dict[StreamedLayer, _Received] = {}
+        self.drains: Drains[_Drain] = Drains(device, in_flight, self._free, self._apply)
+        self.compacted: set[StreamedLayer] = set()
+        """The layers whose gradient in this backward is sparse on the device and would be dense by right."""
         self.device_bytes = 0
         self.drained_bytes = 0
         self.host_waits = 0
         """How often the host has waited for a sparse gradient, whose size compute decides."""
 
-    def arrived(self, layer: int, index: int, gradient: Tensor) -> bool:
+    def connect(self, complete: Callable[[StreamedLayer], None]) -> None:
+        """From here on ``complete`` is called with a layer once all of its parameters have got theirs in a backward."""
+        self._complete = complete
+
+    def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
         """Autograd finished one gradient; it leaves with its layer's others. Returns whether they are all there.
 
         Raises:
             RuntimeError: a gradient with a graph of its own (``backward(create_graph=True)``).
         """
-        block = self._blocks[layer]
         if gradient.requires_grad:
-            name = block.planned.spans[index].name
+            name = layer.planned.spans[index].name
             raise RuntimeError(
                 f"The gradient of {name!r} has a graph of its own (backward(create_graph=True)); it would be lost on "
                 f"the way to the host. Use torch.autograd.grad(loss, parameters, create_graph=True), which keeps it."
             )
-        of, layer = layer, self._owners.get(layer, layer)
-        if (of, index) in self._arrived.get(layer, ()):
-            self.drain(layer)
-        if layer not in self._arrived:
-            self._arrived[layer] = {}
-            self._expected[layer] = self._count(layer) + self._count(self._masters.get(layer))
-        self._arrived[layer][of, index] = gradient
+        owner = layer.owner
+        received = self._received.get(owner)
+        if received is None:
+            received = self._received[owner] = _Received()
+        elif (layer, index) in received.gradients:
+            self.drain(owner)
+        if not received.gradients:
+            received.expected = sum(
+                parameter.requires_grad for each in owner.family for parameter in each.block.parameters
+            )
+        received.gradients[layer, index] = gradient
         self._device.access(gradient, Stream.COMPUTE, write=True)
         self.device_bytes += gradient.nbytes if gradient.layout is torch.strided else 0
-        return len(self._arrived[layer]) == self._expected[layer] and layer != self._residents
+        return len(received.gradients) == received.expected and owner.kind is not Kind.RESIDENTS
 
-    def drain(self, layer: int) -> None:
-        """Send what has arrived of one layer to the host; with the next layer's, at most k' + 1 are on the device."""
-        layer = self._owners.get(layer, layer)
-        gradients = self._arrived.pop(layer, None)
-        if gradients is None:
+    def drain(self, layer: StreamedLayer) -> None:
+        """Sends what has arrived of one layer, and of its masters, to the host."""
+        owner = layer.owner
+        received = self._received.get(owner)
+        if received is None or not received.gradients:
             return
+        gradients, received.gradients = received.gradients, {}
+        self._device.wait(Stream.DOWNLOAD, self._device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
+        landings, staging, pairs = self._place(gradients)
+        self.compacted -= {owner}
+        begun = self._device.mark(Stream.DOWNLOAD)
+        self._device.copy([target for target, _ in pairs], [source for _, source in pairs], Stream.DOWNLOAD)
+        nbytes = sum(source.nbytes for _, source in pairs)
+        self._device.note("drain", owner.index, begun, Stream.DOWNLOAD, nbytes)
+        self.drained_bytes += nbytes
+        landed = self._device.record(Stream.DOWNLOAD)
+        self.drains.add(_Drain(owner, list(gradients.values()), nbytes, landings, staging, landed))
+
+    def _place(
+        self, gradients: dict[tuple[StreamedLayer, int], Tensor]
+    ) -> tuple[deque[_Landing], PinnedMemory | None, list[tuple[Tensor, Tensor]]]:
+        """Where each gradient lands; the staging memory among that; and what is to be copied, as (target, source)."""
         used = 0  # of the staging memory
         staging: PinnedMemory | None = None
         landings: deque[_Landing] = deque()
-        targets, sources = [], []
-        self._device.wait(Stream.DOWNLOAD, self._device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
-        for (of, index), gradient in gradients.items():
-            block = self._blocks[of]
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for (layer, index), gradient in gradients.items():
+            block = layer.block
             parameter = block.parameters[index]
-            if gradient.layout is not torch.strided:  # sparse: of no fixed size, as nn.Embedding(sparse=True) makes
-                sparse = gradient.to("cpu")
-                self.host_waits += 1
-                self.drained_bytes += sparse_values(sparse).nbytes
-                if of in self.compacted:
-                    rows, own = _each_row_once(sparse), block.gradient_target(index) if parameter.grad is None else None
-                    landings.append(_Landing(parameter, rows, own, compacted=True))
-                else:
-                    landings.append(_Landing(parameter, sparse, own=sparse))
+            if gradient.layout is not torch.strided:
+                landings.append(self._bring_sparse(layer, index, gradient))
                 continue
             own = target = block.gradient_target(index) if parameter.grad is None else None
             if index in block.apart:
@@ -153,75 +247,61 @@ class Gradients:
                 span = block.planned.spans[index]
                 target = strided(staging.bytes, used, gradient.dtype, span.shape, span.stride)
                 used += aligned(gradient.nbytes)
-            targets.append(target)
-            sources.append(gradient)
+            pairs.append((target, gradient))
             landings.append(_Landing(parameter, target, own))
-        self.compacted -= {layer}
-        begun = self._device.mark(Stream.DOWNLOAD)
-        self._device.copy(targets, sources, Stream.DOWNLOAD)
-        nbytes = sum(gradient.nbytes for gradient in sources)
-        self._device.note("drain", layer, begun, Stream.DOWNLOAD, nbytes)
-        self.drained_bytes += nbytes
-        landed = self._device.record(Stream.DOWNLOAD)
-        self._flying.append(_Drain(layer, list(gradients.values()), nbytes, landings, staging, landed))
-        self.retire(self.in_flight - 1)
+        return landings, staging, pairs
 
-    def make_room(self, layers: Sequence[int]) -> None:
+    def _bring_sparse(self, layer: StreamedLayer, index: int, gradient: Tensor) -> _Landing:
+        """A sparse gradient has no fixed size (``nn.Embedding(sparse=True)`` makes one): the host waits for it."""
+        sparse = gradient.to("cpu")
+        self.host_waits += 1
+        self.drained_bytes += sparse_values(sparse).nbytes
+        parameter = layer.block.parameters[index]
+        if layer not in self.compacted:
+            return _Landing(parameter, sparse, own=sparse)
+        own = layer.block.gradient_target(index) if parameter.grad is None else None
+        return _Landing(parameter, _each_row_once(sparse), own, compacted=True)
+
+    def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """The backward of ``layers`` begins: what is left of others' gradients leaves (some parameters get none)."""
-        layers = [self._owners.get(layer, layer) for layer in layers]
-        for layer in list(self._arrived):
-            if layer not in layers and layer != self._residents:
+        owners = [layer.owner for layer in layers]
+        for layer, received in list(self._received.items()):
+            if received.gradients and layer not in owners and layer.kind is not Kind.RESIDENTS:
                 self.drain(layer)
 
-    def retire(self, keep: int) -> None:
-        """Free the device memory of all but the ``keep`` latest transfers; compute waits for the others."""
-        while len(self._flying) > keep:
-            drain = self._flying.popleft()
-            self._device.wait(Stream.COMPUTE, drain.landed, Wait.REUSE_AFTER_DRAIN)
-            for gradient in drain.gradients:
-                self._device.access(gradient, Stream.COMPUTE, write=True)  # whatever compute puts there next
-            drain.gradients.clear()
-            self.device_bytes -= drain.nbytes
-            self._landed.append(drain)
-        while len(self._landed) > self.in_flight:  # bounds the staging memory
-            self._apply(self._landed.popleft())
-
     def settle(self) -> None:
-        """Bring every gradient to ``param.grad``."""
-        for layer in list(self._arrived):
+        """Brings every gradient to ``param.grad``."""
+        for layer in list(self._received):
             self.drain(layer)
-        self.retire(0)
-        while self._landed:
-            self._apply(self._landed.popleft())
+        self.drains.settle()
 
     def drop(self) -> None:
-        """Forget gradients that did not reach the host: backward failed."""
-        for drain in (*self._flying, *self._landed):
+        """Forgets gradients that did not reach the host: backward failed."""
+        for drain in self.drains.take():
             self._device.synchronize(drain.landed, Wait.DROP_AFTER_DRAIN)
             for landing in drain.landings:
                 self._device.access(landing.memory, None, write=True)
             if drain.staging is not None:
                 self._staging.give_back(drain.staging)
-        self._arrived.clear()
+        self._received.clear()
         self.compacted.clear()
-        self._applied.clear()
-        self._flying.clear()
-        self._landed.clear()
         self.device_bytes = 0
 
-    def _count(self, of: int | None) -> int:
-        return 0 if of is None else sum(parameter.requires_grad for parameter in self._blocks[of].parameters)
+    def _free(self, drain: _Drain) -> None:
+        for gradient in drain.gradients:
+            self._device.access(gradient, Stream.COMPUTE, write=True)  # whatever compute puts there next
+        drain.gradients.clear()
+        self.device_bytes -= drain.nbytes
 
     def _apply(self, drain: _Drain) -> None:
-        self._device.synchronize(drain.landed, Wait.APPLY_AFTER_DRAIN)
-        applied = self._applied.setdefault(drain.layer, set())
+        received = self._received[drain.layer]
         try:
             while drain.landings:  # taken out: once a layer is complete nobody but its parameters holds its gradients
-                applied.add(self._land(drain.landings.popleft()))
+                received.applied.add(self._land(drain.landings.popleft()))
         finally:
             if drain.staging is not None:
                 self._staging.give_back(drain.staging)
-        if len(applied) == self._expected[drain.layer] and drain.layer != self._residents:
+        if len(received.applied) == received.expected and drain.layer.kind is not Kind.RESIDENTS:
             self._complete(drain.layer)
 
     def _land(self, landing: _Landing) -> int:

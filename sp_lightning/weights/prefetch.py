@@ -8,10 +8,11 @@ hide behind, it waits. And k' layers move as one transfer: a fetch waits for the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from sp_lightning.plan.plan import Plan, schedule
+from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.slots import Slot, Slots
 from sp_lightning.weights.trace import Trace
 
@@ -21,55 +22,62 @@ class Prefetch:
 
     Args:
         plan, slots: what there is.
+        layers: those of the plan, by their indices.
         ready: whether a layer's weights on the host are those that are wanted.
     """
 
-    def __init__(self, plan: Plan, slots: Slots, ready: Callable[[int], bool]) -> None:
+    def __init__(
+        self, plan: Plan, slots: Slots, layers: Sequence[StreamedLayer], ready: Callable[[StreamedLayer], bool]
+    ) -> None:
         self._ready = ready
         self._slots = slots
+        self._layers = layers
         self._training = False
         self.follow(plan)
-        self._traces: dict[str, Trace] = {}
-        self.trace = Trace(())
+        self._traces: dict[str, Trace[StreamedLayer]] = {}
+        self.trace = Trace[StreamedLayer](())
         """The order of the running batch."""
 
     def follow(self, plan: Plan) -> None:
         """Choose for another plan of the same layers."""
         self._plan = plan
-        wanted = self._wanted if plan.experts else self._slots.wants
-        self._absent = [partial(wanted, ring) for ring in range(len(plan.rings))]
+        wanted = self._wanted if plan.experts else _absent
+        self._wanted_in = [partial(wanted, ring) for ring in range(len(plan.rings))]
 
     def start(self, phase: str, *, training: bool) -> None:
         """A batch begins: expect what the phase's last one did, or forward and, in training, backward."""
         self._training = training
         if phase not in self._traces:
-            self._traces[phase] = Trace(schedule(self._plan, training=training))
+            self._traces[phase] = Trace(self._schedule(training))
         self.trace = self._traces[phase]
         self.trace.start()
         self.trace.cyclic = False
         self.trace.may_go_on = not training
 
-    def order(self, phase: str) -> Iterator[int]:
+    def order(self, phase: str) -> Iterator[StreamedLayer]:
         """The layers in the order in which the phase's last batch used them, or its next is expected to."""
         trace = self._traces.get(phase)
-        return iter(schedule(self._plan, training=False) if trace is None else trace.order())
+        return iter(self._schedule(False) if trace is None else trace.order())
 
-    def transfers(self) -> Iterator[list[tuple[int, Slot]]]:
+    def transfers(self) -> Iterator[list[tuple[StreamedLayer, Slot]]]:
         """The transfers that can begin now: layers and slots. Each must have been issued before the next is asked for."""
         for ring, each in enumerate(self._plan.rings):
             while each.slots and (pairs := self._next(ring)):
                 yield pairs
 
-    def _wanted(self, ring: int, layer: int) -> bool:
-        """Most tokens of a training batch make it likely that an expert is used again; few, in generation, do not."""
-        return (self._training or layer not in self._plan.experts) and self._slots.wants(ring, layer)
+    def _schedule(self, training: bool) -> list[StreamedLayer]:
+        return [self._layers[index] for index in schedule(self._plan, training=training)]
 
-    def _next(self, ring: int) -> list[tuple[int, Slot]]:
+    def _wanted(self, ring: int, layer: StreamedLayer) -> bool:
+        """Most tokens of a training batch make it likely that an expert is used again; few, in generation, do not."""
+        return (self._training or not layer.expert) and _absent(ring, layer)
+
+    def _next(self, ring: int) -> list[tuple[StreamedLayer, Slot]]:
         """The next k' absent layers of a ring and the slots for them; empty while slots for all of them will come."""
         slots = self._slots.planned(ring)
         size = min(self._plan.k_prime, self._plan.rings[ring].slots)
-        pairs: list[tuple[int, Slot]] = []
-        for layer, needed in self.trace.coming(self._absent[ring], size):
+        pairs: list[tuple[StreamedLayer, Slot]] = []
+        for layer, needed in self.trace.coming(self._wanted_in[ring], size):
             best, most, may_go = None, float(needed), False
             for slot in slots:
                 gain, now = self._gain(slot, needed)
@@ -96,3 +104,8 @@ class Prefetch:
         if soon > needed:
             return soon, True
         return (later if soon <= needed - 2 else -1), False
+
+
+def _absent(ring: int, layer: StreamedLayer) -> bool:
+    """Whether a layer that is not on the device passes through this ring."""
+    return layer.slot is None and layer.planned.ring == ring

@@ -3,53 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from torch import Tensor
 
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import view
-from sp_lightning.optim.background import Updates
-from sp_lightning.store.block import HostBlock
-from sp_lightning.weights.device_parameter import DeviceParameters
+from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.source import BlockSource
 
 
 class Residents:
     """The device's copy of the resident weights.
 
     Args:
-        group: their device parameters, which are attached from here on.
-        block: their host memory.
-        updates: what may be under way to it.
+        layer: their layer; its device parameters are attached from here on.
+        source: brings its bytes on the host up to date.
         device: the seam.
-        adopt: called before they are copied; takes in what the user put under them.
         write_back: called with indices and values of those that were written on the device.
         stays: addresses of storages that never leave the device; the residents' is added, and follows them.
     """
 
     def __init__(
         self,
-        group: DeviceParameters,
-        block: HostBlock,
-        updates: Updates,
+        layer: StreamedLayer,
+        source: BlockSource,
         device: Device,
         *,
-        adopt: Callable[[int], None],
-        write_back: Callable[[int, Iterable[tuple[int, Tensor]]], None],
+        write_back: Callable[[StreamedLayer, Iterable[tuple[int, Tensor]]], None],
         stays: set[int],
     ) -> None:
-        self.layer = group.layer
-        self.group = group
-        self._block = block
-        self._updates = updates
+        self.layer = layer
+        self.group = layer.parameters
+        self._source = source
         self._device = device
-        self._adopt = adopt
         self._write_back = write_back
         self._stays = stays
         self._memory = device.empty(0)
         self._take_memory()
         self._current = False
-        self._sent: Any = None
         self._attach()
 
     @property
@@ -65,20 +56,22 @@ class Residents:
     def refresh(self) -> None:
         """The device's copy is up to date, for whatever is computed from here on."""
         group = self.group
-        self._updates.wait(self.layer, Wait.FETCH_AFTER_UPDATE)
+        self._source.wait(self.layer)
         if not group.hosts or (self._current and not group.stale):
             return
         if not group.stale:
             self.take_back_writes()
-        elif self._block.displaced:  # param.data = other, of the host's: graphs keep what they have saved views of
+        elif self.layer.block.displaced:  # param.data = other, of the host's: graphs keep what they have saved views of
             self._take_memory()
             self._attach()
         self._device.access(self._memory, Stream.COMPUTE, write=False)
         self._device.wait(Stream.UPLOAD, self._device.record(Stream.COMPUTE), Wait.RESIDENTS_AFTER_USE)
-        self._adopt(self.layer)
-        self._device.copy([self._memory], [self._block.weights], Stream.UPLOAD)
-        self._sent = self._device.record(Stream.UPLOAD)
-        self._device.wait(Stream.COMPUTE, self._sent, Wait.USE_AFTER_RESIDENTS)
+        weights, staged = self._source.stage(self.layer)
+        if staged is not None:
+            self._device.wait(Stream.UPLOAD, staged, Wait.FETCH_AFTER_UPDATE)
+        self._device.copy([self._memory], [weights], Stream.UPLOAD)
+        self.layer.transfer = self._device.record(Stream.UPLOAD)
+        self._device.wait(Stream.COMPUTE, self.layer.transfer, Wait.USE_AFTER_RESIDENTS)
         self._device.access(self._memory, Stream.COMPUTE, write=False)
         if group.apart:
             self._attach()
@@ -104,7 +97,7 @@ class Residents:
 
     def synchronize(self) -> None:
         """The host waits until no transfer reads its weights any more."""
-        self._device.synchronize(self._sent, Wait.UPDATE_AFTER_RESIDENTS)
+        self._device.synchronize(self.layer.transfer, Wait.UPDATE_AFTER_RESIDENTS)
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -112,7 +105,7 @@ class Residents:
 
     def _take_memory(self) -> None:
         self._stays.discard(self.address)
-        self._memory = self._device.empty(self._block.planned.nbytes)
+        self._memory = self._device.empty(self.layer.planned.nbytes)
         self._stays.add(self.address)
 
     def _attach(self) -> None:

@@ -12,8 +12,7 @@ another one is used, or an extra one is made.
 from __future__ import annotations
 
 import enum
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import Loan
 from sp_lightning.plan.plan import Plan, PlannedLayer
-from sp_lightning.store.block import HostBlock
+from sp_lightning.weights.layer import StreamedLayer
 
 
 class SlotState(enum.Enum):
@@ -36,6 +35,10 @@ class SlotState(enum.Enum):
     """A layer's weights, in use."""
     HELD = enum.auto()
     """No longer in use, but some tensor still views it (an escaped view, a graph): not to be overwritten."""
+
+
+Staged = tuple[Tensor, Any]
+"""A layer's bytes on the host, flat ``uint8``, and the event after which they may be read; None for at once."""
 
 
 @dataclass(eq=False)
@@ -58,7 +61,7 @@ class Slot:
     memory: Tensor
     loan: Loan
     extra: bool = False
-    layer: int | None = None
+    layer: StreamedLayer | None = None
     lent: bool = False
     escaped: bool = False
     filled: Any = None
@@ -85,37 +88,30 @@ class Slots:
     """All slots of a plan.
 
     Args:
-        plan: rings and layers.
-        blocks: host blocks of the layers.
+        plan: its rings.
+        layers: what may be in a slot; the order does not matter.
         device: the seam.
     """
 
-    def __init__(self, plan: Plan, blocks: Sequence[HostBlock], device: Device) -> None:
+    def __init__(self, plan: Plan, layers: Sequence[StreamedLayer], device: Device) -> None:
         self._plan = plan
-        self._moving = plan.moving
-        self._blocks = blocks
+        self._layers = layers
         self._device = device
-        layouts: dict[Any, int] = {}
-        self._layouts = [layouts.setdefault(_layout(layer), len(layouts)) for layer in plan.moving]
+        layouts: dict[Hashable, int] = {}
+        for layer in layers:
+            layer.layout = layouts.setdefault(_layout(layer.planned), len(layouts))
         self.device_bytes = 0
         """Bytes of all slots that exist now, extra ones included."""
         self.all: list[Slot] = []
-        self._at: dict[int, Slot] = {}
-        self._last: dict[int, Any] = {}  # event of the last transfer of each layer
-        self._latest: Any = None  # and of all
+        self._latest: Any = None  # the event of the last transfer
         self.by_address: dict[int, Slot] = {}
         """Every slot that has memory, by the address where it begins."""
         self._planned = [[self._make(index) for _ in range(ring.slots)] for index, ring in enumerate(plan.rings)]
-        self.fetched = Counter[int]()
-        """How often each layer was."""
         self.fetched_bytes = 0
         self.transfers = 0
         self.extra_slots = 0
         self.idle_since: Any = None
         """Mark of the timeline: since when compute has used no layer; None at a batch's beginning."""
-
-    def __contains__(self, layer: int) -> bool:
-        return layer in self._at
 
     def _make(self, ring: int, *, extra: bool = False) -> Slot:
         memory = self._device.empty(self._plan.rings[ring].nbytes)
@@ -129,61 +125,56 @@ class Slots:
         if slot.memory.nbytes:
             self.by_address[slot.memory.data_ptr()] = slot
 
-    def views(self, slot: Slot) -> list[Tensor]:
-        """The weights of the layer that is in a slot, then its casts; see :meth:`Loan.views`."""
-        assert slot.layer is not None
-        planned = self._moving[slot.layer]
-        return slot.loan.views(self._layouts[slot.layer], (*planned.spans, *planned.casts))
-
-    def wants(self, ring: int, layer: int) -> bool:
-        """Whether a layer that is not there passes through this ring."""
-        return layer not in self._at and self._moving[layer].ring == ring
+    def views(self, layer: StreamedLayer, slot: Slot) -> list[Tensor]:
+        """The weights of a layer in the slot that it is in, then its casts; see :meth:`Loan.views`."""
+        return slot.loan.views(layer.layout, (*layer.planned.spans, *layer.planned.casts))
 
     def planned(self, ring: int) -> list[Slot]:
         """The slots of a ring that layers may come to early: those aside that somebody holds after their use, and the
         extra ones, which are given back at the batch's end."""
         return [slot for slot in self._planned[ring] if slot.lent or not slot.loan.held]
 
-    def find(self, layer: int, next_use: Callable[[int], float]) -> Slot:
+    def find(self, layer: StreamedLayer, next_use: Callable[[StreamedLayer], float]) -> Slot:
         """The slot to overwrite for a layer that is needed at once: a free one, the farthest, or an extra one."""
-        ring = self._moving[layer].ring
+        ring = layer.planned.ring
         candidates = [slot for slot in self.all if slot.ring == ring and slot.overwritable]
         if candidates:
             return max(candidates, key=lambda slot: _rank(slot, next_use))
         self.extra_slots += 1
         return self._make(ring, extra=True)
 
-    def fetch(self, pairs: Sequence[tuple[int, Slot]]) -> None:
+    def fetch(self, transfer: Sequence[tuple[StreamedLayer, Slot, Staged]]) -> None:
         """Overwrite slots with layers: one transfer.
 
         The caller has chosen slots that may be overwritten. Upload waits until the last kernel that used them is
-        through.
+        through, and until each layer's bytes are staged.
         """
-        for layer, slot in pairs:
-            if slot.layer is not None:
-                self._at.pop(slot.layer, None)
+        for layer, slot, (source, staged) in transfer:
+            if slot.layer is not None and slot.layer.slot is slot:
+                slot.layer.slot = None
             # A slot that was held after its release has no event of its own: nobody knows when its last view went.
             idle = slot.idle if slot.idle is not None else self._device.record(Stream.COMPUTE)
             self._device.wait(Stream.UPLOAD, idle, Wait.FETCH_AFTER_USE)
+            if staged is not None:
+                self._device.wait(Stream.UPLOAD, staged, Wait.FETCH_AFTER_UPDATE)
             begun = self._device.mark(Stream.UPLOAD)
-            source = self._blocks[layer].weights
             target = slot.memory if slot.memory.nbytes == source.nbytes else slot.memory[: source.nbytes]
             self._device.copy((target,), (source,), Stream.UPLOAD)
-            self._device.note("fetch", layer, begun, Stream.UPLOAD, source.nbytes)
+            self._device.note("fetch", layer.index, begun, Stream.UPLOAD, source.nbytes)
             slot.layer = layer
             slot.escaped = False
-            self._at[layer] = slot
-            self.fetched[layer] += 1
+            layer.slot = slot
+            layer.fetches += 1
             self.fetched_bytes += source.nbytes
         filled = self._latest = self._device.record(Stream.UPLOAD)
-        for layer, slot in pairs:
-            slot.filled = filled
-            self._last[layer] = filled
+        for layer, slot, _ in transfer:
+            slot.filled = layer.transfer = filled
         self.transfers += 1
 
-    def use(self, layer: int, *, backward: bool = False) -> Slot:
+    def use(self, layer: StreamedLayer, *, backward: bool = False) -> Slot:
         """Lend a fetched layer's memory to compute, which waits for the transfer."""
-        slot = self._at[layer]
+        slot = layer.slot
+        assert slot is not None
         self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
         slot.lent = True
@@ -199,38 +190,32 @@ class Slots:
 
     def release(self, slot: Slot) -> None:
         """The use is over. Device parameters have let go of the memory; others may still hold views of it."""
+        layer = None if slot.layer is None else slot.layer.index
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
-        self._device.note("backward" if slot.backward else "forward", slot.layer, slot.begun, Stream.COMPUTE)
+        self._device.note("backward" if slot.backward else "forward", layer, slot.begun, Stream.COMPUTE)
         self.idle_since = self._device.mark(Stream.COMPUTE)
         slot.lent = False
         slot.escaped = slot.loan.held
         if not slot.escaped:
             slot.idle = self._device.record(Stream.COMPUTE)
 
-    def forget(self, layers: Iterable[int]) -> None:
-        """The host's weights have changed: what is on the device of these layers is out of date."""
-        for layer in layers:
-            slot = self._at.pop(layer, None)
-            if slot is not None:
-                slot.layer = None
-
     def give_back_extra(self) -> None:
         """Free the extra slots that nobody holds. They are fetched into on demand only, so compute has waited."""
         for slot in [each for each in self.all if each.extra]:
             if slot.overwritable:
-                if slot.layer is not None:
-                    self._at.pop(slot.layer, None)
+                if slot.layer is not None and slot.layer.slot is slot:
+                    slot.layer.slot = None
                 self._device.access(slot.memory, Stream.COMPUTE, write=True)
                 self.all.remove(slot)
                 self.device_bytes -= slot.memory.nbytes
                 self.by_address.pop(slot.memory.data_ptr(), None)
 
-    def synchronize(self, why: Wait, layer: int | None = None) -> None:
+    def synchronize(self, why: Wait, layer: StreamedLayer | None = None) -> None:
         """The host waits until no transfer reads its weights any more: those of all layers, or of one.
 
         Transfers are done in their order, so the last one is the one to wait for.
         """
-        self._device.synchronize(self._latest if layer is None else self._last.get(layer), why)
+        self._device.synchronize(self._latest if layer is None else layer.transfer, why)
 
     def resize(self, plan: Plan) -> None:
         """Between batches: the same layers get the slots of another plan.
@@ -240,7 +225,6 @@ class Slots:
         held = [slot for slot in self.all if not slot.overwritable]
         self.close()
         self._plan = plan
-        self._moving = plan.moving
         for slot in held:
             slot.extra = True
             self._keep(slot)
@@ -251,7 +235,8 @@ class Slots:
         self.synchronize(Wait.CLOSE_AFTER_FETCH)
         for slot in self.all:
             self._device.access(slot.memory, Stream.COMPUTE, write=True)
-        self._at.clear()
+        for layer in self._layers:
+            layer.slot = None
         self.by_address.clear()
         self._planned.clear()
         self.all.clear()
@@ -263,6 +248,6 @@ def _layout(layer: PlannedLayer) -> Hashable:
     return tuple((span.offset, span.shape, span.stride, span.dtype) for span in (*layer.spans, *layer.casts))
 
 
-def _rank(slot: Slot, next_use: Callable[[int], float]) -> tuple[bool, float]:
+def _rank(slot: Slot, next_use: Callable[[StreamedLayer], float]) -> tuple[bool, float]:
     """Belady's order of overwriting: what means nothing first, then what is used again last."""
     return (True, 0.0) if slot.layer is None else (False, next_use(slot.layer))

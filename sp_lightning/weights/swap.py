@@ -9,8 +9,8 @@ from torch import DisableTorchFunctionSubclass, nn
 
 from sp_lightning.model.find import Place
 from sp_lightning.model.wrapped import StandInForWrapped, parts
-from sp_lightning.store.block import HostBlock
-from sp_lightning.weights.device_parameter import DeviceParameter, DeviceParameters
+from sp_lightning.weights.device_parameter import DeviceParameter
+from sp_lightning.weights.layer import StreamedLayer
 
 
 class Places:
@@ -19,7 +19,7 @@ class Places:
     Args:
         module: the root.
         places: parameter → where it sits; a shared parameter has several places.
-        blocks, parameters: host's and device's parameters, layer by layer, in the same order.
+        layers: with host's and device's parameters in the same order.
         wrapped: of parameters that consist of several, which sit in the module's places: the host's and its stand-in.
     """
 
@@ -27,17 +27,13 @@ class Places:
         self,
         module: nn.Module,
         places: dict[nn.Parameter, tuple[Place, ...]],
-        blocks: Sequence[HostBlock],
-        parameters: Sequence[DeviceParameters],
+        layers: Sequence[StreamedLayer],
         wrapped: Mapping[nn.Parameter, Any],
     ) -> None:
+        self.blocks = [layer.block for layer in layers]
         self._module = module
         self._modules = list(module.modules())
-        plain = [
-            pair
-            for block, group in zip(blocks, parameters, strict=True)
-            for pair in zip(block.parameters, group.all, strict=True)
-        ]
+        plain = [pair for layer in layers for pair in zip(layer.block.parameters, layer.parameters.all, strict=True)]
         self._swaps: list[tuple[Place, Any, nn.Parameter]] = [
             (place, device, host) for host, device in (*plain, *wrapped.items()) for place in places.get(host, ())
         ]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from itertools import chain, islice
+from typing import Generic, TypeVar
+
+L = TypeVar("L", bound=Hashable)
 
 
-class Trace:
+class Trace(Generic[L]):
     """One phase's order of layers, and how far the running batch has come along it.
 
     A trace that turns out wrong (conditional layers, several forwards) costs demand fetches, never a result.
@@ -17,11 +20,11 @@ class Trace:
         order: the order expected for the first batch.
     """
 
-    def __init__(self, order: Iterable[int]) -> None:
-        self._expected: list[int] = []
-        self._uses: dict[int, list[float]] = {}  # where in the order, and then never
-        self._around: dict[int, list[float]] = {}  # the same where the order goes round
-        self._recorded: list[int] = list(order)
+    def __init__(self, order: Iterable[L]) -> None:
+        self._expected: list[L] = []
+        self._uses: dict[L, list[float]] = {}  # where in the order, and then never
+        self._around: dict[L, list[float]] = {}  # the same where the order goes round
+        self._recorded: list[L] = list(order)
         self._at = 0
         self.cyclic = False
         """Whether the order goes round: the next batch finds the copies of this one still valid, or this one has begun anew."""
@@ -45,11 +48,11 @@ class Trace:
         self._recorded = []
         self._at = 0
 
-    def order(self) -> list[int]:
+    def order(self) -> list[L]:
         """The batch's order as far as it is known: of the running one, or else of the one before."""
         return self._recorded or self._expected
 
-    def visit(self, layer: int) -> None:
+    def visit(self, layer: L) -> None:
         """A layer is used now."""
         self._recorded.append(layer)
         uses = self._uses.get(layer, _NEVER)
@@ -59,19 +62,19 @@ class Trace:
         if index != math.inf:
             self._at = int(index) + 1
 
-    def next_use(self, layer: int) -> float:
+    def next_use(self, layer: L) -> float:
         """Uses of other layers until ``layer`` is used again; infinite if it is not expected."""
         return self.next_uses(layer)[0]
 
-    def next_uses(self, layer: int) -> tuple[float, float]:
+    def next_uses(self, layer: L) -> tuple[float, float]:
         """As :meth:`next_use`, for the next use and the one after it."""
         uses = (self._around if self.cyclic else self._uses).get(layer, _NEVER)
         index = bisect_left(uses, self._at)
         return uses[index] - self._at, uses[index + 1] - self._at
 
-    def coming(self, wanted: Callable[[int], bool], most: int) -> list[tuple[int, int]]:
+    def coming(self, wanted: Callable[[L], bool], most: int) -> list[tuple[L, int]]:
         """The ``most`` nearest of the layers that are ``wanted``, each once, with the uses of other layers until then."""
-        found: dict[int, int] = {}
+        found: dict[L, int] = {}
         ahead = islice(self._expected, self._at, None)
         for distance, layer in enumerate(chain(ahead, self._expected[: self._at]) if self.cyclic else ahead):
             if layer not in found and wanted(layer):

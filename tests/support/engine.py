@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -11,10 +11,13 @@ import torch
 from torch import nn
 
 from sp_lightning.device.device import Device
+from sp_lightning.engine.access import Access
+from sp_lightning.engine.module_hooks import Visits
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 from sp_lightning.weights.gradients import Gradients
+from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.slots import Slot, Slots
 
 
@@ -42,7 +45,7 @@ def step(streamer: Streamer, run: Callable[[], Any], *, training: bool = True, q
 
 def update(streamer: Streamer, optimizer: torch.optim.Optimizer) -> None:
     """An optimizer's step, as the strategy's hooks on it do."""
-    streamer.before_update(deferred=False)
+    streamer.updating.before(deferred=False)
     optimizer.step()
     streamer.forget()
 
@@ -52,41 +55,43 @@ def events() -> Iterator[list[str]]:
     """What happens to which layer, in order: one word and the layer's index, ``R`` for the residents."""
     happened: list[str] = []
     fetch, use, release = Slots.fetch, Slots.use, Slots.release
-    drain, apply, hold = Gradients.drain, Gradients._apply, Streamer.enter
-    residents = "R"
+    drain, apply, hold = Gradients.drain, Gradients._apply, Access.enter
 
-    def note_fetch(self: Slots, pairs: Sequence[tuple[int, Slot]]) -> None:
-        happened.append("fetch " + "+".join(str(layer) for layer, _ in pairs))
-        fetch(self, pairs)
+    def name(layer: StreamedLayer) -> str:
+        return "R" if layer.kind is Kind.RESIDENTS else str(layer.index)
 
-    def note_use(self: Slots, layer: int, **more: Any) -> Slot:
-        happened.append(f"use {layer}")
+    def note_fetch(self: Slots, transfer: Any) -> None:
+        happened.append("fetch " + "+".join(str(layer.index) for layer, *_ in transfer))
+        fetch(self, transfer)
+
+    def note_use(self: Slots, layer: StreamedLayer, **more: Any) -> Slot:
+        happened.append(f"use {layer.index}")
         return use(self, layer, **more)
 
     def note_release(self: Slots, slot: Slot) -> None:
-        happened.append(f"release {slot.layer}")
+        happened.append(f"release {slot.layer and slot.layer.index}")
         release(self, slot)
 
-    def note_enter(self: Streamer, visits: Sequence[int], inputs: Any) -> Sequence[int]:
+    def note_enter(self: Access, visits: Visits, inputs: Any) -> Visits:
         visits = hold(self, visits, inputs)
-        happened.extend(f"forward {layer}" for layer in visits)
+        happened.extend(f"forward {layer.index}" for layer in visits)
         return visits
 
-    def note_drain(self: Gradients, layer: int) -> None:
-        if layer in self._arrived:
-            happened.append(f"drain {residents if layer == self._residents else layer}")
+    def note_drain(self: Gradients, layer: StreamedLayer) -> None:
+        received = self._received.get(layer.owner)
+        if received is not None and received.gradients:
+            happened.append(f"drain {name(layer)}")
         drain(self, layer)
 
     def note_apply(self: Gradients, landed: Any) -> None:
-        layer = landed.layer
-        happened.append(f"apply {residents if layer == self._residents else layer}")
+        happened.append(f"apply {name(landed.layer)}")
         apply(self, landed)
 
     with (
         mock.patch.object(Slots, "fetch", note_fetch),
         mock.patch.object(Slots, "use", note_use),
         mock.patch.object(Slots, "release", note_release),
-        mock.patch.object(Streamer, "enter", note_enter),
+        mock.patch.object(Access, "enter", note_enter),
         mock.patch.object(Gradients, "drain", note_drain),
         mock.patch.object(Gradients, "_apply", note_apply),
     ):

@@ -10,7 +10,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from sp_lightning.engine.streamer import Streamer
+from sp_lightning.engine.exchange import Exchange
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.slots import Slot, Slots, SlotState
 
@@ -18,7 +18,7 @@ from sp_lightning.weights.slots import Slot, Slots, SlotState
 @contextmanager
 def poisoned() -> Iterator[None]:
     """Poison every streamer inside; each use of a layer fetches it anew."""
-    release, forget, activate, deactivate = Slots.release, Slots.forget, Streamer._activate, Streamer._deactivate
+    release, to_device, to_host = Slots.release, Exchange.to_device, Exchange.to_host
     write = HostBlock.write
     hidden: dict[HostBlock, Tensor] = {}  # the blocks' memory, while what a fetch reads is a copy of it
 
@@ -26,23 +26,23 @@ def poisoned() -> Iterator[None]:
         release(self, slot)
         if slot.state is not SlotState.HELD:
             if slot.layer is not None:
-                forget(self, [slot.layer])
+                slot.layer.invalidate()
             slot.memory.fill_(0xFF)
 
-    def hide(self: Streamer) -> None:
-        if not self._places.on_device:
-            for block in self._blocks:
+    def hide(self: Exchange) -> bool:
+        if not self.on_device:
+            for block in self._places.blocks:
                 hidden[block] = block.weights
                 block.weights = block.weights.clone()
                 hidden[block].fill_(0xFF)
-        activate(self)
+        return to_device(self)
 
-    def show(self: Streamer) -> None:
-        if self._places.on_device:
-            for block in self._blocks:
+    def show(self: Exchange) -> None:
+        if self.on_device:
+            for block in self._places.blocks:
                 copy, block.weights = block.weights, hidden.pop(block)
                 block.weights.copy_(copy)
-        deactivate(self)
+        to_host(self)
 
     def hidden_write(self: HostBlock, index: int, value: Tensor) -> bool:
         written = write(self, index, value)
@@ -55,8 +55,8 @@ def poisoned() -> Iterator[None]:
 
     with (
         mock.patch.object(Slots, "release", poisoned_release),
-        mock.patch.object(Streamer, "_activate", hide),
-        mock.patch.object(Streamer, "_deactivate", show),
+        mock.patch.object(Exchange, "to_device", hide),
+        mock.patch.object(Exchange, "to_host", show),
         mock.patch.object(HostBlock, "write", hidden_write),
     ):
         yield

@@ -1,0 +1,117 @@
+"""Assembly: a module's layers, with their memory on the host, their device parameters and their tables."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from sp_lightning.device.device import Device
+from sp_lightning.model.find import Found
+from sp_lightning.model.wrapped import parts, stand_in
+from sp_lightning.plan.plan import Plan
+from sp_lightning.store.block import HostBlock, Staging
+from sp_lightning.weights.casts import Casts
+from sp_lightning.weights.embedding_rows import Table
+from sp_lightning.weights.layer import Kind, StreamedLayer
+from sp_lightning.weights.parameter_group import ParameterGroup
+
+
+def make_layers(found: Found, plan: Plan, device: Device, staging: Staging, *, pin: bool) -> list[StreamedLayer]:
+    """The layers of a plan in the order of :attr:`Plan.moving`, then the residents.
+
+    The module's parameters become views of the layers' memory on the host.
+
+    Args:
+        found: what the plan was made for.
+        plan: where everything lies.
+        device: the seam.
+        staging: host memory for gradients.
+        pin: page-lock host memory.
+    """
+    kinds = list(_kinds(plan))
+    found_layers = (*found.layers, *found.masters, *found.tables, found.residents)
+    blocks = [
+        HostBlock(each, planned, device, staging, pin=pin, fetched_seldom=kind in (Kind.MASTERS, Kind.TABLE))
+        for each, planned, kind in zip(found_layers, (*plan.moving, plan.residents), kinds, strict=True)
+    ]
+    if pin:
+        _warn_unpinned(
+            [block for block, kind in zip(blocks, kinds, strict=True) if kind in (Kind.BLOCK, Kind.RESIDENTS)]
+        )
+    layers: dict[int, StreamedLayer] = {}
+    for index in sorted(
+        range(len(blocks)), key=lambda index: kinds[index] is Kind.BLOCK
+    ):  # masters before their owners
+        block, kind = blocks[index], kinds[index]
+        masters = None if block.planned.masters is None else layers[block.planned.masters]
+        autocast = found.autocast if kind is Kind.MASTERS else None
+        layers[index] = StreamedLayer(
+            index,
+            kind,
+            block.planned,
+            block,
+            ParameterGroup(block.planned.spans, block.parameters, device.device, autocast=autocast),
+            casts=None if masters is None else Casts(block, masters.block, device),
+            masters=masters,
+            expert=index in plan.experts,
+        )
+    return [layers[index] for index in range(len(blocks))]
+
+
+def make_tables(
+    found: Found, layers: Sequence[StreamedLayer], device: Device, *, pin: bool, compacted: set[StreamedLayer]
+) -> list[Table]:
+    """Every embedding of which rows travel; its layer knows it from here on."""
+    tables = []
+    for layer, each in zip([each for each in layers if each.kind is Kind.TABLE], found.tables, strict=True):
+        embedding: Any = found.places[each.parameters[0][1]][0].module
+        table = layer.table = Table(embedding, layer, device, pin=pin, compacted=compacted)
+        layer.parameters.look_up = table.look_up
+        tables.append(table)
+    return tables
+
+
+def stand_ins_for_wrapped(found: Found, layers: Sequence[StreamedLayer]) -> dict[nn.Parameter, Any]:
+    """What modules hold in a step for each parameter that consists of several plain tensors, which the layers have."""
+    where = {
+        id(part): (layer.parameters, index) for layer in layers for index, part in enumerate(layer.block.parameters)
+    }
+    made = {}
+    for host in found.wrapped:
+        members = [where[id(part)] for _, part in parts("", host)]
+        away = iter([group.away(index) for group, index in members])
+        made[host] = stand_in(host, away, partial(_bring, members), partial(_expose, members))
+    return made
+
+
+def _bring(members: Sequence[tuple[ParameterGroup, int]]) -> list[Tensor]:
+    """What a wrapped parameter consists of, on the device: the slot is held while somebody holds that."""
+    with members[0][0].doors.on_demand([group.all[index] for group, index in members]):
+        return [group.alias(index) for group, index in members]
+
+
+def _expose(members: Sequence[tuple[ParameterGroup, int]]) -> None:
+    """They have been written, or may be at any time, where no version shows it."""
+    for group, index in members:
+        group.exposed.add(index)
+
+
+def _kinds(plan: Plan) -> Iterator[Kind]:
+    for kind, layers in ((Kind.BLOCK, plan.layers), (Kind.MASTERS, plan.masters), (Kind.TABLE, plan.tables)):
+        yield from [kind] * len(layers)
+    yield Kind.RESIDENTS
+
+
+def _warn_unpinned(blocks: Sequence[HostBlock]) -> None:
+    unpinned = sum(block.planned.nbytes for block in blocks if not block.pinned)
+    if unpinned:
+        warnings.warn(
+            f"{unpinned / 2**30:.2f} GiB of host memory could not be page-locked (pinned): copies to the device are then "
+            "synchronous and two to three times slower, results are the same. Raise the limit of locked memory, if there is "
+            "one (ulimit -l), or pass pin_memory=False to go without and without this warning.",
+            stacklevel=2,
+        )

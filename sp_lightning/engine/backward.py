@@ -1,0 +1,204 @@
+"""Backward: autograd's graph tasks, the gradients that arrive in them, and their end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from sp_lightning.activations.calls import Activations
+from sp_lightning.device.torch_private import current_graph_task, queue_callback
+from sp_lightning.engine.host_source import HostSource
+from sp_lightning.engine.lent_weights import LentWeights
+from sp_lightning.engine.residency import Residency, needed_again
+from sp_lightning.engine.step import Step, StepKind
+from sp_lightning.weights.device_parameter import take_gradient
+from sp_lightning.weights.gradients import GradientSink
+from sp_lightning.weights.layer import StreamedLayer
+
+
+class Backward:
+    """The graph tasks under way.
+
+    Args:
+        lock: the engine's.
+        layers: all of them.
+        residency, lent, source, activations, step: the engine's parts below.
+        sink: where gradients go.
+        noted: called when a gradient has arrived, when more memory may be in use than ever.
+
+    Attributes:
+        tasks: the graph tasks under way, outermost first.
+        on_complete: called in the backward that was announced, with each layer whose gradients are all in ``param.grad``.
+    """
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        layers: list[StreamedLayer],
+        residency: Residency,
+        lent: LentWeights,
+        source: HostSource,
+        activations: Activations,
+        step: Step,
+        sink: GradientSink,
+        noted: Callable[[], None],
+    ) -> None:
+        self._lock = lock
+        self._layers = layers
+        self._residency = residency
+        self._lent = lent
+        self._source = source
+        self._activations = activations
+        self._step = step
+        self.sink = sink
+        self._noted = noted
+        self.tasks: list[int] = []
+        self.on_complete: Callable[[StreamedLayer], None] | None = None
+        self._nested = False
+        self._announced = False  # whether the running backward is that of the loss
+        self._accumulates = False  # whether gradients are accumulated, and not only asked for (torch.autograd.grad)
+        self._closed = False
+
+    # ------------------------------------------------------------------ it begins
+
+    def announce(self, loss: Tensor, *, quiet: bool) -> None:
+        """``backward`` of a loss follows: once it has ended all gradients are to be on the host, before anyone reads them.
+
+        Args:
+            loss: what ``backward`` is called on.
+            quiet: whether nothing can write weights between forward and backward.
+        """
+        if loss.requires_grad:
+            loss.register_hook(partial(self._begins, quiet))
+
+    def _begins(self, quiet: bool, gradient: Tensor) -> None:
+        self._announced = True
+        self._accumulates = True
+        self.join()
+        with self._lock:
+            residency = self._residency
+            for layer in [layer for layer in residency.used if not layer.pins and layer.outdated]:
+                residency.release(layer)  # somebody has written or exchanged the host's
+            self._step.compare_writes()
+            if not quiet:
+                self._lent.take_back_late(residency.slots.all)
+                self._step.forget_copies()
+
+    def join(self) -> None:
+        """Has autograd call :meth:`_ends` when the present graph task, which may be a nested one, ends.
+
+        Raises:
+            RuntimeError: the run is over.
+        """
+        task = current_graph_task()
+        if task == -1 or task in self.tasks:
+            return
+        with self._lock:
+            if task in self.tasks:
+                return
+            if self._closed:
+                raise RuntimeError(
+                    "backward was called on a graph of a run that is over: its weights are not on the device any more. "
+                    "Call it before trainer.fit (validate, test, predict) returns."
+                )
+            self.tasks.append(task)
+            self._nested = self._nested or len(self.tasks) > 1
+        end = _GraphTaskEnd(self._ends, task)
+        queue_callback(end)
+
+    # ------------------------------------------------------------------ gradients arrive
+
+    def gradient_arrived(self, layer: StreamedLayer, index: int, parameter: Tensor) -> None:
+        """(7) Autograd has put a gradient on a device parameter; (8) it leaves for the host.
+
+        Raises:
+            RuntimeError: the layer was updated already.
+        """
+        gradient = take_gradient(parameter)
+        if gradient is None:
+            return
+        group = layer.parameters
+        if gradient.dtype is not group.hosts[index].dtype:  # param.data = other: the host's follows before it gets this
+            self._lent.settle(layer)
+        if group.autocast is not None and group.lossless(index, gradient):
+            gradient = gradient.to(group.autocast)
+        self.join()
+        self._accumulates = True
+        if layer.owner.updated_early:
+            raise RuntimeError(needed_again(layer, "another gradient arrived for it"))
+        complete = self.sink.arrived(layer, index, gradient)
+        self._noted()
+        if complete:
+            self.sink.drain(layer)
+
+    def complete(self, layer: StreamedLayer) -> None:
+        """All of a layer's gradients are in ``param.grad``."""
+        # Where backwards are nested (a reentrant checkpoint's), several may give one layer gradients.
+        if self.on_complete is not None and self._announced and not self._nested:
+            self.on_complete(layer)
+
+    # ------------------------------------------------------------------ it ends
+
+    def abandon(self) -> None:
+        """A backward that failed leaves no gradients behind on their way."""
+        self.tasks.clear()
+        self._nested = self._announced = self._accumulates = False
+        self.forget_early_updates()
+        self.sink.drop()
+
+    def forget_early_updates(self) -> None:
+        """The step is over: the layers that backward has updated may be used again."""
+        for layer in self._layers:
+            layer.updated_early = False
+
+    def close(self) -> None:
+        """The run is over."""
+        self._closed = True
+
+    def _ends(self, task: int) -> None:
+        """(9) All gradients are on the host; after the outermost one the modules hold the host's parameters again."""
+        if task not in self.tasks:  # without the lock: the garbage collector may call this in any thread
+            return
+        with self._lock:
+            if self._closed or task not in self.tasks:
+                return
+            self.tasks = self.tasks[: self.tasks.index(task)]
+            self._residency.release_unpinned()
+        try:
+            self.sink.settle()
+        finally:  # where a user's hook raised, plain autograd would have computed no further either
+            self.sink.drop()
+            if not self.tasks:
+                self._outermost_has_ended()
+
+    def _outermost_has_ended(self) -> None:
+        step = self._step
+        with self._lock:
+            self._source.synchronize()
+            self._activations.settle()
+            accumulated, self._accumulates = self._accumulates, False
+            self._nested = self._announced = False
+            if not step.running or (accumulated and step.ends_with_backward):
+                step.end()
+            elif accumulated and step.kind is StepKind.MANUAL:
+                step.pause()
+
+
+class _GraphTaskEnd:
+    """What autograd calls when a graph task ends. If the task fails, autograd drops it instead: that is an end too.
+
+    Gradients that had arrived by then are in ``param.grad``, as after any failed backward.
+    """
+
+    def __init__(self, ends: Callable[[int], None], task: int) -> None:
+        self._ends = ends
+        self._task = task
+
+    def __call__(self) -> None:
+        self._ends(self._task)
+
+    def __del__(self) -> None:
+        self._ends(self._task)  # does nothing the second time

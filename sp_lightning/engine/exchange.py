@@ -1,0 +1,78 @@
+"""What modules hold: the host's parameters between steps, the device's while a step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sp_lightning.engine.lent_weights import LentWeights
+from sp_lightning.weights.buffers import OnTheDevice
+from sp_lightning.weights.pruned import PrunedWeights
+from sp_lightning.weights.residents import Residents
+from sp_lightning.weights.swap import Places
+from sp_lightning.weights.weight_watch import WeightWatch
+
+
+class Exchange:
+    """Exchanges parameters, and the buffers that are beside them. The caller holds the engine's lock.
+
+    Args:
+        places: where parameters sit.
+        residents: up to date whenever modules hold the device's parameters.
+        lent: is told that residents may be written.
+        pruned, averages: buffers that are on the device only within a step.
+        watch: looks at the host's weights, where ``check_writes`` asks for it.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        residents: Residents,
+        lent: LentWeights,
+        pruned: PrunedWeights,
+        averages: Sequence[OnTheDevice],
+        watch: WeightWatch | None,
+    ) -> None:
+        self._places = places
+        self._residents = residents
+        self._lent = lent
+        self._pruned = pruned
+        self._averages = averages
+        self._watch = watch
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the modules hold device parameters."""
+        return self._places.on_device
+
+    @property
+    def changed(self) -> bool:
+        """Whether the user exchanged or renamed modules or parameters, or gave a parameter another dtype or shape."""
+        return self._places.changed()
+
+    def to_device(self) -> bool:
+        """Device parameters into the modules; residents up to date. Returns whether the modules held the host's."""
+        was_away = not self._places.on_device
+        if was_away:
+            self._residents.group.ask(before_use=False)
+            self._places.hold_device()
+            self._pruned.hold_device()
+        self._residents.refresh()
+        self._lent.suspect(self._residents.group)
+        return was_away
+
+    def to_host(self) -> None:
+        """The host's parameters into the modules."""
+        if self._places.on_device:
+            self._residents.group.ask(before_use=True)
+            self._places.hold_host()
+            self._pruned.hold_host()
+            if self._watch is not None:
+                self._watch.look_away()
+            for average in self._averages:
+                average.send_back()
+
+    def close(self) -> None:
+        """Lets go of the device parameters; buffers stay on the host for good."""
+        self._places.close()
+        for average in self._averages:
+            average.close()

@@ -1,0 +1,224 @@
+"""Lent weights: what modules have of the layers in use, and what the host takes back of what they wrote there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.device.layout import Span, normal_mode, shared, view
+from sp_lightning.weights.device_parameter import same_place
+from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.parameter_group import ParameterGroup
+from sp_lightning.weights.slots import Slot, Slots
+from sp_lightning.weights.weight_watch import WeightWatch
+
+
+class LentWeights:
+    """The :class:`~sp_lightning.engine.residency.Tenants` of a real model. The caller holds the engine's lock.
+
+    Args:
+        slots: whose memory is lent.
+        device: the seam.
+        stays: addresses of storages that never leave the device; what weights are given in a step is added for that step.
+        watch: notes the writes of the engine itself, where ``check_writes`` looks for those of others.
+
+    Attributes:
+        write_backs: how often the host has waited to take back a weight.
+    """
+
+    def __init__(self, slots: Slots, device: Device, stays: set[int], watch: WeightWatch | None) -> None:
+        self._slots = slots
+        self._device = device
+        self._stays = stays
+        self._watch = watch
+        self._given: set[int] = set()  # addresses of memory that weights were given in this step
+        self._kept: set[StreamedLayer] = set()  # released, and some weights may still be kept as they were
+        self._outside: set[StreamedLayer] = set()  # released, and somebody holds memory that some weights were given
+        self.write_backs = 0
+
+    # ------------------------------------------------------------------ a use begins
+
+    def before_use(self, layer: StreamedLayer) -> None:
+        """What was written of the layer outside of its slot is the host's before the layer comes."""
+        if self._outside:
+            for member in layer.family:
+                self._take_back_outside(member)
+
+    def before_fetch(self, slots: Sequence[Slot]) -> None:
+        """Views that outlived their layers' releases may have been written: the last moment to see it."""
+        self.take_back_late(slots)
+
+    def fetched(self, layer: StreamedLayer) -> None:
+        """The device's copy is that of the host's parameters as they are now."""
+        layer.parameters.fetched()
+
+    def move_in(self, layer: StreamedLayer, slot: Slot) -> None:
+        """The layer's device parameters become views of its slot."""
+        group = layer.parameters
+        views = self._slots.views(layer, slot)
+        if not group.attached:
+            group.attach(views[: len(group.all)])
+            self.suspect(group)
+        group.sync_requires_grad()
+        if layer.masters is not None:
+            self._offer_casts(layer, views[len(group.all) :])
+
+    def suspect(self, group: ParameterGroup) -> None:
+        """With ``check_writes`` every weight that is on the device may have been written there."""
+        if self._watch is not None:
+            group.expose()
+
+    def _offer_casts(self, layer: StreamedLayer, casts: Sequence[Tensor]) -> None:
+        """The layer's casts stand for its masters, unless those are on the device and may be written."""
+        assert layer.masters is not None
+        assert layer.casts is not None
+        masters = layer.masters.parameters
+        masters.sync_requires_grad()
+        masters.casts = casts if layer.masters.slot is None and layer.casts.current else None
+
+    # ------------------------------------------------------------------ a use ends
+
+    def move_out(self, layer: StreamedLayer, slot: Slot) -> None:
+        """The host takes back what was written, and the device parameters let go of the slot."""
+        group = layer.parameters
+        if (
+            not group.attached
+        ):  # only autograd has used it; a view that had outlived the use before may have been written
+            self._take_back_escaped(slot)
+            return
+        written = {index: group.value(index) for index in group.take_written()}
+        places = self._slots.views(layer, slot) if written else []
+        outside = {index: value for index, value in written.items() if not same_place(value, places[index])}
+        self.write_back(layer, written.items())
+        group.detach()
+        if not group.let_go():
+            self._kept.add(layer)
+        if outside:  # param.data = another tensor: the slot does not have it
+            layer.invalidate()
+            self._keep_outside(layer, outside)
+
+    def moved_out(self, layer: StreamedLayer, slot: Slot) -> None:
+        """What comes on demand leaves with its use, unless somebody still views it."""
+        if layer.masters is not None:
+            layer.masters.parameters.casts = None
+        if layer.on_demand:
+            group = layer.parameters
+            if slot.escaped:  # views of them may be written at any time
+                group.casts = None
+            else:
+                layer.invalidate()
+                group.exposed.intersection_update(group.outside)
+
+    def let_go(self) -> bool:
+        """Takes the memory from device parameters that nobody keeps any more. Returns whether there were any."""
+        let_go = {layer for layer in self._kept if layer.parameters.let_go()}
+        self._kept -= let_go
+        return bool(let_go)
+
+    # ------------------------------------------------------------------ the host takes back
+
+    def write_back(self, layer: StreamedLayer, written: Iterable[tuple[int, Tensor]]) -> None:
+        """Weights that were, or may have been, written on the device become the host's."""
+        group = layer.parameters
+        for index, value in written:
+            # The blocking copy in write() implies this wait; it would be needed were the copy none.
+            self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
+            self.write_backs += 1
+            if layer.block.write(index, value):
+                if index in layer.block.apart:
+                    group.set_apart(index, value)
+                group.unseen[index] += 1
+                group.written_back()
+                group.casts = None
+                if self._watch is not None:
+                    self._watch.look_at(layer.block, index)
+
+    def take_back_late(self, slots: Iterable[Slot]) -> None:
+        """A view that outlived its layer's release may have been written since; its memory is still the slot's."""
+        for slot in slots:
+            if not slot.lent:
+                self._take_back_escaped(slot)
+
+    def _take_back_escaped(self, slot: Slot) -> None:
+        layer = slot.layer
+        if layer is None or not slot.escaped:
+            return
+        group = layer.parameters
+        written = group.take_written()
+        if written:
+            self._device.access(slot.memory, Stream.COMPUTE, write=False)
+        with normal_mode():
+            values = {index: view(slot.memory, group.spans[index]) for index in written}
+            self.write_back(layer, ((index, group.apart.get(index, value)) for index, value in values.items()))
+
+    def settle(self, layer: StreamedLayer) -> None:
+        """What may have been written of a layer through ``.data`` is the host's now."""
+        group = layer.parameters
+        if group.attached:
+            self.write_back(layer, ((index, group.value(index)) for index in group.take_written()))
+        else:
+            self._take_back_outside(layer)
+            self.take_back_late([slot for slot in self._slots.all if slot.layer is layer])
+
+    def take_back_all(self) -> None:
+        """The step is over, or interrupted: whatever was written on the device is the host's. No layer is in use."""
+        for layer in list(self._outside):
+            self._take_back_outside(layer)
+            self._keep_outside(layer, {})
+        self._stays -= self._given
+        self._given.clear()
+        self.take_back_late(self._slots.all)
+
+    # ------------------------------------------------------------------ weights that are given other memory
+
+    def replace(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
+        """``param.data = value`` follows, with the layer in use: graphs that saved views of the weight keep the old.
+
+        Raises:
+            RuntimeError: the other memory has other strides.
+        """
+        group = layer.parameters
+        _refuse_other_order(group.spans[index], value)
+        self._given |= {value.untyped_storage().data_ptr()} - self._stays  # a weight may get its own memory back
+        self._stays |= self._given
+        if group.editions[index].saved:
+            self.write_back(layer, [(index, group.value(index))])  # earlier writes through .data are theirs, too
+            keep_saved(layer, index)
+
+    def _keep_outside(self, layer: StreamedLayer, outside: Mapping[int, Tensor]) -> None:
+        """Whoever else holds the other memory of a weight may write it later: until then it is the weight's."""
+        group = layer.parameters
+        group.outside = {i: value for i, value in outside.items() if i not in group.apart and shared(value)}
+        group.exposed.intersection_update(group.outside)
+        if group.outside:
+            self._outside.add(layer)
+        else:
+            self._outside.discard(layer)
+
+    def _take_back_outside(self, layer: StreamedLayer) -> None:
+        """What was written of a layer that is away, in memory that it was given, is the host's now."""
+        group = layer.parameters
+        if group.outside and not group.attached:
+            before = list(group.unseen)
+            self._slots.synchronize(Wait.UPDATE_AFTER_FETCH, layer)  # it may be coming already, as it was
+            self.write_back(layer, group.outside.items())
+            if group.unseen != before:
+                layer.invalidate()
+            self._keep_outside(layer, group.outside)
+
+
+def keep_saved(layer: StreamedLayer, index: int) -> None:
+    """Graphs that saved views of a weight keep its present values, which are about to be replaced."""
+    layer.parameters.editions[index].keep(layer.block.copy_of(index))
+
+
+def _refuse_other_order(span: Span, value: Tensor) -> None:
+    strides = zip(span.shape, span.stride, value.stride(), strict=False)
+    if value.shape == span.shape and any(size > 1 and mine != theirs for size, mine, theirs in strides):
+        raise RuntimeError(
+            f"Parameter {span.name!r} has strides {span.stride} and was given memory with strides {value.stride()} inside a step "
+            "(param.data = other, module.to(memory_format=…)); kernels choose by them. Give it the same order, param.data = "
+            "torch.empty_like(param).copy_(other), or exchange it between two batches or before trainer.fit."
+        )
