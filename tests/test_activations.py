@@ -24,7 +24,7 @@ from sp_lightning.activations.calls import Activations
 from sp_lightning.activations.forward_state import Unrepeatable
 from sp_lightning.activations.offload import Offload, Parcel
 from sp_lightning.device.device import PAGE
-from sp_lightning.device.layout import unseen
+from sp_lightning.device.layout import no_dispatch_modes
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.plan.activation_policy import Call, peak_bytes
 from tests.support.models import CASES, Case, Module, Stack, Transformer, tokens, vectors
@@ -62,7 +62,7 @@ def poisoned_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     end, drop = Parcel.__del__, Offload._drop
 
     def ended(self: Parcel) -> None:
-        with unseen():  # nothing that the engine does
+        with no_dispatch_modes():  # nothing that the engine does
             poison(self.berth.memory.bytes)
         end(self)
 
@@ -71,7 +71,7 @@ def poisoned_ring(monkeypatch: pytest.MonkeyPatch) -> None:
         drop(self, parcels)
         for memory in mine:
             if torch._C._storage_Use_Count(memory.untyped_storage()._cdata) <= 2:  # ours and the object's
-                with unseen():
+                with no_dispatch_modes():
                     poison(memory)
 
     monkeypatch.setattr(Parcel, "__del__", ended)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.backends import cuda as attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sp_lightning.device.layout import normal_mode, unseen
+from sp_lightning.device.layout import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import (
     COMPILED_CALL,
     RNN_WEIGHTS,
@@ -477,15 +477,15 @@ def _can_be_copied(tensor: Tensor) -> bool:
 
 def _same(tensor: Tensor, before: Tensor) -> bool:
     """Bit for bit."""
-    with normal_mode(), unseen(), torch.no_grad():
+    with no_inference_mode(), no_dispatch_modes(), torch.no_grad():
         return torch.equal(*(each.detach().reshape(-1).contiguous().view(torch.uint8) for each in (tensor, before)))
 
 
 def _clone(tensor: Tensor) -> Tensor:
-    with normal_mode(), unseen(), torch.no_grad():
+    with no_inference_mode(), no_dispatch_modes(), torch.no_grad():
         return tensor.detach().clone()
 
 
 def _write(tensor: Tensor, value: Tensor) -> None:
-    with normal_mode(), unseen(), torch.no_grad():
+    with no_inference_mode(), no_dispatch_modes(), torch.no_grad():
         tensor.copy_(value)

@@ -30,7 +30,7 @@ from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.device.device import PAGE, Device, PinnedMemory, Stream, Wait
-from sp_lightning.device.layout import normal_mode, strided, unseen
+from sp_lightning.device.layout import no_dispatch_modes, no_inference_mode, strided
 from sp_lightning.device.torch_private import preserve_version_counter, storage_id
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.plan import human_bytes
@@ -267,7 +267,7 @@ class Offload:
             return None
         if tensor.is_conj() or tensor.is_neg():
             return None
-        with self._lock, unseen(), normal_mode(), torch.no_grad():
+        with self._lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
             bundle.saved += count_once(tensor, self._seen)
             parcel = self._known.get((storage_id(storage), tensor._version))
             if parcel is None or not _counted_together(tensor, parcel.witness):
@@ -331,7 +331,7 @@ class Offload:
 
     def comes_to(self, bundle: Bundle) -> None:
         """Backward has come to a call: what it saved is there, what the call before it saved is coming (2)."""
-        with self._lock, unseen(), normal_mode(), torch.no_grad():
+        with self._lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
             self.retire(keep=0)
             mine = bundle.alive()
             ahead = bundle.before.alive() if bundle.before is not None else []
@@ -343,7 +343,7 @@ class Offload:
 
     def load(self, stored: Stored) -> Tensor:
         """A saved tensor for backward; its layer's turn may not have been announced."""
-        with self._lock, unseen(), normal_mode(), torch.no_grad():
+        with self._lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
             parcel = stored.parcel
             memory = parcel.source
             if memory is None:

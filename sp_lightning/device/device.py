@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.device.layout import normal_mode
+from sp_lightning.device.layout import no_inference_mode
 from sp_lightning.device.timeline import Kind, Timeline
 
 PAGE = 4096
@@ -86,7 +86,7 @@ class Device:
 
     def empty(self, nbytes: int) -> Tensor:
         """Uninitialised device memory, shape ``(nbytes,)``, ``uint8``, usable in and out of inference mode."""
-        with normal_mode():
+        with no_inference_mode():
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def host_empty(self, nbytes: int, *, pin: bool = False) -> Tensor:
@@ -95,7 +95,7 @@ class Device:
         Args:
             pin: that :meth:`pin` follows.
         """
-        with normal_mode():
+        with no_inference_mode():
             padded = math.ceil(max(nbytes, 1) / PAGE) * PAGE
             raw = torch.empty(padded + PAGE, dtype=torch.uint8, device="cpu")
             start = -raw.data_ptr() % PAGE
@@ -117,7 +117,7 @@ class Device:
             why: the wait that a synchronous copy counts as; None for that of weights or gradients.
         """
         start = perf_counter()
-        with normal_mode():
+        with no_inference_mode():
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
         usual = Wait.USE_AFTER_FETCH if stream is Stream.UPLOAD else Wait.REUSE_AFTER_DRAIN
@@ -233,7 +233,7 @@ class Accelerator(Device):
 
     def host_empty(self, nbytes: int, *, pin: bool = False) -> Tensor:
         if pin and self.device.type != "cuda":
-            with normal_mode(), contextlib.suppress(RuntimeError):  # it has none left, or is not allowed to
+            with no_inference_mode(), contextlib.suppress(RuntimeError):  # it has none left, or is not allowed to
                 return torch.empty(math.ceil(max(nbytes, 1) / PAGE) * PAGE, dtype=torch.uint8, pin_memory=True)
         return super().host_empty(nbytes)
 
@@ -257,7 +257,7 @@ class Accelerator(Device):
     def copy(
         self, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: Stream, *, why: Wait | None = None
     ) -> None:
-        with self._stream(stream), normal_mode():
+        with self._stream(stream), no_inference_mode():
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
 

@@ -1,7 +1,7 @@
 """How tensors lie in flat memory: spans, alignment, and storages that are lent.
 
 A *block* (host) or a *slot* (device) is one flat ``uint8`` tensor that holds all parameters of one layer. A
-:class:`Span` says where a parameter lies in it; a :class:`Loan` hands memory out in such a way that one can tell later
+:class:`Span` says where a parameter lies in it; a :class:`Lease` hands memory out in such a way that one can tell later
 whether anybody still holds it.
 """
 
@@ -48,12 +48,12 @@ class Span:
     dtype: torch.dtype
 
 
-def normal_mode() -> AbstractContextManager[None]:
+def no_inference_mode() -> AbstractContextManager[None]:
     """Outside inference mode, whose tensors could not be saved for a later backward. Costs nothing where that is so."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
-def unseen() -> AbstractContextManager[Any]:
+def no_dispatch_modes() -> AbstractContextManager[Any]:
     """The engine's operators are none of the model's: dispatch modes (selective checkpoints, counters) do not see them."""
     return disable_dispatch_modes() if count_dispatch_modes() else nullcontext()
 
@@ -91,7 +91,7 @@ def lend(memory: Tensor) -> Tensor:
     return from_dlpack(to_dlpack(memory))
 
 
-class Loan:
+class Lease:
     """Memory that is handed out under a storage of its own, again and again, while nobody else holds any of it.
 
     Args:
@@ -99,14 +99,14 @@ class Loan:
     """
 
     def __init__(self, memory: Tensor) -> None:
-        with normal_mode():
+        with no_inference_mode():
             self.memory = lend(memory)
         self._storage = self.memory.untyped_storage()
         self._views: dict[Hashable, list[Tensor]] = {}
         self._own = self._holders()
 
     @property
-    def held(self) -> bool:
+    def in_use(self) -> bool:
         """Whether anybody but this object can reach the memory: any tensor or storage object, in Python or in C++.
 
         For good once the storage was moved elsewhere in place, as ``share_memory_`` does: others may have mapped it.
@@ -120,7 +120,7 @@ class Loan:
     def views(self, key: Hashable, spans: Sequence[Span]) -> list[Tensor]:
         """The parameters at ``spans``, made once for each ``key``. Nobody may keep them: that would not be seen."""
         if key not in self._views:
-            with normal_mode():
+            with no_inference_mode():
                 self._views[key] = [view(self.memory, span) for span in spans]
             tensors, objects, address = self._own
             self._own = tensors + len(spans), objects, address

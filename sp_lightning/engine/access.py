@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.device.layout import Loan, unseen
+from sp_lightning.device.layout import Lease, no_dispatch_modes
 from sp_lightning.device.torch_private import (
     DIFFERENTIATING,
     current_graph_task,
@@ -106,7 +106,7 @@ class Access:
         if self._casts and hides_stand_ins(inputs):
             visits = (*visits, *(layer.masters for layer in visits if layer.masters is not None))
         step = self._step
-        with self._lock, unseen():
+        with self._lock, no_dispatch_modes():
             if not (step.running or self._backward.tasks or self.depth):
                 step.begin_outside()
             self.depth += 1
@@ -123,7 +123,7 @@ class Access:
     def leave(self, visits: Visits, output: Any) -> None:
         """The call has returned (4) or raised: its layers may go (5)."""
         step = self._step
-        with self._lock, unseen():
+        with self._lock, no_dispatch_modes():
             self.depth = max(self.depth - 1, 0)
             if torch.is_grad_enabled() and visits:
                 self._watch(visits, output)
@@ -156,7 +156,7 @@ class Access:
     def _pre_backward(self, visits: Visits, gradient: Tensor) -> None:
         """Backward has come to these layers: those above are done, and so must be the drains of those before."""
         self._backward.join()
-        with self._lock, unseen():
+        with self._lock, no_dispatch_modes():
             self._step.activate()
             self._residency.pre_backward(visits)
         self._backward.sink.make_room(visits)
@@ -167,14 +167,14 @@ class Access:
         """From here on what autograd saves in calls is packed."""
         self.packing = packing
 
-    def unpack(self, layer: StreamedLayer, view: Callable[[Loan, Sequence[Tensor]], Tensor]) -> Tensor:
+    def unpack(self, layer: StreamedLayer, view: Callable[[Lease, Sequence[Tensor]], Tensor]) -> Tensor:
         """Autograd unpacks a weight (6). Its view is made under the lock: from then on it holds the slot."""
         self._backward.join()
         residency = self._residency
-        with self._lock, unseen():
+        with self._lock, no_dispatch_modes():
             new = residency.unpack(layer)
             slot = residency.used[layer]
-            saved = view(slot.loan, residency.slots.views(layer, slot))
+            saved = view(slot.lease, residency.slots.views(layer, slot))
         if new:
             self._backward.sink.make_room((layer,))
         return saved
@@ -203,7 +203,7 @@ class Access:
         layers = sorted(wanted - {self._residents.layer}, key=lambda layer: layer.index)
         if casts:
             layers = [masters.owner for masters in layers]
-        with self._lock, unseen():
+        with self._lock, no_dispatch_modes():
             self._notice_thread()
             if residents:
                 self._residents.refresh()
@@ -217,7 +217,7 @@ class Access:
         try:
             yield
         finally:
-            with self._lock, unseen():
+            with self._lock, no_dispatch_modes():
                 self._residency.end_call(layers, release=False)
                 if residents and not self._exchange.on_device:
                     self._residents.take_back_writes()
@@ -235,7 +235,7 @@ class Access:
         Raises:
             RuntimeError: the running backward has updated the table already.
         """
-        with self._lock, unseen():
+        with self._lock, no_dispatch_modes():
             if layer.owner.updated_early:
                 raise RuntimeError(needed_again(layer, "its weights were needed again"))
             layer.parameters.sync_requires_grad()
@@ -252,12 +252,12 @@ class Access:
 
     def settle_writes(self, layer: StreamedLayer) -> None:
         """What may have been written of a layer through ``.data`` is the host's now."""
-        with self._lock, unseen():
+        with self._lock, no_dispatch_modes():
             self._lent.settle(layer)
 
     def replacing(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
         """``param.data = value`` follows; graphs that saved views of the weight keep the old memory."""
-        with self._lock, unseen():
+        with self._lock, no_dispatch_modes():
             self._refuse_tying(layer, index, value)
             self._lent.replace(layer, index, value)
 

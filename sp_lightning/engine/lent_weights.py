@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from sp_lightning.device.device import Device, Stream, Wait
-from sp_lightning.device.layout import Span, normal_mode, shared, view
+from sp_lightning.device.layout import Span, no_inference_mode, shared, view
 from sp_lightning.weights.device_parameter import same_place
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.parameter_group import ParameterGroup
@@ -149,7 +149,7 @@ class LentWeights:
         written = group.take_written()
         if written:
             self._device.access(slot.memory, Stream.COMPUTE, write=False)
-        with normal_mode():
+        with no_inference_mode():
             values = {index: view(slot.memory, group.spans[index]) for index in written}
             self.write_back(layer, ((index, group.apart.get(index, value)) for index, value in values.items()))
 

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning.activations.offload import Offload, Stored
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import Loan, normal_mode, strided
+from sp_lightning.device.layout import Lease, no_inference_mode, strided
 from sp_lightning.device.torch_private import top_saved_tensors_hooks
 from sp_lightning.weights.device_parameter import DeviceParameter
 from sp_lightning.weights.layer import Kind, StreamedLayer
@@ -39,18 +39,18 @@ class _Packed(NamedTuple):
     """Of a view of a weight, or of a cast. None for a weight itself, which plain autograd follows when it is given other
     memory (``param.data = other``); a view keeps the old."""
 
-    def view(self, loan: Loan, weights: Sequence[Tensor]) -> Tensor:
+    def view(self, lease: Lease, weights: Sequence[Tensor]) -> Tensor:
         """The saved tensor, where its layer is now."""
-        with normal_mode():
+        with no_inference_mode():
             if self.which is not None and weights[self.which].dtype is self.dtype:
                 return weights[self.which].as_strided(self.shape, self.stride, self.offset // self.dtype.itemsize)
-            return strided(loan.memory, self.offset, self.dtype, self.shape, self.stride)
+            return strided(lease.memory, self.offset, self.dtype, self.shape, self.stride)
 
-    def follow(self, loan: Loan, weights: Sequence[Tensor]) -> Tensor:
+    def follow(self, lease: Lease, weights: Sequence[Tensor]) -> Tensor:
         """The weight as it is now; it may lie outside of the slot."""
         assert self.which is not None
         group = self.layer.parameters
-        return group.value(self.which) if group.attached else self.view(loan, weights)
+        return group.value(self.which) if group.attached else self.view(lease, weights)
 
 
 _Kept = tuple[Tensor, int]
@@ -90,7 +90,7 @@ class Packing:
         slots: Mapping[int, Slot],
         offload: Offload,
         device: Device,
-        reach: Callable[[StreamedLayer, Callable[[Loan, Sequence[Tensor]], Tensor]], Tensor],
+        reach: Callable[[StreamedLayer, Callable[[Lease, Sequence[Tensor]], Tensor]], Tensor],
     ) -> None:
         self._slots = slots
         self._offload = offload

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device, Stream, Wait
-from sp_lightning.device.layout import unseen
+from sp_lightning.device.layout import no_dispatch_modes
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.host_source import HostSource
 from sp_lightning.engine.lent_weights import LentWeights
@@ -113,7 +113,7 @@ class Updating:
         for member in layer.family:
             self._residency.slots.synchronize(Wait.UPDATE_AFTER_FETCH, member)
             if member.parameters.exposed:
-                with self._lock, unseen():
+                with self._lock, no_dispatch_modes():
                     self._lent.settle(member)
                 member.parameters.exposed.clear()  # what the device has is not to be written over the update
 

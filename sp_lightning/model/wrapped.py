@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.device.layout import METADATA, normal_mode, unseen
+from sp_lightning.device.layout import METADATA, no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import (
     is_traceable_wrapper_subclass,
     take_for_parameter,
@@ -60,7 +60,7 @@ class StandInForWrapped:
 
     def whole(self) -> Any:
         """The parameter on the device, which holds the slot's memory as long as anybody holds it."""
-        with unseen(), normal_mode(), _Untouched():
+        with no_dispatch_modes(), no_inference_mode(), _Untouched():
             return rebuild(self.host, iter(self._bring()))
 
     @classmethod
@@ -106,7 +106,7 @@ def stand_in(
         bring: gives its plain tensors on the device, on lent memory.
         expose: called where they are written, or may be, and no version will show it.
     """
-    with normal_mode(), _Untouched():
+    with no_inference_mode(), _Untouched():
         made = rebuild(host, away)
     attributes = tuple(host.__tensor_flatten__()[0])
     kind: Any = type(host)

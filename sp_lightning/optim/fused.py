@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.device.layout import normal_mode, unseen
+from sp_lightning.device.layout import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import fused_sgd_step, run_first_after_step, scaler_device
 
 
@@ -120,7 +120,7 @@ def _sgd_updates(dtype: torch.dtype) -> bool:
     """What torch's fused SGD on the CPU does, tried: that of 2.11 skips whole vectors of 16-bit weights."""
     if dtype not in (torch.bfloat16, torch.float16):
         return True
-    with normal_mode(), unseen(), torch.no_grad():
+    with no_inference_mode(), no_dispatch_modes(), torch.no_grad():
         weight = torch.zeros(256, dtype=dtype, device="cpu")
         fused_sgd_step(weight, torch.ones_like(weight))
         return bool((weight == -1).all())

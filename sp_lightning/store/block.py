@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.device.device import PAGE, Device, PinnedMemory
-from sp_lightning.device.layout import Loan, Span, lay_out, lend, normal_mode, total_bytes, view
+from sp_lightning.device.layout import Lease, Span, lay_out, lend, no_inference_mode, total_bytes, view
 from sp_lightning.model.find import Layer
 from sp_lightning.plan.plan import PlannedLayer
 
@@ -54,7 +54,7 @@ class HostBlock:
         self._lent: list[StorageWeakRef | None] = [None] * len(planned.spans)
         self._allocate()
         self._gradients: PinnedMemory | None = None
-        self._gradient_loans: dict[int, Loan] = {}
+        self._gradient_leases: dict[int, Lease] = {}
         self._alone = [replace(span, offset=0) for span in planned.spans]  # each in a storage of its own
         for index in range(len(self.parameters)):  # each original goes at once: set-up peaks at model plus one layer
             self._take(index)
@@ -95,7 +95,7 @@ class HostBlock:
         if (value.shape, value.dtype) != (target.shape, target.dtype):
             if value.shape == target.shape and not self._fetched_seldom:
                 self.apart.add(index)
-                with normal_mode():
+                with no_inference_mode():
                     target.data = value.to("cpu", copy=True)
                 return True
             raise RuntimeError(
@@ -103,7 +103,7 @@ class HostBlock:
                 f"{tuple(value.shape)} inside a step (param.data = other). Exchange it between two batches or before "
                 f"trainer.fit, or keep it on the device: SuperpipelineStrategy(resident=[{name!r}])."
             )
-        with normal_mode(), torch.no_grad():
+        with no_inference_mode(), torch.no_grad():
             if index not in self.apart:
                 found = torch.empty(target.nbytes, dtype=torch.uint8)
                 view(found, self._alone[index]).copy_(value)
@@ -150,14 +150,14 @@ class HostBlock:
             spans = lay_out((self.planned.spans[i].name, self.parameters[i]) for i in trainable)
             self._gradients = self._staging.take(total_bytes(spans))
             memory = self._gradients.bytes
-            self._gradient_loans = {i: Loan(_part(memory, span)) for i, span in zip(trainable, spans, strict=True)}
-        loan = self._gradient_loans.get(index)
-        return None if loan is None or loan.held else loan.views(None, [self._alone[index]])[0].data
+            self._gradient_leases = {i: Lease(_part(memory, span)) for i, span in zip(trainable, spans, strict=True)}
+        lease = self._gradient_leases.get(index)
+        return None if lease is None or lease.in_use else lease.views(None, [self._alone[index]])[0].data
 
     def release_gradients(self) -> None:
         """Nobody needs the gradients any more; other layers may have their memory, unless somebody holds some of it."""
-        if self._gradients is not None and not any(loan.held for loan in self._gradient_loans.values()):
-            self._gradient_loans.clear()
+        if self._gradients is not None and not any(lease.in_use for lease in self._gradient_leases.values()):
+            self._gradient_leases.clear()
             self._staging.give_back(self._gradients)
             self._gradients = None
 
@@ -169,10 +169,10 @@ class HostBlock:
 
     def _take(self, index: int) -> None:
         parameter = self.parameters[index]
-        with normal_mode():
+        with no_inference_mode():
             target = view(lend(_part(self._weights.bytes, self.planned.spans[index])), self._alone[index])
         self._device.access(self.weights, None, write=True)
-        with normal_mode(), torch.no_grad():
+        with no_inference_mode(), torch.no_grad():
             target.copy_(parameter.data)
             parameter.data = target
         self._lent[index] = StorageWeakRef(target.untyped_storage())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.device import Device, Stream
-from sp_lightning.device.layout import normal_mode, part
+from sp_lightning.device.layout import no_inference_mode, part
 from sp_lightning.device.torch_private import transforms_active
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.saved_values import Edition, Editions
@@ -123,7 +123,7 @@ class Casts:
         self._device.access(self._masters.weights, by, write=False)
         self._device.access(self._block.weights, by, write=True)
         wire = self._block.weights
-        with normal_mode(), torch.no_grad():
+        with no_inference_mode(), torch.no_grad():
             if not self._editions.saved:
                 self._cast_into(wire)
             else:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from sp_lightning.device.layout import METADATA, normal_mode, unseen
+from sp_lightning.device.layout import METADATA, no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import (
     DYNAMO_MARKS,
     count_function_modes,
@@ -278,10 +278,10 @@ def _grad_by_edges(outputs: Any, inputs: Any, *args: Any, materialize_grads: boo
 def _alias(parameter: DeviceParameter) -> Tensor:
     """The weight under another tensor, which whoever keeps it keeps with its memory."""
     wanted = torch.is_grad_enabled() and requires_grad(parameter)
-    with Untouched(), unseen():
+    with Untouched(), no_dispatch_modes():
         return parameter.view_as(parameter) if wanted else parameter.detach()
 
 
 def gradient_edge(parameter: DeviceParameter) -> GradientEdge:
-    with Untouched(), normal_mode(), torch.enable_grad():
+    with Untouched(), no_inference_mode(), torch.enable_grad():
         return get_gradient_edge(parameter)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device, PinnedMemory, Stream, Wait
-from sp_lightning.device.layout import normal_mode, part, strided, unseen
+from sp_lightning.device.layout import no_dispatch_modes, no_inference_mode, part, strided
 from sp_lightning.device.torch_private import coalesced, gradient_hooks, transforms_active, will_execute_node
 from sp_lightning.weights.layer import StreamedLayer
 
@@ -78,7 +78,7 @@ class Table:
             if not possible:
                 return None
             self.host_waits += 1
-            with unseen(), normal_mode():
+            with no_dispatch_modes(), no_inference_mode():
                 numbers, renumbered = torch.unique(indices.detach().to("cpu", torch.int64), return_inverse=True)
                 renumbered = renumbered.to(indices.device)
             for number in map(int, (numbers[:1], numbers[-1:]) if numbers.numel() else ()):
@@ -101,7 +101,7 @@ class Table:
         # Compute has waited for the rows before, and look_up's blocking copy of indices for compute: this wait is needed
         # where that copy is none, or where another thread's stream asks for it.
         device.synchronize(self._left, Wait.GATHER_AFTER_SEND)
-        with unseen(), normal_mode(), torch.no_grad():
+        with no_dispatch_modes(), no_inference_mode(), torch.no_grad():
             if self._leaving.bytes.nbytes < nbytes:
                 self._leaving = PinnedMemory(device, 2 * nbytes, pin=self._pin)
             leaving = self._leaving.bytes[:nbytes]

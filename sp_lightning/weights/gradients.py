@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device, PinnedMemory, Stream, Wait
-from sp_lightning.device.layout import aligned, normal_mode, strided
+from sp_lightning.device.layout import aligned, no_inference_mode, strided
 from sp_lightning.device.torch_private import accumulation_hooks, coalesced, sparse_indices, sparse_values
 from sp_lightning.store.block import Staging
 from sp_lightning.weights.layer import Kind, StreamedLayer
@@ -311,7 +311,7 @@ class Gradients:
         if landing.compacted and landing.own is None and landing.parameter.grad is None:
             gradient = gradient.to_dense()  # somebody holds what was lent for it
         elif landing.own is not None and landing.own is not gradient and landing.parameter.grad is None:
-            with normal_mode():
+            with no_inference_mode():
                 if gradient.layout is torch.strided:
                     gradient = landing.own.copy_(gradient)
                 else:
@@ -324,7 +324,7 @@ def _each_row_once(gradient: Tensor) -> Tensor:
     """The rows that several uses gave, summed as autograd sums dense gradients: one after the other."""
     if gradient.is_coalesced():
         return gradient
-    with normal_mode():
+    with no_inference_mode():
         numbers, where = torch.unique(sparse_indices(gradient)[0], return_inverse=True)
         values = sparse_values(gradient)
         rows = values.new_zeros((len(numbers), *values.shape[1:])).index_add_(0, where, values)
@@ -347,7 +347,7 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:
     if parameter.grad is None and own:
         parameter.grad = gradient
     else:
-        with normal_mode(), torch.no_grad():
+        with no_inference_mode(), torch.no_grad():
             if parameter.grad is None:
                 parameter.grad = gradient.to(parameter.dtype, copy=True)
             elif parameter.grad.layout is not torch.strided and gradient.layout is torch.strided:
@@ -356,6 +356,6 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:
                 parameter.grad += gradient
     after = accumulation_hooks(parameter)
     if after:
-        with normal_mode(), torch.no_grad():
+        with no_inference_mode(), torch.no_grad():
             for hook in list(after.values()):
                 hook(parameter)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, increment_version
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.device.layout import Span, normal_mode
+from sp_lightning.device.layout import Span, no_inference_mode
 from sp_lightning.device.torch_private import gradient_hooks
 from sp_lightning.weights.casts import came_from_cast
 from sp_lightning.weights.device_parameter import (
@@ -108,7 +108,7 @@ class ParameterGroup:
         self._present = [_with_user_class(DeviceParameter, type(host)) for host in hosts]
         self._absent = [_with_user_class(StandIn, type(host)) for host in hosts]
         self._handles: list[RemovableHandle] = []
-        with normal_mode():
+        with no_inference_mode():
             self._away = [_nothing_like(span, device) for span in spans]
             self.all = [self._make(index) for index in range(len(spans))]
         # An accumulator that lives keeps the count of references the same, whether a graph is alive or not.
@@ -174,7 +174,7 @@ class ParameterGroup:
 
     def set_apart(self, index: int, value: Tensor) -> None:
         """A weight was given another dtype: the layer's memory has no place for it."""
-        with normal_mode():
+        with no_inference_mode():
             self.apart[index] = value
             self._away[index] = _nothing_like(value, self.device)
 
@@ -189,7 +189,7 @@ class ParameterGroup:
             )
 
     def _with_those_apart(self, views: Sequence[Tensor]) -> Sequence[Tensor]:
-        with normal_mode(), torch.no_grad():
+        with no_inference_mode(), torch.no_grad():
             apart = {index: mine.copy_(self.hosts[index]) for index, mine in self.apart.items()}
         return [apart.get(index, value) for index, value in enumerate(views)]
 
@@ -320,7 +320,7 @@ class ParameterGroup:
             return
         for index, (old, new) in enumerate(zip(self._host_versions, now, strict=True)):
             if old != new:
-                with normal_mode(), Untouched():
+                with no_inference_mode(), Untouched():
                     increment_version(self.all[index])
                 self._versions[index] += 1
         self._host_versions = now

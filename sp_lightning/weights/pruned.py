@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import normal_mode, strided
+from sp_lightning.device.layout import no_inference_mode, strided
 from sp_lightning.device.torch_private import forward_pre_hooks, pruned_attribute
 
 
@@ -57,7 +57,7 @@ class PrunedWeights:
                 vars(module)[name] = self._device.receive(product.detach()).requires_grad_(product.requires_grad)
 
     def _send(self, host: Tensor) -> Tensor:
-        with normal_mode(), torch.no_grad():
+        with no_inference_mode(), torch.no_grad():
             whole = host.detach().clone()  # dense, whatever the user's is
             flat = strided(whole, 0, torch.uint8, (whole.nbytes,), (1,))
             return strided(self._device.send(flat), 0, whole.dtype, whole.shape, whole.stride())

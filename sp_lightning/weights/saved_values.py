@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import ALIGNMENT, normal_mode, strided
+from sp_lightning.device.layout import ALIGNMENT, no_inference_mode, strided
 
 
 class Edition:
@@ -41,7 +41,7 @@ class Edition:
         last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         source = self.kept[offset - ahead - self._begin :][: ahead + (last + 1) * dtype.itemsize]
         memory = device.send(source)
-        with normal_mode():
+        with no_inference_mode():
             return strided(memory, ahead, dtype, shape, stride)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from sp_lightning.device.device import Device, Stream, Wait
-from sp_lightning.device.layout import Loan
+from sp_lightning.device.layout import Lease
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.weights.layer import StreamedLayer
 
@@ -47,7 +47,7 @@ class Slot:
 
     Attributes:
         memory: flat ``uint8``, as transfers write it.
-        loan: the same memory, as compute has it.
+        lease: the same memory, as compute has it.
         layer: whose weights are in it; None if they are out of date.
         lent: whether it is in use.
         escaped: whether views of it outlived its last use.
@@ -59,7 +59,7 @@ class Slot:
 
     ring: int
     memory: Tensor
-    loan: Loan
+    lease: Lease
     extra: bool = False
     layer: StreamedLayer | None = None
     lent: bool = False
@@ -74,7 +74,7 @@ class Slot:
         """The state now; HELD ends by itself, when the last view is dropped."""
         if self.lent:
             return SlotState.LENT
-        if self.loan.held:
+        if self.lease.in_use:
             return SlotState.HELD
         return SlotState.FREE if self.layer is None else SlotState.FILLED
 
@@ -115,7 +115,7 @@ class Slots:
 
     def _make(self, ring: int, *, extra: bool = False) -> Slot:
         memory = self._device.empty(self._plan.rings[ring].nbytes)
-        slot = Slot(ring, memory, Loan(memory), extra)
+        slot = Slot(ring, memory, Lease(memory), extra)
         self._keep(slot)
         return slot
 
@@ -126,13 +126,13 @@ class Slots:
             self.by_address[slot.memory.data_ptr()] = slot
 
     def views(self, layer: StreamedLayer, slot: Slot) -> list[Tensor]:
-        """The weights of a layer in the slot that it is in, then its casts; see :meth:`Loan.views`."""
-        return slot.loan.views(layer.layout, (*layer.planned.spans, *layer.planned.casts))
+        """The weights of a layer in the slot that it is in, then its casts; see :meth:`Lease.views`."""
+        return slot.lease.views(layer.layout, (*layer.planned.spans, *layer.planned.casts))
 
     def planned(self, ring: int) -> list[Slot]:
         """The slots of a ring that layers may come to early: those aside that somebody holds after their use, and the
         extra ones, which are given back at the batch's end."""
-        return [slot for slot in self._planned[ring] if slot.lent or not slot.loan.held]
+        return [slot for slot in self._planned[ring] if slot.lent or not slot.lease.in_use]
 
     def find(self, layer: StreamedLayer, next_use: Callable[[StreamedLayer], float]) -> Slot:
         """The slot to overwrite for a layer that is needed at once: a free one, the farthest, or an extra one."""
@@ -195,7 +195,7 @@ class Slots:
         self._device.note("backward" if slot.backward else "forward", layer, slot.begun, Stream.COMPUTE)
         self.idle_since = self._device.mark(Stream.COMPUTE)
         slot.lent = False
-        slot.escaped = slot.loan.held
+        slot.escaped = slot.lease.in_use
         if not slot.escaped:
             slot.idle = self._device.record(Stream.COMPUTE)
 

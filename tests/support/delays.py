@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.device import Accelerator, Stream, Wait
-from sp_lightning.device.layout import normal_mode
+from sp_lightning.device.layout import no_inference_mode
 
 Slow = Literal["copies", "compute"]
 REGIMES: tuple[Slow, ...] = ("copies", "compute")
@@ -48,7 +48,7 @@ class Delayed(Accelerator):
         self, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: Stream, *, why: Wait | None = None
     ) -> None:
         if self.slow == "copies":
-            with self._stream(stream), normal_mode():
+            with self._stream(stream), no_inference_mode():
                 torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
                 for target, source in zip(targets, sources, strict=True):
                     spoil(target, source)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import Loan, Span, lend
+from sp_lightning.device.layout import Lease, Span, lend
 from sp_lightning.engine.access import Access
 from sp_lightning.weights.layer import StreamedLayer
 from tests.support.engine import step, streamed
@@ -45,34 +45,34 @@ def as_a_parameters_data(weight: Tensor) -> nn.Parameter:
     ids=["itself", "view", "data", "storage", "numpy", "dlpack", "alias", "parameter", "graph"],
 )
 def test_each_way_of_holding_counts(keep: Callable[[Tensor], Any]) -> None:
-    loan = Loan(torch.zeros(1024, dtype=torch.uint8))
-    assert not loan.held
-    [weight] = loan.views(0, [SPAN])
-    assert not loan.held
+    lease = Lease(torch.zeros(1024, dtype=torch.uint8))
+    assert not lease.in_use
+    [weight] = lease.views(0, [SPAN])
+    assert not lease.in_use
     kept = keep(weight.detach())  # never the view itself
-    assert loan.held
+    assert lease.in_use
     del kept
-    assert not loan.held
+    assert not lease.in_use
 
 
 def test_views_are_made_once_and_lie_where_their_spans_say() -> None:
     memory = torch.arange(1024, dtype=torch.int32).to(torch.uint8)
-    loan = Loan(memory)
-    [weight] = loan.views("a", [SPAN])
-    assert loan.views("a", [SPAN])[0] is weight
+    lease = Lease(memory)
+    [weight] = lease.views("a", [SPAN])
+    assert lease.views("a", [SPAN])[0] is weight
     assert torch.equal(weight.view(torch.uint8).flatten(), memory[512:576])
-    loan.views("b", [SPAN, SPAN])
-    assert not loan.held
+    lease.views("b", [SPAN, SPAN])
+    assert not lease.in_use
     with torch.inference_mode():
-        assert not Loan(memory).memory.is_inference()
+        assert not Lease(memory).memory.is_inference()
 
 
 def test_memory_that_was_moved_is_held_for_good() -> None:
     """``share_memory_`` exchanges the memory under a storage; what others have mapped must not be written again."""
-    loan = Loan(torch.zeros(1024, dtype=torch.uint8))
-    [weight] = loan.views(0, [SPAN])
+    lease = Lease(torch.zeros(1024, dtype=torch.uint8))
+    [weight] = lease.views(0, [SPAN])
     weight.detach().share_memory_()
-    assert loan.held
+    assert lease.in_use
 
 
 def test_a_saved_weight_holds_its_slot_before_anybody_else_may_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_a_saved_weight_holds_its_slot_before_anybody_else_may_take_it(monkeypat
 
     def watched(self: Access, layer: StreamedLayer, view: Any) -> Tensor:
         def make_room(layers: Any) -> None:
-            held.append(self._residency.used[layer].loan.held)
+            held.append(self._residency.used[layer].lease.in_use)
 
         with monkeypatch.context() as patch:
             patch.setattr(self._backward.sink, "make_room", make_room)
