@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import Lease, Span, lend
+from sp_lightning.device.layout import Span
+from sp_lightning.device.lease import Lease, lend
 from sp_lightning.engine.access import Access
 from sp_lightning.weights.layer import StreamedLayer
 from tests.support.engine import step, streamed

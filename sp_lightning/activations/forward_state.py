@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.backends import cuda as attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sp_lightning.device.layout import no_dispatch_modes, no_inference_mode
+from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import (
     COMPILED_CALL,
     RNN_WEIGHTS,

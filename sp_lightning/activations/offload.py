@@ -30,7 +30,8 @@ from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.device.device import PAGE, Device, PinnedMemory, Stream, Wait
-from sp_lightning.device.layout import no_dispatch_modes, no_inference_mode, strided
+from sp_lightning.device.layout import strided
+from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import preserve_version_counter, storage_id
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.plan import human_bytes

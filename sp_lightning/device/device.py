@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.device.layout import no_inference_mode
+from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.timeline import Kind, Timeline
 
 PAGE = 4096

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.device.layout import Lease, no_dispatch_modes
+from sp_lightning.device.lease import Lease
+from sp_lightning.device.modes import no_dispatch_modes
 from sp_lightning.device.torch_private import (
     DIFFERENTIATING,
     current_graph_task,

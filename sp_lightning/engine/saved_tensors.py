@@ -17,7 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning.activations.offload import Offload, Stored
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import Lease, no_inference_mode, strided
+from sp_lightning.device.layout import strided
+from sp_lightning.device.lease import Lease
+from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import top_saved_tensors_hooks
 from sp_lightning.weights.device_parameter import DeviceParameter
 from sp_lightning.weights.layer import Kind, StreamedLayer

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.device.layout import METADATA, no_dispatch_modes, no_inference_mode
+from sp_lightning.device.metadata import METADATA
+from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import (
     is_traceable_wrapper_subclass,
     take_for_parameter,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.device.layout import no_dispatch_modes, no_inference_mode
+from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import fused_sgd_step, run_first_after_step, scaler_device
 
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from sp_lightning.device.layout import METADATA, no_dispatch_modes, no_inference_mode
+from sp_lightning.device.metadata import METADATA
+from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import (
     DYNAMO_MARKS,
     count_function_modes,

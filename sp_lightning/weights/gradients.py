@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device, PinnedMemory, Stream, Wait
-from sp_lightning.device.layout import aligned, no_inference_mode, strided
+from sp_lightning.device.layout import aligned, strided
+from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import accumulation_hooks, coalesced, sparse_indices, sparse_values
 from sp_lightning.store.block import Staging
 from sp_lightning.weights.layer import Kind, StreamedLayer

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, increment_version
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.device.layout import Span, no_inference_mode
+from sp_lightning.device.layout import Span
+from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import gradient_hooks
 from sp_lightning.weights.casts import came_from_cast
 from sp_lightning.weights.device_parameter import (

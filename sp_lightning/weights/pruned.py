@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import no_inference_mode, strided
+from sp_lightning.device.layout import strided
+from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import forward_pre_hooks, pruned_attribute
 
 

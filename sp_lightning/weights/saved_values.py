@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import ALIGNMENT, no_inference_mode, strided
+from sp_lightning.device.layout import ALIGNMENT, strided
+from sp_lightning.device.modes import no_inference_mode
 
 
 class Edition:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.device import Accelerator, Stream, Wait
-from sp_lightning.device.layout import no_inference_mode
+from sp_lightning.device.modes import no_inference_mode
 
 Slow = Literal["copies", "compute"]
 REGIMES: tuple[Slow, ...] = ("copies", "compute")

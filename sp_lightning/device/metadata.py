@@ -1,0 +1,31 @@
+"""What torch can be asked of a tensor without a look at its memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_lightning.device.torch_private import TENSOR_METADATA
+
+
+def _metadata() -> frozenset[Any]:
+    attributes = (
+        "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_xpu",
+        "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "itemsize", "nbytes",
+        "names", "output_nr", "retains_grad", *TENSOR_METADATA,
+    )  # fmt: skip
+    methods = (
+        "size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_inference", "get_device",
+        "ndimension", "is_signed", "__len__", "has_names",
+    )  # fmt: skip
+    functions = ("numel", "is_floating_point", "is_complex", "is_inference", "is_signed")
+    found = [getattr(Tensor, name).__get__ for name in attributes if hasattr(getattr(Tensor, name, None), "__get__")]
+    found += [getattr(Tensor, name) for name in methods if hasattr(Tensor, name)]
+    found += [getattr(torch, name) for name in functions]
+    return frozenset(found)
+
+
+METADATA = _metadata()
+"""What torch can be asked of a tensor without a look at its memory."""
