@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.device.device import Accelerator, PinnedMemory, Wait
+from sp_lightning.device.accelerator import Accelerator
+from sp_lightning.device.pinned import PinnedMemory
+from sp_lightning.device.waits import Wait
 
 EMPTY = torch.empty
 

@@ -23,7 +23,7 @@ from sp_lightning.activations import offload
 from sp_lightning.activations.calls import Activations
 from sp_lightning.activations.forward_state import Unrepeatable
 from sp_lightning.activations.offload import Offload, Parcel
-from sp_lightning.device.device import PAGE
+from sp_lightning.device.layout import PAGE
 from sp_lightning.device.modes import no_dispatch_modes
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.plan.activation_policy import Call, peak_bytes

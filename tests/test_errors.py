@@ -302,7 +302,7 @@ def test_precision_plugins_that_cannot_work(kind: Any) -> None:
 
 
 def test_devices_without_streams() -> None:
-    from sp_lightning.device.device import device_for
+    from sp_lightning.device.accelerator import device_for
 
     with pytest.raises(ValueError, match=r"cannot use device 'meta'.*accelerator="):
         device_for(torch.device("meta"))

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device.device import Accelerator, Device
+from sp_lightning.device.accelerator import Accelerator
+from sp_lightning.device.device import Device
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.plan.plan import make_plan
 from tests.support.engine import events, step, streamed

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
-from sp_lightning.device.device import Device, Stream
+from sp_lightning.device.device import Device
 from sp_lightning.device.timeline import Timeline
+from sp_lightning.device.waits import Stream
 from sp_lightning.model.find import find_layers
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.plan import make_plan

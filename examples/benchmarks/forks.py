@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from examples.benchmarks import cli
-from sp_lightning.device.device import PinnedMemory, device_for
+from sp_lightning.device.accelerator import device_for
+from sp_lightning.device.pinned import PinnedMemory
 
 
 def measure(nbytes: int, device: torch.device, *, pin: bool) -> dict[str, float | bool]:

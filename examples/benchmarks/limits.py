@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from examples.benchmarks import cli, rows
 from examples.benchmarks.limit_model import ADAMW_BYTES
-from sp_lightning.device.device import PinnedMemory, device_for
+from sp_lightning.device.accelerator import device_for
+from sp_lightning.device.pinned import PinnedMemory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TRANSFERS = ("host_to_device_bytes", "device_to_host_bytes", "duplex_bytes")

@@ -29,10 +29,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sp_lightning.device.device import PAGE, Device, PinnedMemory, Stream, Wait
-from sp_lightning.device.layout import strided
+from sp_lightning.device.device import Device
+from sp_lightning.device.layout import PAGE, strided
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
+from sp_lightning.device.pinned import PinnedMemory
 from sp_lightning.device.torch_private import preserve_version_counter, storage_id
+from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.plan import human_bytes
 

@@ -1,16 +1,13 @@
-"""The one file that touches an accelerator: memory, streams, events, copies, pinning; and the background thread.
+"""The seam between the engine and the device: memory, copies, waits, times; and the background thread.
 
 :class:`Device` is the synchronous CPU, where every copy is done at once and there is nothing to wait for.
-:class:`Accelerator` does the same with three streams. All other code receives one of the two and does not ask which.
+:class:`~sp_lightning.device.accelerator.Accelerator` does the same with three streams. All other code receives one of
+the two and does not ask which.
 """
 
 from __future__ import annotations
 
-import contextlib
-import enum
 import math
-import os
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
@@ -19,49 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_lightning.device.layout import PAGE
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.timeline import Kind, Timeline
-
-PAGE = 4096
-
-
-class Stream(enum.Enum):
-    """In whose order something happens."""
-
-    COMPUTE = "compute"
-    """The stream that the model's kernels run on: whatever stream is current."""
-    UPLOAD = "host to device"
-    DOWNLOAD = "device to host"
-    UPDATE = "host, in the background"
-    """No stream of the device's: the thread that updates weights while the host goes on."""
-
-
-class Wait(enum.Enum):
-    """Every wait of the engine, and what would go wrong without it. ``tests/test_waits.py`` leaves out each in turn."""
-
-    FETCH_AFTER_USE = "a slot is overwritten after the last kernel that read it"
-    USE_AFTER_FETCH = "a layer is read after its transfer"
-    CAST_AFTER_FETCH = "casts are made anew after the last transfer that read them"
-    WRITE_BACK_AFTER_USE = "the host takes a weight after the kernels that wrote it on the device"
-    RESIDENTS_AFTER_USE = "residents are sent again after the last kernel that read them"
-    USE_AFTER_RESIDENTS = "residents are read after their transfer"
-    DRAIN_AFTER_GRADIENT = "a gradient leaves after the kernel that wrote it"
-    REUSE_AFTER_DRAIN = "a gradient's device memory is used again after its copy"
-    APPLY_AFTER_DRAIN = "the host reads a gradient after its copy"
-    DROP_AFTER_DRAIN = "the host uses a dropped gradient's memory again after its copy"
-    UPDATE_AFTER_FETCH = "the host writes weights after the transfers that read them"
-    UPDATE_AFTER_RESIDENTS = "the host writes residents after the transfer that reads them"
-    FETCH_AFTER_UPDATE = "a layer is fetched after its update in the background"
-    READ_AFTER_UPDATE = "the host reads and writes weights and gradients after their updates in the background"
-    CLOSE_AFTER_FETCH = "slots and host blocks are freed after the last transfer"
-    STORE_AFTER_SAVE = "an activation leaves after the kernel that wrote it"
-    REUSE_AFTER_STORE = "an activation's device memory is used again after its copy to the host"
-    GATHER_AFTER_SEND = "the host gathers rows of a table after the transfer of those before"
-    RETURN_AFTER_USE = "an activation comes back into memory after the last kernel that used that before"
-    USE_AFTER_RETURN = "a returned activation is read after its transfer"
-    REUSE_AFTER_RETURN = "memory of a returned activation that nobody read is used again after the transfer"
-    CLOSE_AFTER_STORE = "the host's memory of activations is freed after the last transfer from or to it"
-    UNPIN_AFTER_COPY = "host memory is unpinned after the last copy from or to it"
+from sp_lightning.device.waits import Stream, Wait
 
 
 class Device:
@@ -211,184 +169,6 @@ class Device:
         return sum(self._stalled[each] for each in why)
 
 
-class Accelerator(Device):
-    """An accelerator with asynchronous copies, through ``torch.accelerator``, ``torch.Stream``, ``torch.Event``.
-
-    The three streams are created once: fresh ones each step grow the allocator's pools (prime-rl#3196).
-    """
-
-    synchronous = False
-    computes_on_host = False
-
-    def __init__(self, device: torch.device) -> None:
-        if device.index is None:
-            device = torch.device(device.type, torch.accelerator.current_device_index())
-        super().__init__(device)
-        self._side = {stream: torch.Stream(device) for stream in (Stream.UPLOAD, Stream.DOWNLOAD)}
-        self._waits: list[tuple[Wait, torch.Event, torch.Event]] = []
-
-    def _stream(self, stream: Stream) -> torch.Stream:
-        # Never cached: hooks of backward run on autograd's thread, which has a current stream of its own.
-        return self._side[stream] if stream in self._side else torch.accelerator.current_stream(self.device)
-
-    def host_empty(self, nbytes: int, *, pin: bool = False) -> Tensor:
-        if pin and self.device.type != "cuda":
-            with no_inference_mode(), contextlib.suppress(RuntimeError):  # it has none left, or is not allowed to
-                return torch.empty(math.ceil(max(nbytes, 1) / PAGE) * PAGE, dtype=torch.uint8, pin_memory=True)
-        return super().host_empty(nbytes)
-
-    def pin(self, memory: Tensor) -> bool:
-        # torch's own pinned allocator rounds each tensor up to a power of two; registering the block does not. Only CUDA
-        # (and ROCm) can.
-        if self.device.type != "cuda":
-            return memory.is_pinned()
-        runtime = torch.cuda.cudart()
-        if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
-            return True
-        _clear_last_error(self.device)
-        return False
-
-    def unpin(self, memory: Tensor) -> None:
-        if self.device.type != "cuda":
-            return  # torch's allocator takes it back when nobody holds it
-        if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())) != 0:
-            _clear_last_error(self.device)
-
-    def copy(
-        self, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: Stream, *, why: Wait | None = None
-    ) -> None:
-        with self._stream(stream), no_inference_mode():
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
-
-    def record(self, stream: Stream) -> torch.Event:
-        event = torch.Event(self.device)
-        event.record(self._stream(stream))
-        return event
-
-    def wait(self, stream: Stream, event: torch.Event | None, why: Wait) -> None:
-        if event is None or event.query():
-            return
-        waiting = self._stream(stream)
-        if stream is not Stream.COMPUTE:
-            waiting.wait_event(event)
-            return
-        before, after = (torch.Event(self.device, enable_timing=True) for _ in range(2))
-        before.record(waiting)
-        waiting.wait_event(event)
-        after.record(waiting)
-        self._waits.append((why, before, after))
-        if len(self._waits) > 512:
-            self._sum_waits()
-
-    def synchronize(self, event: torch.Event | None, why: Wait) -> None:
-        if event is not None:
-            event.synchronize()
-
-    def free_bytes(self) -> int | None:
-        free, held, used = map(self._counted, ("get_memory_info", "memory_reserved", "memory_allocated"))
-        if free is None or held is None or used is None:
-            return None
-        # Memory that the allocator holds and nobody uses can be had as well.
-        return int(free[0] + held - used)
-
-    def mark(self, stream: Stream) -> Any:
-        if not self.timelines:
-            return None
-        if stream is Stream.UPDATE:
-            return super().mark(stream)
-        event = torch.Event(self.device, enable_timing=True)
-        event.record(self._stream(stream))
-        return event
-
-    def make_timeline(self) -> Timeline:
-        zero = torch.Event(self.device, enable_timing=True)
-        zero.record(torch.accelerator.current_stream(self.device))
-        zero.synchronize()
-        start = perf_counter()
-
-        def seconds(mark: Any) -> float | None:
-            if isinstance(mark, float):
-                return mark
-            return start + zero.elapsed_time(mark) / 1000 if mark.query() else None
-
-        return Timeline(seconds)
-
-    def peak_bytes(self) -> int | None:
-        peak = self._counted("max_memory_allocated")
-        return None if peak is None else int(peak)
-
-    def reset_peak(self) -> None:
-        self._counted("reset_peak_memory_stats")
-
-    def _counted(self, name: str) -> Any:
-        """One of torch's counters of device memory; None where this torch (before 2.10) or this backend has none."""
-        if self.device.type == "cuda":
-            return getattr(torch.cuda, {"get_memory_info": "mem_get_info"}.get(name, name))(self.device)
-        with contextlib.suppress(AttributeError, RuntimeError):
-            return getattr(torch.accelerator, name)(self.device)
-        return None
-
-    def stall_seconds(self, *why: Wait) -> float:
-        self._sum_waits()
-        return super().stall_seconds(*why)
-
-    def _sum_waits(self) -> None:
-        still_open = []
-        for why, before, after in self._waits:
-            if after.query():
-                self._stalled[why] += before.elapsed_time(after) / 1000
-            else:
-                still_open.append((why, before, after))
-        self._waits = still_open
-
-
-def device_for(device: torch.device) -> Device:
-    """The :class:`Device` for a torch device.
-
-    Raises:
-        ValueError: a backend without streams and events.
-    """
-    if device.type == "cpu":
-        return Device(device)
-    current = torch.accelerator.current_accelerator()
-    if current is not None and current.type == device.type and device.type != "mps":
-        return Accelerator(device)
-    raise ValueError(
-        f"superpipeline cannot use device {str(device)!r}: it needs the CPU or an accelerator with streams and events "
-        '(CUDA, ROCm, XPU). Pass Trainer(accelerator="cpu") or Trainer(accelerator="gpu").'
-    )
-
-
-class PinnedMemory:
-    """Host memory that is page-locked while this object lives, where the device allows it.
-
-    Attributes:
-        bytes: ``uint8``, page-aligned.
-        pinned: whether page-locking succeeded; False without ``pin``.
-    """
-
-    def __init__(self, device: Device, nbytes: int, *, pin: bool) -> None:
-        self.bytes = device.host_empty(nbytes, pin=pin)
-        self.pinned = pin and device.pin(self.bytes)
-        # The finalizer holds the memory, so that it is unpinned before it is freed.
-        self._finalizer = weakref.finalize(self, _unpin, device, self.bytes, os.getpid()) if self.pinned else None
-
-    def unpin(self) -> None:
-        """Give the page lock back; the memory stays as it is."""
-        if self._finalizer is not None:
-            self._finalizer()
-
-
-def _unpin(device: Device, memory: Tensor, process: int) -> None:
-    """Unpin memory once nothing is copied any more: whoever lets go of it need not know of its last copy."""
-    if os.getpid() != process:  # a forked worker has a copy of the memory, and can neither wait nor unpin
-        return
-    for stream in (Stream.UPLOAD, Stream.DOWNLOAD):
-        device.synchronize(device.record(stream), Wait.UNPIN_AFTER_COPY)
-    device.unpin(memory)
-
-
 def _one_thread() -> ThreadPoolExecutor:
     """A background thread whose operators use all cores but one, which is left to Python."""
     threads = torch.get_num_threads()
@@ -405,9 +185,3 @@ def _one_thread() -> ThreadPoolExecutor:
 
 def _as_it_is(mark: float) -> float:
     return mark
-
-
-def _clear_last_error(device: torch.device) -> None:
-    """Take a failed registration's error out of the runtime, where the next kernel launch would find and raise it."""
-    with contextlib.suppress(RuntimeError):  # this launch is that next one: its error is the registration's
-        torch.zeros(1, device=device)

@@ -1,8 +1,7 @@
-"""How tensors lie in flat memory: spans, alignment, and storages that are lent.
+"""How tensors lie in flat memory: spans and alignment.
 
 A *block* (host) or a *slot* (device) is one flat ``uint8`` tensor that holds all parameters of one layer. A
-:class:`Span` says where a parameter lies in it; a :class:`Lease` hands memory out in such a way that one can tell later
-whether anybody still holds it.
+:class:`Span` says where a parameter lies in it.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ from torch import Tensor
 # Vectorised CPU kernels give other last bits on other alignments, and cublasLt chooses its kernel by alignment:
 # every parameter begins where an allocator would have put it.
 ALIGNMENT = 512
+
+PAGE = 4096
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sp_lightning.device.device import Device, Wait
+from sp_lightning.device.device import Device
+from sp_lightning.device.waits import Wait
 from sp_lightning.engine.lent_weights import keep_saved
 from sp_lightning.optim.background import Updates
 from sp_lightning.store.block import HostBlock

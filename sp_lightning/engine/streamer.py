@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from sp_lightning.activations.calls import Activations
 from sp_lightning.activations.offload import HostRing
-from sp_lightning.device.device import Device, Wait
+from sp_lightning.device.device import Device
+from sp_lightning.device.waits import Wait
 from sp_lightning.engine.access import Access
 from sp_lightning.engine.assembly import make_layers, make_tables, stand_ins_for_wrapped
 from sp_lightning.engine.backward import Backward

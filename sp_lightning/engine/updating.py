@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.device.device import Device
 from sp_lightning.device.modes import no_dispatch_modes
+from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.host_source import HostSource
 from sp_lightning.engine.lent_weights import LentWeights

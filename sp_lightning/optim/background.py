@@ -18,7 +18,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.device.device import Device
+from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.weights.device_parameter import DeviceParameter
 from sp_lightning.weights.layer import StreamedLayer
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from sp_lightning.device.device import Device, Stream
+from sp_lightning.device.device import Device
 from sp_lightning.device.torch_private import accumulation_hooks, run_first_after_step, tree_map
+from sp_lightning.device.waits import Stream
 from sp_lightning.optim.background import Updates
 from sp_lightning.weights.layer import StreamedLayer
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sp_lightning.device.device import PAGE, Device, PinnedMemory
-from sp_lightning.device.layout import Span, lay_out, total_bytes, view
+from sp_lightning.device.device import Device
+from sp_lightning.device.layout import PAGE, Span, lay_out, total_bytes, view
 from sp_lightning.device.lease import Lease, lend
 from sp_lightning.device.modes import no_inference_mode
+from sp_lightning.device.pinned import PinnedMemory
 from sp_lightning.model.find import Layer
 from sp_lightning.plan.plan import PlannedLayer
 

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.device.device import device_for
+from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.timeline import Timeline
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.model.find import Found, LayerChoice, Parted, find_layers, refuse_cuda_graphs

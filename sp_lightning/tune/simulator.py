@@ -17,8 +17,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.device.device import Device
 from sp_lightning.device.timeline import Interval, Kind
+from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.engine.residency import Residency
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.weights.gradients import Drains

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sp_lightning.device.device import Device, Stream
+from sp_lightning.device.device import Device
 from sp_lightning.device.layout import part
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import transforms_active
+from sp_lightning.device.waits import Stream
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.saved_values import Edition, Editions
 

@@ -15,10 +15,12 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device.device import Device, PinnedMemory, Stream, Wait
+from sp_lightning.device.device import Device
 from sp_lightning.device.layout import aligned, strided
 from sp_lightning.device.modes import no_inference_mode
+from sp_lightning.device.pinned import PinnedMemory
 from sp_lightning.device.torch_private import accumulation_hooks, coalesced, sparse_indices, sparse_values
+from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.block import Staging
 from sp_lightning.weights.layer import Kind, StreamedLayer
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.device.device import Device
 from sp_lightning.device.layout import view
+from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.source import BlockSource
 

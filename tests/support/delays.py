@@ -17,8 +17,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from sp_lightning.device.device import Accelerator, Stream, Wait
+from sp_lightning.device.accelerator import Accelerator
 from sp_lightning.device.modes import no_inference_mode
+from sp_lightning.device.waits import Stream, Wait
 
 Slow = Literal["copies", "compute"]
 REGIMES: tuple[Slow, ...] = ("copies", "compute")

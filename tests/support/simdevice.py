@@ -29,7 +29,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.device.device import Device
+from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.block import HostBlock
 
 HOST = "host"

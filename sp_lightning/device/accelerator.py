@@ -1,0 +1,173 @@
+"""The one file that touches an accelerator: memory, streams, events, copies, pinning."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_lightning.device.device import Device
+from sp_lightning.device.layout import PAGE
+from sp_lightning.device.modes import no_inference_mode
+from sp_lightning.device.timeline import Timeline
+from sp_lightning.device.waits import Stream, Wait
+
+
+class Accelerator(Device):
+    """An accelerator with asynchronous copies, through ``torch.accelerator``, ``torch.Stream``, ``torch.Event``.
+
+    The three streams are created once: fresh ones each step grow the allocator's pools (prime-rl#3196).
+    """
+
+    synchronous = False
+    computes_on_host = False
+
+    def __init__(self, device: torch.device) -> None:
+        if device.index is None:
+            device = torch.device(device.type, torch.accelerator.current_device_index())
+        super().__init__(device)
+        self._side = {stream: torch.Stream(device) for stream in (Stream.UPLOAD, Stream.DOWNLOAD)}
+        self._waits: list[tuple[Wait, torch.Event, torch.Event]] = []
+
+    def _stream(self, stream: Stream) -> torch.Stream:
+        # Never cached: hooks of backward run on autograd's thread, which has a current stream of its own.
+        return self._side[stream] if stream in self._side else torch.accelerator.current_stream(self.device)
+
+    def host_empty(self, nbytes: int, *, pin: bool = False) -> Tensor:
+        if pin and self.device.type != "cuda":
+            with no_inference_mode(), contextlib.suppress(RuntimeError):  # it has none left, or is not allowed to
+                return torch.empty(math.ceil(max(nbytes, 1) / PAGE) * PAGE, dtype=torch.uint8, pin_memory=True)
+        return super().host_empty(nbytes)
+
+    def pin(self, memory: Tensor) -> bool:
+        # torch's own pinned allocator rounds each tensor up to a power of two; registering the block does not. Only CUDA
+        # (and ROCm) can.
+        if self.device.type != "cuda":
+            return memory.is_pinned()
+        runtime = torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
+            return True
+        _clear_last_error(self.device)
+        return False
+
+    def unpin(self, memory: Tensor) -> None:
+        if self.device.type != "cuda":
+            return  # torch's allocator takes it back when nobody holds it
+        if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())) != 0:
+            _clear_last_error(self.device)
+
+    def copy(
+        self, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: Stream, *, why: Wait | None = None
+    ) -> None:
+        with self._stream(stream), no_inference_mode():
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+
+    def record(self, stream: Stream) -> torch.Event:
+        event = torch.Event(self.device)
+        event.record(self._stream(stream))
+        return event
+
+    def wait(self, stream: Stream, event: torch.Event | None, why: Wait) -> None:
+        if event is None or event.query():
+            return
+        waiting = self._stream(stream)
+        if stream is not Stream.COMPUTE:
+            waiting.wait_event(event)
+            return
+        before, after = (torch.Event(self.device, enable_timing=True) for _ in range(2))
+        before.record(waiting)
+        waiting.wait_event(event)
+        after.record(waiting)
+        self._waits.append((why, before, after))
+        if len(self._waits) > 512:
+            self._sum_waits()
+
+    def synchronize(self, event: torch.Event | None, why: Wait) -> None:
+        if event is not None:
+            event.synchronize()
+
+    def free_bytes(self) -> int | None:
+        free, held, used = map(self._counted, ("get_memory_info", "memory_reserved", "memory_allocated"))
+        if free is None or held is None or used is None:
+            return None
+        # Memory that the allocator holds and nobody uses can be had as well.
+        return int(free[0] + held - used)
+
+    def mark(self, stream: Stream) -> Any:
+        if not self.timelines:
+            return None
+        if stream is Stream.UPDATE:
+            return super().mark(stream)
+        event = torch.Event(self.device, enable_timing=True)
+        event.record(self._stream(stream))
+        return event
+
+    def make_timeline(self) -> Timeline:
+        zero = torch.Event(self.device, enable_timing=True)
+        zero.record(torch.accelerator.current_stream(self.device))
+        zero.synchronize()
+        start = perf_counter()
+
+        def seconds(mark: Any) -> float | None:
+            if isinstance(mark, float):
+                return mark
+            return start + zero.elapsed_time(mark) / 1000 if mark.query() else None
+
+        return Timeline(seconds)
+
+    def peak_bytes(self) -> int | None:
+        peak = self._counted("max_memory_allocated")
+        return None if peak is None else int(peak)
+
+    def reset_peak(self) -> None:
+        self._counted("reset_peak_memory_stats")
+
+    def _counted(self, name: str) -> Any:
+        """One of torch's counters of device memory; None where this torch (before 2.10) or this backend has none."""
+        if self.device.type == "cuda":
+            return getattr(torch.cuda, {"get_memory_info": "mem_get_info"}.get(name, name))(self.device)
+        with contextlib.suppress(AttributeError, RuntimeError):
+            return getattr(torch.accelerator, name)(self.device)
+        return None
+
+    def stall_seconds(self, *why: Wait) -> float:
+        self._sum_waits()
+        return super().stall_seconds(*why)
+
+    def _sum_waits(self) -> None:
+        still_open = []
+        for why, before, after in self._waits:
+            if after.query():
+                self._stalled[why] += before.elapsed_time(after) / 1000
+            else:
+                still_open.append((why, before, after))
+        self._waits = still_open
+
+
+def device_for(device: torch.device) -> Device:
+    """The :class:`Device` for a torch device.
+
+    Raises:
+        ValueError: a backend without streams and events.
+    """
+    if device.type == "cpu":
+        return Device(device)
+    current = torch.accelerator.current_accelerator()
+    if current is not None and current.type == device.type and device.type != "mps":
+        return Accelerator(device)
+    raise ValueError(
+        f"superpipeline cannot use device {str(device)!r}: it needs the CPU or an accelerator with streams and events "
+        '(CUDA, ROCm, XPU). Pass Trainer(accelerator="cpu") or Trainer(accelerator="gpu").'
+    )
+
+
+def _clear_last_error(device: torch.device) -> None:
+    """Take a failed registration's error out of the runtime, where the next kernel launch would find and raise it."""
+    with contextlib.suppress(RuntimeError):  # this launch is that next one: its error is the registration's
+        torch.zeros(1, device=device)

@@ -1,0 +1,44 @@
+"""In whose order something happens on the device, and every wait of the engine."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Stream(enum.Enum):
+    """In whose order something happens."""
+
+    COMPUTE = "compute"
+    """The stream that the model's kernels run on: whatever stream is current."""
+    UPLOAD = "host to device"
+    DOWNLOAD = "device to host"
+    UPDATE = "host, in the background"
+    """No stream of the device's: the thread that updates weights while the host goes on."""
+
+
+class Wait(enum.Enum):
+    """Every wait of the engine, and what would go wrong without it. ``tests/test_waits.py`` leaves out each in turn."""
+
+    FETCH_AFTER_USE = "a slot is overwritten after the last kernel that read it"
+    USE_AFTER_FETCH = "a layer is read after its transfer"
+    CAST_AFTER_FETCH = "casts are made anew after the last transfer that read them"
+    WRITE_BACK_AFTER_USE = "the host takes a weight after the kernels that wrote it on the device"
+    RESIDENTS_AFTER_USE = "residents are sent again after the last kernel that read them"
+    USE_AFTER_RESIDENTS = "residents are read after their transfer"
+    DRAIN_AFTER_GRADIENT = "a gradient leaves after the kernel that wrote it"
+    REUSE_AFTER_DRAIN = "a gradient's device memory is used again after its copy"
+    APPLY_AFTER_DRAIN = "the host reads a gradient after its copy"
+    DROP_AFTER_DRAIN = "the host uses a dropped gradient's memory again after its copy"
+    UPDATE_AFTER_FETCH = "the host writes weights after the transfers that read them"
+    UPDATE_AFTER_RESIDENTS = "the host writes residents after the transfer that reads them"
+    FETCH_AFTER_UPDATE = "a layer is fetched after its update in the background"
+    READ_AFTER_UPDATE = "the host reads and writes weights and gradients after their updates in the background"
+    CLOSE_AFTER_FETCH = "slots and host blocks are freed after the last transfer"
+    STORE_AFTER_SAVE = "an activation leaves after the kernel that wrote it"
+    REUSE_AFTER_STORE = "an activation's device memory is used again after its copy to the host"
+    GATHER_AFTER_SEND = "the host gathers rows of a table after the transfer of those before"
+    RETURN_AFTER_USE = "an activation comes back into memory after the last kernel that used that before"
+    USE_AFTER_RETURN = "a returned activation is read after its transfer"
+    REUSE_AFTER_RETURN = "memory of a returned activation that nobody read is used again after the transfer"
+    CLOSE_AFTER_STORE = "the host's memory of activations is freed after the last transfer from or to it"
+    UNPIN_AFTER_COPY = "host memory is unpinned after the last copy from or to it"
