@@ -36,8 +36,6 @@ EXCEPTIONS: dict[str, str] = dict.fromkeys(
     [
         "activations.forward_state",
         "activations.offload",
-        "model.find",
-        "model.find.find_layers",
         "trainer.strategy",
         "trainer.strategy.StreamingStrategy",
         "trainer.strategy.__init__",

@@ -14,7 +14,7 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device
-from sp_lightning.model.find import refuse_cuda_graphs
+from sp_lightning.model.checks import refuse_cuda_graphs
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.runs import Batches, LossRecorder, assert_equal, loader, superpipeline, trainer_for
 

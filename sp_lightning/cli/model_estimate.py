@@ -15,7 +15,8 @@ from sp_lightning.cli.arguments import PRECISIONS, Question
 from sp_lightning.cli.model_source import load_model
 from sp_lightning.cli.model_with_batch import ModelWithBatch
 from sp_lightning.device.torch_private import VALUES_NEEDED
-from sp_lightning.model.find import Found, find_layers
+from sp_lightning.model.find import find_layers
+from sp_lightning.model.found import Found
 from sp_lightning.plan.activation_policy import Call
 from sp_lightning.plan.ledger import Ledger, make_ledger
 from sp_lightning.plan.plan import Plan, make_plan

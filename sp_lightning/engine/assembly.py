@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device
-from sp_lightning.model.find import Found
+from sp_lightning.model.found import Found
 from sp_lightning.model.wrapped import parts, stand_in
 from sp_lightning.plan.plan import Plan
 from sp_lightning.store.block import HostBlock, Staging

@@ -25,7 +25,7 @@ from sp_lightning.engine.residency import Residency
 from sp_lightning.engine.saved_tensors import Packing
 from sp_lightning.engine.step import Step, StepKind
 from sp_lightning.engine.updating import Updating
-from sp_lightning.model.find import Found
+from sp_lightning.model.found import Found
 from sp_lightning.observe.stats import Stats
 from sp_lightning.optim.background import Updates
 from sp_lightning.plan.activation_policy import Mode

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from sp_lightning.model.find import matching
+from sp_lightning.model.patterns import matching
 
 Mode = Literal["keep", "recompute", "offload"]
 Activations = Mode | Literal["auto"] | Mapping[str, Mode]

@@ -11,7 +11,7 @@ from typing import Any, Literal, ParamSpec, cast, get_args
 
 from torch import nn
 
-from sp_lightning.model.find import LayerChoice
+from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.plan.activation_policy import Activations, Mode
 
 Count = int | Literal["auto"]

@@ -14,7 +14,7 @@ from functools import cache
 import torch
 
 from sp_lightning.device.layout import Span, lay_out, total_bytes
-from sp_lightning.model.find import Found, Layer
+from sp_lightning.model.found import Found, Layer
 
 # Slots come in at most so many sizes, and one size more must save at least a tenth of their bytes.
 _MOST_RINGS = 4
@@ -30,7 +30,7 @@ class PlannedLayer:
     """One layer as it lies in memory.
 
     Attributes:
-        name: as :class:`~sp_lightning.model.find.Layer` has it.
+        name: as :class:`~sp_lightning.model.found.Layer` has it.
         nbytes: bytes of its host block and of the part of a slot that it fills, alignment included: what a fetch copies.
         gradient_bytes: bytes of the gradients of its trainable parameters, its masters' included.
         ring: index of the ring whose slots it uses.

@@ -19,7 +19,7 @@ from sp_lightning.device.layout import PAGE, Span, lay_out, total_bytes, view
 from sp_lightning.device.lease import Lease, lend
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.pinned import PinnedMemory
-from sp_lightning.model.find import Layer
+from sp_lightning.model.found import Layer
 from sp_lightning.plan.plan import PlannedLayer
 
 

@@ -28,7 +28,10 @@ from torch.utils.hooks import RemovableHandle
 from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.timeline import Timeline
 from sp_lightning.engine.streamer import Streamer
-from sp_lightning.model.find import Found, LayerChoice, Parted, find_layers, refuse_cuda_graphs
+from sp_lightning.model.checks import refuse_cuda_graphs
+from sp_lightning.model.find import find_layers
+from sp_lightning.model.found import Found, Parted
+from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.observe.messages import LESS_HOST_MEMORY, RUN_AGAIN_DIFFERED, TRANSFORMS, after_out_of_memory
 from sp_lightning.observe.stats import Stats
 from sp_lightning.optim.fused import FusedStep, HostGradScaler

@@ -31,7 +31,7 @@ from sp_lightning.device.torch_private import (
     tree_leaves,
     truncated_normal_without_values,
 )
-from sp_lightning.model.find import Found
+from sp_lightning.model.found import Found
 from sp_lightning.plan.activation_policy import EXEMPT, Call, Mode, peak_bytes
 from sp_lightning.plan.plan import human_bytes
 from sp_lightning.tune.simulator import Visit

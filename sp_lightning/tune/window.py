@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from sp_lightning.device.device import Device
-from sp_lightning.model.find import Found
+from sp_lightning.model.found import Found
 from sp_lightning.plan.options import Count
 from sp_lightning.plan.plan import Plan, human_bytes, make_plan
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import DisableTorchFunctionSubclass, nn
 
-from sp_lightning.model.find import Place
+from sp_lightning.model.found import Place
 from sp_lightning.model.wrapped import StandInForWrapped, parts
 from sp_lightning.weights.device_parameter import DeviceParameter
 from sp_lightning.weights.layer import StreamedLayer

@@ -1,0 +1,82 @@
+"""What kind of thing a module is: a block among like blocks, a group of bare modules, a list of experts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+
+from sp_lightning.device.torch_private import is_compiled
+from sp_lightning.model.found import join_names
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def has_parts(module: nn.Module) -> bool:
+    """Whether some of its parameters belong to a child."""
+    return any(True for child in module.children() for _ in child.parameters())
+
+
+def is_repeated(module: nn.Module) -> bool:
+    """Whether it is a container of at least two like blocks that have parts, or a list of a single such block."""
+    if not isinstance(module, CONTAINERS):
+        return False
+    if type(module) is nn.ModuleList and len(module) == 1:
+        return has_parts(module[0])
+    kinds = Counter(type(child) for child in module.children() if has_parts(child))
+    shapes = Counter(tuple(p.shape for p in group.parameters()) for group in groups_in(module))
+    alike = any(count >= 2 for kind, count in kinds.items() if kind not in CONTAINERS)
+    return alike or max(shapes.values(), default=0) > 1
+
+
+def has_blocks(module: nn.Module) -> bool:
+    """Whether it, or a module inside it, is a container of like blocks; lists of experts do not count."""
+    return any(is_repeated(child) and not are_experts(name, child) for name, child in module.named_modules())
+
+
+def groups_in(module: nn.Module) -> list[nn.Module]:
+    """The blocks that a user has put together by hand: each an ``nn.Sequential`` of bare modules, side by side in a container.
+
+    Beside stages, which contain blocks, such a module is no block of its own: it leads from one stage to the next.
+    """
+    if not isinstance(module, CONTAINERS):
+        return []
+    sequences: list[nn.Module] = [
+        child for child in module.children() if type(child) is nn.Sequential and has_parts(child)
+    ]
+    bare = [child for child in sequences if _is_bare(child)]
+    groups = [child for child in bare if sum(bool(inner._parameters) for inner in child.modules()) > 1]
+    return groups if len(groups) > 1 and len(bare) == len(sequences) else []
+
+
+def _is_bare(sequence: nn.Module) -> bool:
+    """Whether it consists of modules without parts, and contains no blocks."""
+    inside = [*sequence.modules()]
+    leaves = all(type(inner) is nn.Sequential or next(inner.children(), None) is None for inner in inside)
+    return leaves and not any(map(groups_in, inside))
+
+
+def are_experts(name: str, module: nn.Module) -> bool:
+    """Whether it is a list of modules of which a router decides which ones are called; the name alone says so."""
+    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1
+    return is_list and "expert" in name.rpartition(".")[2]
+
+
+def experts_in(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules of the experts inside a block. Experts inside a compiled module cannot come one by one."""
+    for key, child in module.named_children():
+        full = join_names(name, key)
+        if is_compiled(child):
+            continue
+        if not are_experts(key, child):
+            yield from experts_in(child, full)
+            continue
+        for inner, expert in child.named_children():
+            if any(True for _ in expert.parameters()):
+                yield join_names(full, inner), expert
+
+
+def holds_stacked_experts(name: str, module: nn.Module) -> bool:
+    """Whether all experts are one parameter of it; the name alone says so."""
+    return "expert" in name.rpartition(".")[2] and any(p.dim() >= 3 for p in module.parameters(recurse=False))

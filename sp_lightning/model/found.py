@@ -1,0 +1,127 @@
+"""What was found in a module: its layers, what stays on the device, and where each parameter sits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.model.wrapped import parts
+
+NamedParameter = tuple[str, nn.Parameter]
+"""A parameter with its qualified name."""
+
+
+class Place(NamedTuple):
+    """Where a parameter sits: ``module._parameters[attribute]``."""
+
+    module: nn.Module
+    attribute: str
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Parameters that move as one, in the order in which they lie in memory.
+
+    Attributes:
+        name: the name of the module, or of the parameter if that belongs to no layer's module.
+        parameters: the parameters that travel as they are. One that several layers share belongs to the first.
+        lowered: the float32 parameters that travel as casts of a lower precision; they lie behind the others.
+    """
+
+    name: str
+    parameters: tuple[NamedParameter, ...]
+    lowered: tuple[NamedParameter, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters, without alignment."""
+        return sum(tensor_bytes(parameter) for _, parameter in (*self.parameters, *self.lowered))
+
+
+class Parted(NamedTuple):
+    """Two frozen parameters over one memory, as a flow's permutation and its transpose are.
+
+    Attributes:
+        names: the names of both.
+        parameters: both, or the plain tensors that they consist of.
+    """
+
+    names: tuple[str, str]
+    parameters: tuple[Tensor, Tensor]
+
+    def refuse_trained(self) -> None:
+        """Refuses to train one of them: the two have the same values only while nobody writes either.
+
+        Raises:
+            ValueError: one of them is trained.
+        """
+        if any(parameter.requires_grad for parameter in self.parameters):
+            first, second = self.names
+            raise ValueError(
+                f"Parameters {first!r} and {second!r} are two Parameter objects over the same memory. Moving them would "
+                f"part them silently. Tie them by sharing one object (module_b.weight = module_a.weight), give one of them "
+                f"a copy (module_b.weight.data = module_b.weight.data.clone()), or freeze both."
+            )
+
+
+@dataclass(frozen=True)
+class Found:
+    """What :func:`~sp_lightning.model.find.find_layers` found in a module.
+
+    Attributes:
+        layers: the layers, in the order of the module tree.
+        residents: the parameters that stay on the device during a batch.
+        visits: for each module, the indices of the layers that its forward uses: its own, and those that own a parameter
+            that is tied to one of its own. Modules above and beside the layers use none.
+        places: for each parameter, all places in the tree where it sits.
+        aside: the names of modules that keep their parameters to themselves, and the modules: ScriptModules, and modules
+            with tensor subclasses that are to be resident. They are moved whole.
+        notes: what the plan should say about this model.
+        autocast: the dtype of the casts; None without autocast.
+        wrapped: the parameters that consist of several plain tensors. The layers have those tensors in their place.
+        tables: embeddings of which only the rows travel that are looked up. Each is one parameter.
+        experts: the indices of the layers that are used only when something is routed to them.
+        units: by name, the modules that have one mode of activations each: the layers, and the parts that stay on the
+            device, in the order of the module tree.
+        parted: pairs of frozen parameters over one memory; each parameter gets a copy.
+        ungrouped: if all layers are bare modules, which save nothing but their inputs, what to group, and how.
+    """
+
+    layers: tuple[Layer, ...]
+    residents: Layer
+    visits: dict[nn.Module, tuple[int, ...]]
+    places: dict[nn.Parameter, tuple[Place, ...]]
+    aside: tuple[tuple[str, nn.Module], ...]
+    notes: tuple[str, ...] = ()
+    autocast: torch.dtype | None = None
+    wrapped: tuple[nn.Parameter, ...] = ()
+    tables: tuple[Layer, ...] = ()
+    experts: frozenset[int] = frozenset()
+    units: Mapping[str, nn.Module] = field(default_factory=dict)
+    parted: tuple[Parted, ...] = ()
+    ungrouped: str = ""
+
+    @property
+    def plain_bytes(self) -> tuple[int, int]:
+        """Bytes of the weights, and of the gradients, that are on the device if nothing streams."""
+        trained = [parameter for parameter in self.places if parameter.requires_grad]
+        return sum(map(tensor_bytes, self.places)), sum(map(tensor_bytes, trained))
+
+    @property
+    def masters(self) -> tuple[Layer, ...]:
+        """The float32 parameters of every layer that has casts, as further layers that come on demand."""
+        return tuple(Layer(layer.name, layer.lowered) for layer in self.layers if layer.lowered)
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements; of a wrapped one, those of the plain tensors that it consists of."""
+    return sum(part.numel() * part.element_size() for _, part in parts("", tensor))
+
+
+def join_names(prefix: str, name: str) -> str:
+    """The qualified name of a child or a parameter; the root's prefix is empty."""
+    return f"{prefix}.{name}" if prefix else name
