@@ -35,7 +35,6 @@ MOST_LINES = {"file": 400, "class": 300, "function": 40}
 EXCEPTIONS: dict[str, str] = dict.fromkeys(
     [
         "activations.forward_state",
-        "activations.offload",
         "trainer.strategy",
         "trainer.strategy.StreamingStrategy",
         "trainer.strategy.__init__",

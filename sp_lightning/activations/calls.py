@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.activations.forward_state import Changes, Unrepeatable
-from sp_lightning.activations.offload import Bundle, HostRing, Offload
+from sp_lightning.activations.offload import Bundle, Offload
 from sp_lightning.activations.recompute import recomputed
 from sp_lightning.device.device import Device
 from sp_lightning.device.torch_private import (
@@ -29,6 +29,7 @@ from sp_lightning.device.torch_private import (
     tree_leaves,
 )
 from sp_lightning.plan.activation_policy import EXEMPT, Call, Mode
+from sp_lightning.store.host_ring import HostRing
 
 Again = Callable[[str, Any], AbstractContextManager[None]]
 

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch import Tensor, nn
 
 from sp_lightning.activations.calls import Activations
-from sp_lightning.activations.offload import HostRing
 from sp_lightning.device.device import Device
 from sp_lightning.device.waits import Wait
 from sp_lightning.engine.access import Access
@@ -31,6 +30,7 @@ from sp_lightning.optim.background import Updates
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.plan import Plan
 from sp_lightning.store.block import Staging
+from sp_lightning.store.host_ring import HostRing
 from sp_lightning.weights.buffers import OnTheDevice
 from sp_lightning.weights.gradients import Gradients
 from sp_lightning.weights.layer import Kind
