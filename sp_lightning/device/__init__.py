@@ -1,0 +1,9 @@
+"""The ground floor: the device and its memory, and what torch keeps private.
+
+``Device`` (synchronous copies, the CPU) and ``Accelerator`` (three streams) are the seam. The engine hands them flat
+memory and names streams and waits; back come copies, events, free and peak bytes, and times (``timeline``). ``layout``
+says where a parameter lies in flat memory, ``lease`` whether anybody still holds memory that was handed out.
+
+Only ``accelerator`` touches the accelerator, and only ``torch_private`` uses names of torch that begin with an
+underscore. This wing knows no model, no layer and no Lightning: it imports torch and nothing else of the package.
+"""

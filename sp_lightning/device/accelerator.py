@@ -1,4 +1,4 @@
-"""The one file that touches an accelerator: memory, streams, events, copies, pinning."""
+"""The one file that touches an accelerator: its memory, streams, events, copies and page locks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ from sp_lightning.device.waits import Stream, Wait
 
 
 class Accelerator(Device):
-    """An accelerator with asynchronous copies, through ``torch.accelerator``, ``torch.Stream``, ``torch.Event``.
+    """An accelerator with asynchronous copies, through ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``.
 
-    The three streams are created once: fresh ones each step grow the allocator's pools (prime-rl#3196).
+    The streams for copies are made once. New ones for every step would make torch's allocator grow, because it keeps a
+    pool for every stream (prime-rl#3196).
+
+    Args:
+        device: the device on which layers compute; without an index, the current one of its type.
     """
 
     synchronous = False
@@ -35,18 +39,19 @@ class Accelerator(Device):
         self._waits: list[tuple[Wait, torch.Event, torch.Event]] = []
 
     def _stream(self, stream: Stream) -> torch.Stream:
-        # Never cached: hooks of backward run on autograd's thread, which has a current stream of its own.
+        # The current stream is asked for every time: hooks of backward run on autograd's thread, which has its own.
         return self._side[stream] if stream in self._side else torch.accelerator.current_stream(self.device)
 
     def host_empty(self, nbytes: int, *, pin: bool = False) -> Tensor:
         if pin and self.device.type != "cuda":
-            with no_inference_mode(), contextlib.suppress(RuntimeError):  # it has none left, or is not allowed to
+            # torch raises RuntimeError where no more memory can be page-locked, by size or by permission.
+            with no_inference_mode(), contextlib.suppress(RuntimeError):
                 return torch.empty(math.ceil(max(nbytes, 1) / PAGE) * PAGE, dtype=torch.uint8, pin_memory=True)
         return super().host_empty(nbytes)
 
     def pin(self, memory: Tensor) -> bool:
-        # torch's own pinned allocator rounds each tensor up to a power of two; registering the block does not. Only CUDA
-        # (and ROCm) can.
+        # CUDA and ROCm can page-lock memory that exists. It is better than torch's allocator of pinned memory, which
+        # rounds every tensor up to a power of two bytes. Other backends have that allocator alone: see host_empty.
         if self.device.type != "cuda":
             return memory.is_pinned()
         runtime = torch.cuda.cudart()
@@ -57,7 +62,7 @@ class Accelerator(Device):
 
     def unpin(self, memory: Tensor) -> None:
         if self.device.type != "cuda":
-            return  # torch's allocator takes it back when nobody holds it
+            return  # torch's allocator takes the memory back when nobody holds it
         if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())) != 0:
             _clear_last_error(self.device)
 
@@ -93,11 +98,11 @@ class Accelerator(Device):
             event.synchronize()
 
     def free_bytes(self) -> int | None:
-        free, held, used = map(self._counted, ("get_memory_info", "memory_reserved", "memory_allocated"))
-        if free is None or held is None or used is None:
+        free, reserved, used = map(self._counted, ("get_memory_info", "memory_reserved", "memory_allocated"))
+        if free is None or reserved is None or used is None:
             return None
-        # Memory that the allocator holds and nobody uses can be had as well.
-        return int(free[0] + held - used)
+        # Memory that torch's allocator has reserved and that nobody uses can be allocated as well.
+        return int(free[0] + reserved - used)
 
     def mark(self, stream: Stream) -> Any:
         if not self.timelines:
@@ -129,7 +134,10 @@ class Accelerator(Device):
         self._counted("reset_peak_memory_stats")
 
     def _counted(self, name: str) -> Any:
-        """One of torch's counters of device memory; None where this torch (before 2.10) or this backend has none."""
+        """Calls a function of ``torch.accelerator`` that counts device memory; None where the backend does not count.
+
+        CUDA is asked through ``torch.cuda``, which raises its errors.
+        """
         if self.device.type == "cuda":
             return getattr(torch.cuda, {"get_memory_info": "mem_get_info"}.get(name, name))(self.device)
         with contextlib.suppress(AttributeError, RuntimeError):
@@ -151,10 +159,10 @@ class Accelerator(Device):
 
 
 def device_for(device: torch.device) -> Device:
-    """The :class:`Device` for a torch device.
+    """Returns the :class:`Device` or :class:`Accelerator` for a device of torch's.
 
     Raises:
-        ValueError: a backend without streams and events.
+        ValueError: the device's backend has no streams and events, as MPS, or is not there.
     """
     if device.type == "cpu":
         return Device(device)
@@ -168,6 +176,6 @@ def device_for(device: torch.device) -> Device:
 
 
 def _clear_last_error(device: torch.device) -> None:
-    """Take a failed registration's error out of the runtime, where the next kernel launch would find and raise it."""
-    with contextlib.suppress(RuntimeError):  # this launch is that next one: its error is the registration's
+    """Takes a failed registration's error out of CUDA's runtime, where the next kernel launch would find and raise it."""
+    with contextlib.suppress(RuntimeError):  # this launch is the next one, and its error that of the registration
         torch.zeros(1, device=device)

@@ -1,8 +1,8 @@
-"""The seam between the engine and the device: memory, copies, waits, times; and the background thread.
+"""The seam between the engine and the device: memory, copies, waits, times, and the background thread.
 
-:class:`Device` is the synchronous CPU, where every copy is done at once and there is nothing to wait for.
-:class:`~sp_lightning.device.accelerator.Accelerator` does the same with three streams. All other code receives one of
-the two and does not ask which.
+:class:`Device` is the synchronous CPU, where a copy is done when its call returns and nobody has to wait.
+:class:`~sp_lightning.device.accelerator.Accelerator` has the same methods and three streams. The rest of the package
+receives one of the two and does not ask which.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from sp_lightning.device.waits import Stream, Wait
 class Device:
     """A device whose copies are synchronous: the CPU.
 
+    Attributes:
+        timelines: the timelines to which :meth:`note` adds intervals.
+
     Args:
-        device: where layers are used.
+        device: the device on which layers compute.
     """
 
     synchronous = True
-    """Whether copies hold up everything else."""
+    """Whether the host waits for every copy."""
 
     computes_on_host = True
     """Whether the model computes where the optimizer does."""
@@ -39,19 +42,19 @@ class Device:
         self.device = device
         self._stalled: dict[Wait, float] = dict.fromkeys(Wait, 0.0)
         self.timelines: list[Timeline] = []
-        """Where :meth:`note` leaves times."""
         self._background: ThreadPoolExecutor | None = None
 
     def empty(self, nbytes: int) -> Tensor:
-        """Uninitialised device memory, shape ``(nbytes,)``, ``uint8``, usable in and out of inference mode."""
+        """Returns uninitialised device memory, shape ``(nbytes,)``, ``uint8``, usable inside and outside of inference mode."""
         with no_inference_mode():
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def host_empty(self, nbytes: int, *, pin: bool = False) -> Tensor:
-        """Uninitialised page-aligned, page-padded host memory of at least ``nbytes`` bytes, ``uint8``.
+        """Returns uninitialised host memory of at least ``nbytes`` bytes, ``uint8``, in whole pages of its own.
 
         Args:
-            pin: that :meth:`pin` follows.
+            nbytes: how much is needed, in bytes.
+            pin: whether the caller will call :meth:`pin`.
         """
         with no_inference_mode():
             padded = math.ceil(max(nbytes, 1) / PAGE) * PAGE
@@ -60,19 +63,23 @@ class Device:
             return raw[start : start + padded]
 
     def pin(self, memory: Tensor) -> bool:
-        """Page-lock host memory in place. False where the system refuses; nothing to do for a CPU."""
+        """Page-locks host memory in place. Returns False if the system refuses. The CPU needs no page locks."""
         return True
 
     def unpin(self, memory: Tensor) -> None:
-        """Undo :meth:`pin`. No copy from or to the memory is under way."""
+        """Undoes :meth:`pin`. The caller has waited for every copy from or to the memory."""
 
     def copy(
         self, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: Stream, *, why: Wait | None = None
     ) -> None:
-        """Copy between host and device in the order of ``stream``; shapes and dtypes are equal, none requires a gradient.
+        """Copies between host and device, in the order of ``stream``. No tensor requires a gradient.
 
         Args:
-            why: the wait that a synchronous copy counts as; None for that of weights or gradients.
+            targets: the tensors to write.
+            sources: the tensors to read, with the shapes and dtypes of ``targets``.
+            stream: the stream whose order the copies follow.
+            why: the wait under which a synchronous device counts the seconds of the copies; by default that for a
+                fetched layer (upload) or for a drained gradient (download).
         """
         start = perf_counter()
         with no_inference_mode():
@@ -82,7 +89,7 @@ class Device:
         self._stalled[why or usual] += perf_counter() - start
 
     def send(self, source: Tensor) -> Tensor:
-        """Fresh device memory with the bytes of ``source``, which is flat host memory; compute waits for them."""
+        """Returns new device memory with the bytes of flat host memory. The compute stream waits for the copy."""
         memory = self.empty(source.nbytes)
         self.wait(Stream.UPLOAD, self.record(Stream.COMPUTE), Wait.FETCH_AFTER_USE)
         self.copy([memory], [source], Stream.UPLOAD)
@@ -90,7 +97,7 @@ class Device:
         return memory
 
     def receive(self, source: Tensor) -> Tensor:
-        """A copy of ``source`` on the host, which waits for it."""
+        """Returns a copy of a device tensor on the host, with the order of its strides. The host waits for the copy."""
         shape, stride = source.shape, torch.empty_like(source, device="meta").stride()
         memory = torch.empty_strided(shape, stride, dtype=source.dtype, device="cpu")
         self.wait(Stream.DOWNLOAD, self.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
@@ -99,26 +106,26 @@ class Device:
         return memory
 
     def record(self, stream: Stream) -> Any:
-        """An event that has happened once everything issued to ``stream`` so far is done."""
+        """Returns an event that happens when everything that was issued to ``stream`` so far is done."""
         return None
 
     def wait(self, stream: Stream, event: Any, why: Wait) -> None:
-        """Let ``stream`` wait for ``event``; the host goes on."""
+        """Lets ``stream`` wait for ``event``. The host goes on."""
 
     def synchronize(self, event: Any, why: Wait) -> None:
-        """Let the host wait for ``event``."""
+        """Lets the host wait for ``event``."""
 
     def later(self, work: Callable[[], None]) -> Future[None]:
-        """Have the background thread do host work, one after the other, in the order of the calls."""
+        """Gives work on the host to the background thread, which does one piece after the other, in the order of calls."""
         if self._background is None:
             self._background = _one_thread()
         return self._background.submit(work)
 
     def finish(self, work: Future[None], why: Wait) -> None:
-        """Let the host wait for work of :meth:`later`.
+        """Waits for work that :meth:`later` has taken.
 
         Raises:
-            BaseException: whatever the work raised.
+            BaseException: what the work raised.
         """
         start = perf_counter()
         try:
@@ -127,59 +134,62 @@ class Device:
             self._stalled[why] += perf_counter() - start
 
     def access(self, memory: Tensor, by: Stream | None, *, write: bool) -> None:
-        """Say that ``memory`` is read or written by a stream (None: the host) now. Nothing but a declaration.
+        """Declares that ``by`` (None: the host) reads or writes ``memory`` at this point of its order. Does nothing.
 
-        :meth:`copy` declares for itself. A simulated device checks that each access is ordered after those before.
+        The simulated device of the tests checks that accesses to the same memory are ordered by waits. :meth:`copy`
+        declares its accesses itself.
         """
 
     def mark(self, stream: Stream) -> Any:
-        """The moment when ``stream`` comes here; None while there is no timeline."""
+        """Returns a mark for the moment when ``stream`` comes to this point, or None while there is no timeline."""
         return perf_counter() if self.timelines else None
 
     def note(self, kind: Kind, layer: int | None, begun: Any, stream: Stream, nbytes: int = 0) -> None:
-        """Something that began at a mark ends when ``stream`` comes here."""
+        """Adds an interval to the timelines, from the mark ``begun`` to the moment when ``stream`` comes to this point."""
         if begun is not None and self.timelines:
             now = self.mark(stream)
             for timeline in self.timelines:
                 timeline.add(kind, layer, begun, now, nbytes)
 
     def make_timeline(self) -> Timeline:
-        """A timeline for this device, to be put into :attr:`timelines` while it is wanted. Waits for the device once."""
+        """Returns a timeline for this device, which the caller adds to :attr:`timelines`. The host waits for the device."""
         return Timeline(_as_it_is)
 
     def peak_bytes(self) -> int | None:
-        """Most device memory that was allocated, by anybody, since :meth:`reset_peak`; None where nobody counts (CPU)."""
+        """The most bytes of device memory that torch had allocated at once since :meth:`reset_peak`; None for the CPU."""
         return None
 
     def reset_peak(self) -> None:
-        """Count anew for :meth:`peak_bytes`."""
+        """Lets :meth:`peak_bytes` start again from what is allocated now."""
 
     def close(self) -> None:
-        """End the background thread, once its work is done."""
+        """Ends the background thread after the work that it has taken."""
         if self._background is not None:
             self._background.shutdown()
             self._background = None
 
     def free_bytes(self) -> int | None:
-        """Device memory that can still be had, in bytes; None where that is not a limit (CPU)."""
+        """Bytes of device memory that can still be allocated; None for the CPU, whose memory the plan counts elsewhere."""
         return None
 
     def stall_seconds(self, *why: Wait) -> float:
-        """Seconds that compute waited for these reasons; on the CPU every second of a copy is one."""
+        """Seconds that the compute stream has waited for these reasons. A synchronous copy counts with all its seconds."""
         return sum(self._stalled[each] for each in why)
 
 
 def _one_thread() -> ThreadPoolExecutor:
-    """A background thread whose operators use all cores but one, which is left to Python."""
+    """Returns an executor with one thread, whose operators use all cores but one. That one is left to Python."""
     threads = torch.get_num_threads()
 
     def leave_one() -> None:
-        torch.get_num_threads()  # a thread's first look at the number sets it to the one that was set last, by any thread
+        # The first call in a thread sets the thread's number to the one that any thread has set last. It has to come
+        # before set_num_threads here, or it would undo that later.
+        torch.get_num_threads()
         torch.set_num_threads(max(1, threads - 1))
 
     executor = ThreadPoolExecutor(1, "superpipeline", leave_one)
     executor.submit(lambda: None).result()
-    torch.set_num_threads(threads)  # so that threads that begin from now on take this one again
+    torch.set_num_threads(threads)  # threads that start from now on take this number again
     return executor
 
 

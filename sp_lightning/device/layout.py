@@ -12,11 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Vectorised CPU kernels give other last bits on other alignments, and cublasLt chooses its kernel by alignment:
-# every parameter begins where an allocator would have put it.
 ALIGNMENT = 512
+"""Every parameter begins at a multiple of so many bytes, as it would if torch's CUDA allocator had placed it.
+
+Results depend on that: vectorised CPU kernels round differently on other alignments, and cublasLt chooses its kernel
+by alignment.
+"""
 
 PAGE = 4096
+"""Bytes of a page of host memory: page-locking works on whole pages."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +28,10 @@ class Span:
     """Where one parameter lies in its layer's memory.
 
     Attributes:
-        name: qualified parameter name, as in ``named_parameters``.
-        offset: bytes from the start of the block or slot; a multiple of :data:`ALIGNMENT`.
-        nbytes: bytes that the parameter takes.
-        shape, stride, dtype: those of the user's parameter (strides in elements).
+        name: the parameter's qualified name, as in ``named_parameters``.
+        offset: bytes from the start of the block or slot, a multiple of :data:`ALIGNMENT`.
+        nbytes: bytes that the parameter takes, without the padding behind it.
+        shape, stride, dtype: those of the user's parameter; strides in elements.
     """
 
     name: str
@@ -44,34 +48,40 @@ def aligned(nbytes: int) -> int:
 
 
 def lay_out(named: Iterable[tuple[str, Tensor]], *, begin: int = 0) -> tuple[Span, ...]:
-    """Lay tensors one after the other, each aligned; dense strides (channels-last, say) are kept."""
+    """Returns one span for each tensor, one after the other, aligned. Dense strides (of channels-last, say) are kept.
+
+    Args:
+        named: tensors with their names; their values are not read.
+        begin: offset of the first span in bytes, a multiple of :data:`ALIGNMENT`.
+    """
     spans = []
     offset = begin
     for name, tensor in named:
         nbytes = tensor.numel() * tensor.element_size()
-        stride = tuple(torch.empty_like(tensor, device="meta").stride())  # preserve_format: dense, same order
+        # empty_like keeps the order of the strides and makes them dense.
+        stride = tuple(torch.empty_like(tensor, device="meta").stride())
         spans.append(Span(name, offset, nbytes, tensor.shape, stride, tensor.dtype))
         offset += aligned(nbytes)
     return tuple(spans)
 
 
 def total_bytes(spans: tuple[Span, ...]) -> int:
-    """Bytes of the block that holds ``spans``, alignment included."""
+    """Bytes of the block that holds ``spans``, with the padding behind the last span."""
     return spans[-1].offset + aligned(spans[-1].nbytes) if spans else 0
 
 
 def view(memory: Tensor, span: Span) -> Tensor:
-    """The parameter at ``span`` of a flat ``uint8`` tensor whose storage begins with the block or slot."""
+    """Returns the parameter at ``span`` of a flat ``uint8`` tensor that begins where its storage begins."""
     return strided(memory, span.offset, span.dtype, span.shape, span.stride)
 
 
 def part(memory: Tensor, span: Span) -> Tensor:
-    """As :func:`view`, of memory that need not begin its storage."""
+    """As :func:`view`, for a flat ``uint8`` tensor that may begin anywhere in its storage."""
     return memory[span.offset : span.offset + span.nbytes].view(span.dtype).as_strided(span.shape, span.stride)
 
 
 def strided(memory: Tensor, offset: int, dtype: torch.dtype, shape: Iterable[int], stride: Iterable[int]) -> Tensor:
-    """A view ``offset`` bytes into the storage of ``memory``; ``stride`` in elements of ``dtype``."""
+    """Returns a view that begins ``offset`` bytes into the storage of ``memory``; ``stride`` in elements of ``dtype``."""
     result = torch.empty(0, dtype=dtype, device=memory.device)
     result.set_(memory.untyped_storage(), offset // dtype.itemsize, tuple(shape), tuple(stride))
     return result

@@ -1,4 +1,4 @@
-"""Memory that is handed out in such a way that one can tell later whether anybody still holds it."""
+"""Memory that is handed out, and of which one can tell later whether anybody still holds it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,27 @@ from sp_lightning.device.torch_private import storage_use_count
 
 
 def lend(memory: Tensor) -> Tensor:
-    """The same memory under a *new* storage.
+    """Returns a tensor with the same memory under a *new* storage.
 
-    When the new storage has expired (``StorageWeakRef``), nobody can reach the memory through it any more.
+    Once the new storage has expired (``StorageWeakRef``), nobody can reach the memory through it any more.
 
     Args:
-        memory: flat ``uint8`` tensor on any device; it stays alive as long as the new storage does.
+        memory: a flat ``uint8`` tensor on any device. It stays alive as long as the new storage does.
     """
+    # The way through DLPack is the one that gives memory a second storage without a copy, on every device.
     return from_dlpack(to_dlpack(memory))
 
 
 class Lease:
-    """Memory that is handed out under a storage of its own, again and again, while nobody else holds any of it.
+    """Memory that is handed out again and again, each time only if nobody holds any of it from before.
+
+    The memory has a storage that belongs to the lease alone, so the owners of that storage are those who hold it.
+
+    Attributes:
+        memory: the memory under that storage.
 
     Args:
-        memory: flat ``uint8`` tensor on any device.
+        memory: a flat ``uint8`` tensor on any device.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -40,9 +46,10 @@ class Lease:
 
     @property
     def in_use(self) -> bool:
-        """Whether anybody but this object can reach the memory: any tensor or storage object, in Python or in C++.
+        """Whether anybody but the lease can reach the memory, through a tensor or a storage, in Python or in C++.
 
-        For good once the storage was moved elsewhere in place, as ``share_memory_`` does: others may have mapped it.
+        This stays True once the storage has moved to another address in place, as ``share_memory_`` moves it: other
+        processes may have mapped it.
         """
         return self._holders() != self._own
 
@@ -51,7 +58,10 @@ class Lease:
         return storage_use_count(storage), sys.getrefcount(storage), storage.data_ptr()
 
     def views(self, key: Hashable, spans: Sequence[Span]) -> list[Tensor]:
-        """The parameters at ``spans``, made once for each ``key``. Nobody may keep them: that would not be seen."""
+        """Returns the parameters at ``spans``, which are made once for every ``key``.
+
+        Callers use these tensors as a source of views and do not keep them: a kept one would not count as use.
+        """
         if key not in self._views:
             with no_inference_mode():
                 self._views[key] = [view(self.memory, span) for span in spans]
@@ -61,6 +71,6 @@ class Lease:
 
 
 def shared(tensor: Tensor) -> bool:
-    """Whether somebody else holds the memory of a tensor: another tensor, a graph."""
+    """Whether anybody beside this tensor holds its memory, as another tensor or a graph may."""
     storage = tensor.untyped_storage()
-    return bool(storage_use_count(storage) > 2)  # the tensor, and the object here
+    return storage_use_count(storage) > 2  # this tensor is one owner, the storage object in this function another

@@ -1,4 +1,4 @@
-"""What torch can be asked of a tensor without a look at its memory."""
+"""What can be asked of a tensor whose memory is not there."""
 
 from __future__ import annotations
 
@@ -28,4 +28,4 @@ def _metadata() -> frozenset[Any]:
 
 
 METADATA = _metadata()
-"""What torch can be asked of a tensor without a look at its memory."""
+"""The functions, as ``__torch_function__`` receives them, that read a tensor's metadata and never its memory."""

@@ -1,4 +1,4 @@
-"""Leaving the modes of the user's code while the engine runs operators of its own."""
+"""Contexts in which the engine runs operators of its own, outside of the modes that the user's code is in."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sp_lightning.device.torch_private import count_dispatch_modes, disable_disp
 
 
 def no_inference_mode() -> AbstractContextManager[None]:
-    """Outside inference mode, whose tensors could not be saved for a later backward. Costs nothing where that is so."""
+    """Leaves inference mode, whose tensors cannot be saved for a backward. Outside of inference mode it does nothing."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def no_dispatch_modes() -> AbstractContextManager[Any]:
-    """The engine's operators are none of the model's: dispatch modes (selective checkpoints, counters) do not see them."""
+    """Hides operators from dispatch modes (selective checkpoints, counters of FLOPs), which are to see the model's alone."""
     return disable_dispatch_modes() if count_dispatch_modes() else nullcontext()

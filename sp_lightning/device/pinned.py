@@ -1,4 +1,4 @@
-"""Host memory that is page-locked while somebody has it."""
+"""Page-locked (pinned) host memory, which the device copies from and to without the host's help."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ class PinnedMemory:
     """Host memory that is page-locked while this object lives, where the device allows it.
 
     Attributes:
-        bytes: ``uint8``, page-aligned.
-        pinned: whether page-locking succeeded; False without ``pin``.
+        bytes: the memory, ``uint8``, page-aligned, at least ``nbytes`` long.
+        pinned: whether the memory is page-locked; False where ``pin`` is False or the system refused.
+
+    Args:
+        device: the device that copies from and to the memory.
+        nbytes: how much is needed, in bytes.
+        pin: whether to page-lock the memory.
     """
 
     def __init__(self, device: Device, nbytes: int, *, pin: bool) -> None:
@@ -26,14 +31,15 @@ class PinnedMemory:
         self._finalizer = weakref.finalize(self, _unpin, device, self.bytes, os.getpid()) if self.pinned else None
 
     def unpin(self) -> None:
-        """Give the page lock back; the memory stays as it is."""
+        """Gives the page lock back now. The memory and its contents stay."""
         if self._finalizer is not None:
             self._finalizer()
 
 
 def _unpin(device: Device, memory: Tensor, process: int) -> None:
-    """Unpin memory once nothing is copied any more: whoever lets go of it need not know of its last copy."""
-    if os.getpid() != process:  # a forked worker has a copy of the memory, and can neither wait nor unpin
+    """Unpins memory after every copy that was issued so far, so that its owner need not know which copy was the last."""
+    # A forked worker inherits the finalizer and a copy of the memory. It can neither wait for the device nor unpin.
+    if os.getpid() != process:
         return
     for stream in (Stream.UPLOAD, Stream.DOWNLOAD):
         device.synchronize(device.record(stream), Wait.UNPIN_AFTER_COPY)

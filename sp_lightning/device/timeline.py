@@ -1,4 +1,4 @@
-"""What happened when: intervals on the device's streams and on the host, by layer."""
+"""When copies and computations happened: intervals on the device's streams and on the host, by layer."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ Kind = Literal["fetch", "forward", "backward", "between", "drain", "update", "st
 
 
 class Interval(NamedTuple):
-    """What happened to one layer from when to when.
+    """One copy or computation of one layer, with its begin and end.
 
     Attributes:
-        kind: ``fetch``, the copy to the device; ``forward`` and ``backward``, the computation, and ``between``, what is
-            computed between two layers; ``drain``, the copy of gradients to the host; ``update``, the optimizer's work;
-            ``store`` and ``return``, activations that leave for the host and come back.
-        layer: index among the plan's layers; the residents come after the last. None for what belongs to no layer.
-        begin, end: seconds since some moment that all intervals share.
-        nbytes: copied.
+        kind: ``fetch``, the copy of weights to the device; ``forward`` and ``backward``, a layer's computation;
+            ``between``, the computation between two layers; ``drain``, the copy of gradients to the host; ``update``,
+            the optimizer's work; ``store`` and ``return``, the copies of activations to the host and back.
+        layer: the layer's index in the plan; the number of layers stands for the residents, None for no layer at all.
+        begin, end: seconds since a moment that all intervals of a run share.
+        nbytes: bytes that were copied; 0 for computations.
     """
 
     kind: Kind
@@ -28,10 +28,10 @@ class Interval(NamedTuple):
 
 
 class Timeline:
-    """Collects intervals while a batch runs, and reads their times later: nobody waits for the device.
+    """Collects intervals while a batch runs, and reads their times later, so that nobody waits for the device.
 
     Args:
-        seconds: gives the time of a mark of the device's, in seconds; None while its stream has not come there.
+        seconds: converts a mark of the device's into seconds; it returns None while the stream has not reached the mark.
     """
 
     def __init__(self, seconds: Callable[[Any], float | None]) -> None:
@@ -39,11 +39,11 @@ class Timeline:
         self._open: list[tuple[Kind, int | None, Any, Any, int]] = []
 
     def add(self, kind: Kind, layer: int | None, begin: Any, end: Any, nbytes: int = 0) -> None:
-        """Something happened to a layer between two marks."""
+        """Notes an interval between two marks."""
         self._open.append((kind, layer, begin, end, nbytes))
 
     def take(self) -> list[Interval]:
-        """The intervals that have ended by now, in the order of their beginning; each is given out once."""
+        """Returns the intervals that have ended since the last call, ordered by their begin. The others stay."""
         taken, self._open = self._open, []
         done = []
         for each in taken:
@@ -57,11 +57,11 @@ class Timeline:
 
 
 def chrome_trace(steps: Mapping[int, Sequence[Interval]], names: Sequence[str]) -> dict[str, Any]:
-    """The intervals as https://ui.perfetto.dev and ``chrome://tracing`` read them: a row for each kind, in microseconds.
+    """Returns the intervals in the format of https://ui.perfetto.dev and ``chrome://tracing``, with one row per kind.
 
     Args:
-        steps: intervals by step.
-        names: of the layers; the residents follow them.
+        steps: the intervals of every step, by the step's number.
+        names: the names of the layers; the residents come after the last one.
     """
     rows = {kind: row for row, kind in enumerate(get_args(Kind))}
     events: list[dict[str, Any]] = [
@@ -81,7 +81,7 @@ def chrome_trace(steps: Mapping[int, Sequence[Interval]], names: Sequence[str]) 
 
 
 def name_of(layer: int | None, names: Sequence[str]) -> str:
-    """Of a layer, the residents (which come after the last), or of what is between layers."""
+    """Returns how the trace names a layer, the residents (whose index is the number of layers) or None."""
     if layer is None:
         return "between layers"
     return names[layer] if layer < len(names) else "residents"

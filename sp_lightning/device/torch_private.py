@@ -1,11 +1,11 @@
-"""Every name of torch that begins with an underscore, or lives in a module that does, and that this package uses.
+"""Everything of torch that this package uses and that torch keeps private: names with an underscore, or in such modules.
 
-torch may change these without notice, so they stand in one place: each is one name here, with what it answers, and why
-torch's public API does not. All of them were seen in torch 2.10, 2.11 and 2.15. ``tests/test_torch_private.py`` asks each
-for its answer, and ``tests/test_architecture.py`` keeps the rest of the package off them.
+torch may change these without notice, so each has one name here, which says what it answers and why torch's public API
+does not. All of them were seen in torch 2.10, 2.11 and 2.15. ``tests/test_torch_private.py`` tests the answer of each
+name, and ``tests/test_architecture.py`` keeps private names out of all other files.
 
-Hot paths call these hundreds of times in a step. A name whose arguments need no change is therefore torch's own
-function, bound, and no wrapper around it.
+Hot paths call these functions hundreds of times in a step. Where the arguments need no change, the name is therefore
+torch's own function and not a wrapper.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward pass that runs in this thread, or -1. The public API does not say whether one runs."""
 
 queue_callback: Callable[[Callable[[], None]], None] = (
-    # The engine exists before ``torch.autograd.graph`` got a name for this, some time after torch 2.11.
+    # ``torch.autograd.graph.queue_callback`` is in torch 2.15 and not in 2.11.
     getattr(torch.autograd.graph, "queue_callback", None) or autograd.Variable._execution_engine.queue_callback
 )
-"""Has the engine call a function when the backward pass that runs now has ended well; it drops the function otherwise."""
+"""Has the engine call a function at the end of the running backward pass. If the pass fails, the engine drops it."""
 
 will_execute_node: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Whether the backward pass that runs now will come to a node of the graph. There is no public way to ask.
@@ -47,7 +47,7 @@ Raises:
 
 top_saved_tensors_hooks: Callable[[], tuple[Callable[..., Any], Callable[..., Any]] | None] = partial(
     torch._C._autograd._top_saved_tensors_default_hooks,
-    False,  # also where checkpoints ignore hooks while they trace
+    False,  # ignore_is_tracing: the answer is None where torch traces and leaves such hooks out
 )
 """The pair of functions that packs and unpacks what autograd saves now, or None. The public API only sets such pairs."""
 
@@ -86,7 +86,7 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 """Whether a tensor consists of others (``__tensor_flatten__``), as quantised ones do. In a private module only."""
 
-# --------------------------------------------------------------------------------------- tensors without memory of data
+# ---------------------------------------------------------------------------------------------- tensors without memory
 
 FakeTensor = fake_tensor.FakeTensor
 """A tensor that has a shape, a dtype and a device, and no memory. The public ``meta`` device has no other devices."""
@@ -177,7 +177,7 @@ def writes_arguments(function: Any) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
-# Operators that a dispatch mode sees. The functions that call them have public names, the operators do not.
+# Dispatch modes see operators. The functions that call these two have public names, the operators have not.
 
 to_copy_operator: Any = torch.ops.aten._to_copy
 """The operator of ``tensor.to`` where that copies."""
@@ -187,9 +187,10 @@ grouped_mm_operator: Any = torch.ops.aten._grouped_mm
 
 
 def fused_sgd_step(weight: Tensor, gradient: Tensor) -> None:
-    """The fused kernel's plain SGD step with a learning rate of 1, in place. The public way is a whole optimizer,
+    """Takes one plain SGD step with a learning rate of 1, in place, with the fused kernel.
 
-    whose step runs all hooks that are registered for optimizers.
+    The public way is a step of ``torch.optim.SGD``, which also runs the hooks that anybody has registered for all
+    optimizers.
     """
     torch._fused_sgd_(
         [weight], [gradient], [], weight_decay=0.0, momentum=0.0, lr=1.0, dampening=0.0, nesterov=False, maximize=False,
@@ -240,7 +241,7 @@ def global_step_hooks() -> list[Callable[..., Any]]:
 
 
 def run_first_after_step(optimizer: Optimizer, handle: RemovableHandle) -> None:
-    """Moves a hook that runs after an optimizer's step before all others, which ``register_step_post_hook`` cannot do."""
+    """Moves a hook to the front of those that run after an optimizer's step. ``register_step_post_hook`` appends."""
     hooks: Any = optimizer._optimizer_step_post_hooks
     hooks.move_to_end(handle.id, last=False)
 

@@ -1,4 +1,4 @@
-"""In whose order something happens on the device, and every wait of the engine."""
+"""The streams in whose order things happen, and the waits that the engine puts between them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import enum
 
 
 class Stream(enum.Enum):
-    """In whose order something happens."""
+    """The order in which an operation takes its place."""
 
     COMPUTE = "compute"
-    """The stream that the model's kernels run on: whatever stream is current."""
+    """The stream of the model's kernels, which is the stream that is current when the operation is issued."""
     UPLOAD = "host to device"
     DOWNLOAD = "device to host"
     UPDATE = "host, in the background"
-    """No stream of the device's: the thread that updates weights while the host goes on."""
+    """The order of the background thread, which updates weights while the host goes on. The device has no such stream."""
 
 
 class Wait(enum.Enum):
-    """Every wait of the engine, and what would go wrong without it. ``tests/test_waits.py`` leaves out each in turn."""
+    """Every wait of the engine. The value of a member says what is true because of the wait.
+
+    ``tests/test_waits.py`` leaves out one wait at a time and shows that a run then reads or writes too early.
+    """
 
     FETCH_AFTER_USE = "a slot is overwritten after the last kernel that read it"
     USE_AFTER_FETCH = "a layer is read after its transfer"
