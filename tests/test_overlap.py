@@ -309,8 +309,8 @@ def test_the_norms_are_measured_while_backward_goes_on() -> None:
     measured: list[int] = []
     measure = LayeredStep._measure_layer
 
-    def noted(self: LayeredStep, layer: int) -> None:
-        measured.append(layer)
+    def noted(self: LayeredStep, layer: StreamedLayer) -> None:
+        measured.append(layer.index)
         measure(self, layer)
 
     options = {"gradient_clip_val": 0.05, "max_epochs": 2}

@@ -151,6 +151,8 @@ class Offload:
         self._home: list[Parcel] = []  # on the device again
         self._seen: dict[int, StorageWeakRef] = {}  # storages that are counted
         self._given: dict[int, StorageWeakRef] = {}  # and those among arguments
+        self.active = False
+        """Whether any call was ever entered: before that nothing leaves."""
         self.stored_bytes = 0
         self.returned_bytes = 0
         self._warned = False
@@ -166,6 +168,7 @@ class Offload:
         """A unit's forward begins. Returns the bundle of the call that it is made in, for :meth:`leave`."""
         outer = self.bundle
         self._calls.bundle = bundle
+        self.active = True
         with self._lock:
             bundle.inputs = sum(count_once(each, self._given) for each in given if isinstance(each, Tensor))
             self._flying.append([])

@@ -10,7 +10,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from sp_lightning.device.layout import Span, view
 from sp_lightning.device.modes import no_inference_mode
-from sp_lightning.device.torch_private import storage_use_count
+from sp_lightning.device.torch_private import storage_id, storage_use_count
 
 
 def lend(memory: Tensor) -> Tensor:
@@ -41,6 +41,7 @@ class Lease:
         with no_inference_mode():
             self.memory = lend(memory)
         self._storage = self.memory.untyped_storage()
+        self._id = storage_id(self._storage)
         self._views: dict[Hashable, list[Tensor]] = {}
         self._own = self._holders()
 
@@ -51,11 +52,17 @@ class Lease:
         This stays True once the storage has moved to another address in place, as ``share_memory_`` moves it: other
         processes may have mapped it.
         """
-        return self._holders() != self._own
+        storage = self._storage
+        tensors, objects, address = self._own
+        return (  # as _holders counts, without a call for it: it is asked several times for each layer
+            storage_use_count(self._id) != tensors
+            or sys.getrefcount(storage) != objects
+            or storage.data_ptr() != address
+        )
 
     def _holders(self) -> tuple[int, int, int]:
         storage = self._storage
-        return storage_use_count(storage), sys.getrefcount(storage), storage.data_ptr()
+        return storage_use_count(self._id), sys.getrefcount(storage), storage.data_ptr()
 
     def views(self, key: Hashable, spans: Sequence[Span]) -> list[Tensor]:
         """Returns the parameters at ``spans``, which are made once for every ``key``.
@@ -73,4 +80,6 @@ class Lease:
 def shared(tensor: Tensor) -> bool:
     """Whether anybody beside this tensor holds its memory, as another tensor or a graph may."""
     storage = tensor.untyped_storage()
-    return storage_use_count(storage) > 2  # this tensor is one owner, the storage object in this function another
+    return (
+        storage_use_count(storage_id(storage)) > 2
+    )  # this tensor is one owner, the storage object in this function another

@@ -141,9 +141,9 @@ storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """A number that only this storage has while it lives. ``data_ptr`` is 0 for all fake ones, and changes with a resize."""
 
 
-def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """How many owners a storage has in C++: tensors, graphs, and one for all its Python objects. No public way to ask."""
-    return torch._C._storage_Use_Count(storage._cdata)
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+"""How many owners a storage, given by its :data:`storage_id`, has in C++: tensors, graphs, and one for all its Python
+objects. There is no public way to ask."""
 
 
 def overlaps_itself(tensor: Tensor) -> bool:

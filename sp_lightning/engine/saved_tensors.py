@@ -105,7 +105,8 @@ class Packing:
         slots, offload = self._slots, self._offload
 
         def pack(tensor: Tensor) -> _Packed | Stored | _Kept | _Outer:
-            if issubclass(type(tensor), DeviceParameter):
+            kind = type(tensor)
+            if kind is not Tensor and issubclass(kind, DeviceParameter):
                 return self._pack_weight(tensor)
             try:
                 address = tensor.untyped_storage().data_ptr()
@@ -116,7 +117,7 @@ class Packing:
                 return self._pack(slot.layer, tensor)
             if outer is not None:
                 return _Outer(outer[0](tensor), outer[1])
-            if address and offload.bundle is not None and (stored := offload.store(tensor)) is not None:
+            if offload.active and address and (stored := offload.store(tensor)) is not None:
                 return stored
             return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
@@ -148,31 +149,39 @@ class Packing:
         return _Packed(group.layer, index, version, span.offset, span.dtype, span.shape, span.stride, None)
 
     def _unpack(self, packed: _Packed | Stored | _Kept | _Outer) -> Tensor:
-        if isinstance(packed, _Outer):
-            return packed.unpack(packed.packed)
-        if isinstance(packed, Stored):
-            tensor, expected, found = self._offload.load(packed), packed.version, packed.parcel.witness._version
-        elif isinstance(packed, _Packed):
-            group, expected = packed.layer.parameters, packed.version
-            if packed.which is not None and (group.exposed or group.apart):
-                group.refuse_exchanged(packed.which)
-            follows = packed.edition is None and packed.which is not None
-            tensor = self._reach(packed.layer, packed.follow if follows else packed.view)
-            found = expected if packed.which is None else group.version(packed.which)
-            if packed.edition is not None and packed.edition.kept is not None:  # what has come may be newer
-                tensor = packed.edition.recall(self._device, packed.offset, packed.dtype, packed.shape, packed.stride)
-        else:
+        if type(packed) is tuple:  # most of them
             tensor, expected = packed
             found = tensor._version
-        _check_version(tensor, expected, found)
+        elif isinstance(packed, _Packed):
+            expected = packed.version
+            tensor, found = self._unpack_weight(packed)
+        elif isinstance(packed, Stored):
+            tensor, expected, found = self._offload.load(packed), packed.version, packed.parcel.witness._version
+        else:
+            assert isinstance(packed, _Outer)
+            return packed.unpack(packed.packed)
+        if found != expected:
+            raise RuntimeError(_modified(tensor, expected, found))
         return tensor
 
+    def _unpack_weight(self, packed: _Packed) -> tuple[Tensor, int]:
+        """What lay in a slot, where its layer is now; and its version there."""
+        which, edition, group = packed.which, packed.edition, packed.layer.parameters
+        if which is not None and (group.exposed or group.apart):
+            group.refuse_exchanged(which)
+        follows = edition is None and which is not None
+        tensor = self._reach(packed.layer, packed.follow if follows else packed.view)
+        found = packed.version if which is None else group.version(which)
+        if edition is not None and edition.kept is not None:  # what has come may be newer
+            tensor = edition.recall(self._device, packed.offset, packed.dtype, packed.shape, packed.stride)
+        return tensor, found
 
-def _check_version(tensor: Tensor, expected: int, found: int) -> None:
-    if found != expected:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {found}; expected version {expected} instead. "
-            "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
-            "torch.autograd.set_detect_anomaly(True)."
-        )
+
+def _modified(tensor: Tensor, expected: int, found: int) -> str:
+    """As autograd says it."""
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(tensor.shape)}] is at version {found}; expected version {expected} instead. "
+        "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )

@@ -106,9 +106,11 @@ class Updates:
         Raises:
             BaseException: what an update raised, with its traceback.
         """
-        with self._lock:
-            self._finish(layer.owner, why)
-        self._raise()
+        if layer.owner in self._work:
+            with self._lock:
+                self._finish(layer.owner, why)
+        if self._failure is not None:
+            self._raise()
 
     def finish(self) -> None:
         """Wait for all updates.

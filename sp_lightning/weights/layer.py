@@ -45,6 +45,7 @@ class StreamedLayer:
         expert: whether it only comes when something is routed to it.
 
     Attributes:
+        spans: where each parameter, then each cast, lies in a slot.
         owner: the layer that it is updated with, and whose gradients leave with its own: itself, or that of its masters.
         table: of a table, how its rows are looked up.
         slot: the slot that holds its weights as the host has them, or will once ``transfer`` has happened.
@@ -78,6 +79,7 @@ class StreamedLayer:
         self.owner = self
         if masters is not None:
             masters.owner = self
+        self.spans = (*planned.spans, *planned.casts)
         self.on_demand = kind in (Kind.MASTERS, Kind.TABLE)
         self.table: Table | None = None
         self.slot: Slot | None = None

@@ -117,7 +117,9 @@ class ParameterGroup:
         self._synced: list[bool] | None = None
         self._references: dict[int, int] = {}  # to each, at the beginning of its layer's forward
         self._kept: dict[int, int] = {}  # by somebody, since then
-        self._versions = [self.version(index) for index in range(len(spans))]
+        with normal_mode(), Untouched():  # these count versions with the parameters, and no class of ours is in the way
+            self._counters = [parameter.detach() for parameter in self.all]
+        self._versions = [counter._version for counter in self._counters]
         self._host_versions = [host._version for host in hosts]
         self._addresses = [host.data_ptr() for host in hosts]
 
@@ -249,8 +251,7 @@ class ParameterGroup:
 
     def version(self, index: int) -> int:
         """How often a weight was written, on the host or on the device, as far as versions show it."""
-        with Untouched():
-            return int(self.all[index]._version)
+        return self._counters[index]._version
 
     def version_once_fetched(self, index: int) -> int:
         """As :meth:`version`, once :meth:`fetched` has taken in what the host has written since."""
@@ -270,8 +271,7 @@ class ParameterGroup:
 
         Written while the layer was there, or afterwards through a view that somebody still holds.
         """
-        with Untouched():
-            versions = [each._version for each in self.all]
+        versions = [counter._version for counter in self._counters]
         before, self._versions = self._versions, versions
         if versions == before:
             return sorted(self.exposed)

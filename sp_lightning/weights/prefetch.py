@@ -62,7 +62,11 @@ class Prefetch:
     def transfers(self) -> Iterator[list[tuple[StreamedLayer, Slot]]]:
         """The transfers that can begin now: layers and slots. Each must have been issued before the next is asked for."""
         for ring, each in enumerate(self._plan.rings):
-            while each.slots and (pairs := self._next(ring)):
+            more = bool(each.slots)
+            while more:
+                pairs, more = self._next(ring)
+                if not pairs:
+                    break
                 yield pairs
 
     def _schedule(self, training: bool) -> list[StreamedLayer]:
@@ -72,24 +76,32 @@ class Prefetch:
         """Most tokens of a training batch make it likely that an expert is used again; few, in generation, do not."""
         return (self._training or not layer.expert) and _absent(ring, layer)
 
-    def _next(self, ring: int) -> list[tuple[StreamedLayer, Slot]]:
-        """The next k' absent layers of a ring and the slots for them; empty while slots for all of them will come."""
-        slots = self._slots.planned(ring)
+    def _next(self, ring: int) -> tuple[list[tuple[StreamedLayer, Slot]], bool]:
+        """The next k' absent layers of a ring and the slots for them, none while slots for all of them will come.
+
+        And whether there may be another transfer after that one: not where no other slot's layer is used later than the
+        last of these, for what comes then is needed later still.
+        """
         size = min(self._plan.k_prime, self._plan.rings[ring].slots)
         pairs: list[tuple[StreamedLayer, Slot]] = []
-        for layer, needed in self.trace.coming(self._wanted_in[ring], size):
-            best, most, may_go = None, float(needed), False
+        coming = self.trace.coming(self._wanted_in[ring], size)
+        slots = self._slots.planned(ring) if coming else []
+        more = False
+        for layer, needed in coming:
+            best, most, may_go, free = None, float(needed), False, 0
             for slot in slots:
                 gain, now = self._gain(slot, needed)
+                free += now and gain > needed
                 if gain > most or (gain == most and now and not may_go and best is not None):
                     best, most, may_go = slot, gain, now
+            more = free > 1
             if best is None:
                 break  # what is there is used sooner
             if not may_go or not self._ready(layer):
-                return []
+                return [], False
             slots.remove(best)
             pairs.append((layer, best))
-        return pairs
+        return pairs, more
 
     def _gain(self, slot: Slot, needed: float) -> tuple[float, bool]:
         """When what a slot holds is used again, if it goes for a layer that is ``needed``; and whether it may go now.

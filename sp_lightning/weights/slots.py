@@ -127,8 +127,7 @@ class Slots:
             self.by_address[slot.memory.data_ptr()] = slot
 
     def views(self, layer: StreamedLayer, slot: Slot) -> list[Tensor]:
-        """The weights of a layer in the slot that it is in, then its casts; see :meth:`Lease.views`."""
-        return slot.lease.views(layer.layout, (*layer.planned.spans, *layer.planned.casts))
+        return slot.lease.views(layer.layout, layer.spans)
 
     def planned(self, ring: int) -> list[Slot]:
         """The slots of a ring that layers may come to early: those aside that somebody holds after their use, and the
