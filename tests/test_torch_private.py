@@ -228,17 +228,20 @@ def test_nested_values_are_taken_apart_and_put_together() -> None:
 def test_a_storage_has_a_number_of_its_own_and_counts_its_owners() -> None:
     tensor = torch.ones(4)
     storage, other = tensor.untyped_storage(), torch.ones(4).untyped_storage()
-    number, alone = torch_private.storage_id(storage), torch_private.storage_use_count(storage)
+    number, alone = (
+        torch_private.storage_id(storage),
+        torch_private.storage_use_count(torch_private.storage_id(storage)),
+    )
     assert number != torch_private.storage_id(other)
     view = tensor[1:]
     assert torch_private.storage_id(view.untyped_storage()) == number
-    assert torch_private.storage_use_count(storage) == alone + 1
+    assert torch_private.storage_use_count(torch_private.storage_id(storage)) == alone + 1
     leaf = torch.ones(3, requires_grad=True)
     saved = leaf * view
     del view
-    assert torch_private.storage_use_count(storage) == alone + 1  # the graph's
+    assert torch_private.storage_use_count(torch_private.storage_id(storage)) == alone + 1  # the graph's
     del saved
-    assert torch_private.storage_use_count(storage) == alone == 2
+    assert torch_private.storage_use_count(torch_private.storage_id(storage)) == alone == 2
     storage.resize_(4096)
     assert torch_private.storage_id(storage) == number
     with torch_private.FakeTensorMode():

@@ -148,7 +148,7 @@ class Packing:
             return weight.detach(), weight._version
         return _Packed(group.layer, index, version, span.offset, span.dtype, span.shape, span.stride, None)
 
-    def _unpack(self, packed: _Packed | Stored | _Kept | _Outer) -> Tensor:
+    def _unpack(self, packed: Any) -> Tensor:
         if type(packed) is tuple:  # most of them
             tensor, expected = packed
             found = tensor._version

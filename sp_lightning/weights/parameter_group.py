@@ -117,7 +117,7 @@ class ParameterGroup:
         self._synced: list[bool] | None = None
         self._references: dict[int, int] = {}  # to each, at the beginning of its layer's forward
         self._kept: dict[int, int] = {}  # by somebody, since then
-        with normal_mode(), Untouched():  # these count versions with the parameters, and no class of ours is in the way
+        with no_inference_mode(), Untouched():  # they count versions with the parameters, and have no class of ours
             self._counters = [parameter.detach() for parameter in self.all]
         self._versions = [counter._version for counter in self._counters]
         self._host_versions = [host._version for host in hosts]
