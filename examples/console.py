@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger
 from tqdm import tqdm
 
 from sp_lightning import Plan
-from sp_lightning.plan.plan import human_bytes
+from sp_lightning.plan.units import human_bytes
 
 SILENCE = 10.0  # seconds between two lines of a step, at most
 

@@ -29,7 +29,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from sp_lightning.model.find import find_layers
-from sp_lightning.plan.plan import human_bytes
+from sp_lightning.plan.units import human_bytes
 from sp_lightning.tune.dry_run import cast, estimate, on_paper
 
 if not __package__:  # started as a file: what lies beside it is found from the repository's root

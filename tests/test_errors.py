@@ -31,7 +31,7 @@ from sp_lightning.engine.saved_tensors import packs
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.optim import background
 from sp_lightning.optim.layerwise import LayeredStep
-from sp_lightning.plan.options import parse_bytes
+from sp_lightning.plan.units import parse_bytes
 from sp_lightning.weights import swap
 from tests.support.models import Block, Module, Stack, llama, tokens, vectors
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sp_lightning.__main__ import main
 from sp_lightning.activations import offload
-from sp_lightning.plan.plan import human_bytes
+from sp_lightning.plan.units import human_bytes
 from tests.support.models import Module, Stack
 from tests.support.runs import fit, superpipeline
 from tests.support.simdevice import simulated

@@ -33,7 +33,7 @@ from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import preserve_version_counter, storage_id
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.plan.activation_policy import Mode
-from sp_lightning.plan.plan import human_bytes
+from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.host_ring import Berth, HostRing
 
 # Smaller storages stay: they are not worth the host's time.

@@ -12,7 +12,7 @@ import torch
 from sp_lightning.cli.lightning_command import LIGHTNING
 from sp_lightning.cli.model_with_batch import WANTED
 from sp_lightning.plan.activation_policy import Mode
-from sp_lightning.plan.options import parse_bytes
+from sp_lightning.plan.units import parse_bytes
 
 _DESCRIPTION = (
     "``python -m sp_lightning plan MODEL``: does it fit, with which k, and how fast? And Lightning's CLI, the name "

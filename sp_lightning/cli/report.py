@@ -9,7 +9,7 @@ from dataclasses import replace
 from sp_lightning.cli.answer import Answer, Row
 from sp_lightning.cli.arguments import MODES, Question
 from sp_lightning.cli.model_estimate import ModelEstimate
-from sp_lightning.plan.plan import human_bytes
+from sp_lightning.plan.units import human_bytes
 from sp_lightning.trainer.callback import remedy
 from sp_lightning.tune.dry_run import Work
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sp_lightning.plan.plan import Plan, human_bytes
+from sp_lightning.plan.plan import Plan
+from sp_lightning.plan.units import human_bytes
 
 LESS_HOST_MEMORY = (
     'Use less: precision="bf16-true", an optimizer with less state, frozen layers or adapters, or '

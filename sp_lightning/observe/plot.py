@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sp_lightning.device.timeline import Interval, Kind, name_of
-from sp_lightning.plan.plan import human_bytes
+from sp_lightning.plan.units import human_bytes
 
 COLORS: dict[Kind, str] = {
     "fetch": "#0b6e99",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sp_lightning.plan.plan import human_bytes
+from sp_lightning.plan.units import human_bytes
 
 # Where a v1 group says nothing it says a number near 2⁶³.
 _UNLIMITED = 2**60

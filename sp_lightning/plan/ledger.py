@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from sp_lightning.device.torch_private import tree_leaves
-from sp_lightning.plan.plan import Plan, PlannedLayer, human_bytes
+from sp_lightning.plan.plan import Plan, PlannedLayer
+from sp_lightning.plan.units import human_bytes
 
 
 @dataclass(frozen=True)

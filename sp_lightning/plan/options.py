@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import wraps
@@ -13,6 +12,7 @@ from torch import nn
 
 from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.plan.activation_policy import Activations, Mode
+from sp_lightning.plan.units import parse_bytes
 
 Count = int | Literal["auto"]
 Overlap = Literal["auto", "off", "forward", "backward"]
@@ -68,20 +68,6 @@ def checked_budget(value: Any) -> int | float | None:
     if isinstance(value, int) and value < 1:
         raise ValueError(f"memory_budget takes {wanted}; {value!r} is no number of bytes.")
     return value
-
-
-def parse_bytes(option: str, text: str) -> int:
-    """A size with its unit, as bytes.
-
-    Raises:
-        ValueError: it is none.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", text, re.IGNORECASE)
-    if match is None or len(match[1]) > 20 or not float(match[1]):
-        raise ValueError(
-            f'{option} takes a number with a unit (B, MB, MiB, GB, GiB, …), found {text!r}. For example "8GiB".'
-        )
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
 
 
 def checked_switch(option: str, value: Any) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from sp_lightning.device.layout import Span, lay_out, total_bytes
 from sp_lightning.model.found import Found, Layer
+from sp_lightning.plan.units import human_bytes
 
 # Slots come in at most so many sizes, and one size more must save at least a tenth of their bytes.
 _MOST_RINGS = 4
@@ -192,15 +193,6 @@ class Plan:
         if not training:
             return human_bytes(weights)
         return "" if state is None else f"{human_bytes(weights + gradients + state)} with optimizer state"
-
-
-def human_bytes(nbytes: float) -> str:
-    """Bytes with a unit that reads well."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
 
 
 def make_plan(found: Found, *, k: int, k_prime: int) -> Plan:

@@ -16,7 +16,8 @@ from sp_lightning.device.timeline import Interval, Timeline, chrome_trace
 from sp_lightning.observe.plot import draw_timeline, supported_formats
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.ledger import Ledger
-from sp_lightning.plan.plan import Plan, human_bytes
+from sp_lightning.plan.plan import Plan
+from sp_lightning.plan.units import human_bytes
 from sp_lightning.trainer.compat import accumulates, logged_step
 from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
 

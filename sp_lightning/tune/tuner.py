@@ -17,7 +17,8 @@ from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.plan.activation_policy import FREEING, Call, Mode, least_bytes, peak_bytes, scaled, summary
 from sp_lightning.plan.options import Overlap
-from sp_lightning.plan.plan import Plan, human_bytes
+from sp_lightning.plan.plan import Plan
+from sp_lightning.plan.units import human_bytes
 from sp_lightning.tune.activation_choice import Balance, Modes, without_second_forwards
 from sp_lightning.tune.simulator import Prediction, Rates, Visit, measured, predict
 from sp_lightning.tune.window import Window

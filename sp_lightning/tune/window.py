@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from sp_lightning.device.device import Device
 from sp_lightning.model.found import Found
 from sp_lightning.plan.options import Count
-from sp_lightning.plan.plan import Plan, human_bytes, make_plan
+from sp_lightning.plan.plan import Plan, make_plan
+from sp_lightning.plan.units import human_bytes
 
 # What allocators round up, and what libraries take for themselves, of memory that is free.
 _MARGIN = 1 / 16
