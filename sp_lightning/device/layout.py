@@ -6,8 +6,9 @@ A *block* (host) or a *slot* (device) is one flat ``uint8`` tensor that holds al
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -68,6 +69,20 @@ def lay_out(named: Iterable[tuple[str, Tensor]], *, begin: int = 0) -> tuple[Spa
 def total_bytes(spans: tuple[Span, ...]) -> int:
     """Bytes of the block that holds ``spans``, with the padding behind the last span."""
     return spans[-1].offset + aligned(spans[-1].nbytes) if spans else 0
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each tensor was written, as far as torch counts it."""
+    return list(map(_version, tensors))
+
+
+def addresses(tensors: Iterable[Tensor]) -> list[int]:
+    """Where the first element of each tensor lies."""
+    return list(map(_data_ptr, tensors))
+
+
+_version: Callable[[Tensor], int] = attrgetter("_version")
+_data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 
 
 def view(memory: Tensor, span: Span) -> Tensor:

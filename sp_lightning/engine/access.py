@@ -92,6 +92,7 @@ class Access:
         self._offloads = offloads
         self._unit = unit
         self._around_rerun = around_rerun
+        self.gradient_arrived = backward.gradient_arrived  # no detour: it is called for each gradient
         self.depth = 0
         self.run_again = ""
         self._calls = threading.local()  # of each thread: how many calls are under way, and the hooks of the outermost
@@ -244,10 +245,6 @@ class Access:
                 self._residency.release_exchanged(layer)
                 self._source.stage(layer)
             yield layer.slot is None
-
-    def gradient_arrived(self, layer: StreamedLayer, index: int, parameter: Tensor) -> None:
-        """Autograd has put a gradient on a device parameter."""
-        self._backward.gradient_arrived(layer, index, parameter)
 
     # ------------------------------------------------------------------ weights are written through .data
 

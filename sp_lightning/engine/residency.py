@@ -50,7 +50,7 @@ class Residency:
         prefetch: which come before anybody asks.
         source: where their bytes come from.
         tenants: who has them while they are in use.
-        noted: called whenever a layer was brought into use, when more memory may be in use than ever.
+        noted: called where a layer may have taken an extra slot: more memory may be in use than ever.
 
     Attributes:
         used: the layers in use, in the order in which they came into use, with their slots.
@@ -123,8 +123,8 @@ class Residency:
                 raise RuntimeError(needed_again(layer, "its weights were needed again"))
             self.demand_fetches += 1
             self._fetch([(layer, self.slots.find(layer, self.prefetch.trace.next_use))])
+            self._noted()
         slot = self.used[layer] = self.slots.use(layer, backward=backward)
-        self._noted()
         return slot
 
     def fetch_ahead(self) -> None:

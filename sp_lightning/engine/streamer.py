@@ -79,7 +79,6 @@ class Streamer:
         self.device = device
         self._module = module
         self._lock = threading.RLock()  # backward's hooks run on autograd's threads; it is never held across user code
-        self._peak = Peak()
         self._closed = False
         self._build_weights(pin, check_writes)
         ring = HostRing(device, pin=pin, limit=host_room)
@@ -106,7 +105,7 @@ class Streamer:
         self._residents = Residents(
             self._resident_layer, self._source, device, write_back=self._lent.write_back, stays=self._stays
         )
-        self._peak.of(lambda: self.weight_bytes + self._gradients.device_bytes)
+        self._peak = Peak(self._slots, self._residents, self._gradients)
         prefetch = Prefetch(plan, self._slots, self._layers, self._source.ready)
         self._residency = Residency(self._slots, prefetch, self._source, self._lent, self._peak.note)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import PAGE, Span, lay_out, total_bytes, view
+from sp_lightning.device.layout import PAGE, Span, addresses, lay_out, total_bytes, view
 from sp_lightning.device.lease import Lease, lend
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.pinned import PinnedMemory
@@ -68,13 +68,16 @@ class HostBlock:
         self.weights = self._weights.bytes[: self.planned.nbytes]
 
     def _now(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self.parameters]
+        return addresses(self.parameters)
 
     @property
     def displaced(self) -> list[int]:
         """The parameters that the user put something else under (``param.data = other``) since they were absorbed."""
-        pairs = enumerate(zip(self.parameters, self.addresses, strict=True))
-        return [i for i, (parameter, at) in pairs if parameter.data_ptr() != at and i not in self.apart]
+        now = self._now()
+        if now == self.addresses:
+            return []
+        pairs = enumerate(zip(now, self.addresses, strict=True))
+        return [index for index, (at, before) in pairs if at != before and index not in self.apart]
 
     @property
     def pinned(self) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, increment_version
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.device.layout import Span
+from sp_lightning.device.layout import Span, addresses, versions
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import gradient_hooks
 from sp_lightning.weights.casts import came_from_cast
@@ -119,9 +119,9 @@ class ParameterGroup:
         self._kept: dict[int, int] = {}  # by somebody, since then
         with no_inference_mode(), Untouched():  # they count versions with the parameters, and have no class of ours
             self._counters = [parameter.detach() for parameter in self.all]
-        self._versions = [counter._version for counter in self._counters]
-        self._host_versions = [host._version for host in hosts]
-        self._addresses = [host.data_ptr() for host in hosts]
+        self._versions = versions(self._counters)
+        self._host_versions = versions(hosts)
+        self._addresses = addresses(hosts)
 
     def connect(self, layer: StreamedLayer, doors: Doors) -> None:
         """From here on they can be used."""
@@ -148,11 +148,12 @@ class ParameterGroup:
         parameter.__class__ = _with_user_class(StandIn, type(host))
         return parameter
 
-    def _hooked(self, index: int, gradient: Tensor) -> Tensor:
-        hooked = gradient_hooks(self.hosts[index])  # they may write it where no version shows that
-        lossless = self.autocast is not None and not hooked and came_from_cast(gradient)
-        self._lossless = (index, gradient.data_ptr(), gradient._version) if lossless else None
-        return _run_hooks(self.hosts[index], gradient)
+    def _hooked(self, index: int, gradient: Tensor) -> Tensor | None:
+        hooks = gradient_hooks(self.hosts[index])  # they may write it where no version shows that
+        if self.autocast is not None:
+            lossless = not hooks and came_from_cast(gradient)
+            self._lossless = (index, gradient.data_ptr(), gradient._version) if lossless else None
+        return _run(hooks, gradient) if hooks else None
 
     def lossless(self, index: int, gradient: Tensor) -> bool:
         """Whether the dtype of the casts holds all of a gradient that has arrived, unchanged by anybody's hooks."""
@@ -258,7 +259,7 @@ class ParameterGroup:
         return self.version(index) + (self.hosts[index]._version != self._host_versions[index])
 
     def _count_references(self) -> list[int]:
-        return [sys.getrefcount(parameter) for parameter in self.all]
+        return list(map(sys.getrefcount, self.all))
 
     def writes(self, index: int) -> int:
         """A number that rises with each write of a weight by anybody, shown by a version or not."""
@@ -271,11 +272,11 @@ class ParameterGroup:
 
         Written while the layer was there, or afterwards through a view that somebody still holds.
         """
-        versions = [counter._version for counter in self._counters]
-        before, self._versions = self._versions, versions
-        if versions == before:
+        now = versions(self._counters)
+        before, self._versions = self._versions, now
+        if now == before:
             return sorted(self.exposed)
-        changed = {i for i, (old, new) in enumerate(zip(before, versions, strict=True)) if old != new}
+        changed = {i for i, (old, new) in enumerate(zip(before, now, strict=True)) if old != new}
         return sorted(changed | self.exposed)
 
     def alias(self, index: int) -> Tensor:
@@ -306,9 +307,7 @@ class ParameterGroup:
     @property
     def stale(self) -> bool:
         """Whether a host parameter was written or exchanged since :meth:`fetched`."""
-        return [host._version for host in self.hosts] != self._host_versions or (
-            [host.data_ptr() for host in self.hosts] != self._addresses
-        )
+        return versions(self.hosts) != self._host_versions or addresses(self.hosts) != self._addresses
 
     def fetched(self) -> None:
         """The device's copy is that of the host's parameters as they are now.
@@ -316,7 +315,7 @@ class ParameterGroup:
         Where they changed, the device parameters' versions change too, so that autograd's in-place check sees an
         optimizer step between forward and backward as it would on plain parameters.
         """
-        now = [host._version for host in self.hosts]
+        now = versions(self.hosts)
         if now == self._host_versions:
             return
         for index, (old, new) in enumerate(zip(self._host_versions, now, strict=True)):
@@ -328,7 +327,7 @@ class ParameterGroup:
 
     def written_back(self) -> None:
         """The host's parameters have taken over what was written on the device: no change from outside."""
-        self._host_versions = [host._version for host in self.hosts]
+        self._host_versions = versions(self.hosts)
 
     def close(self) -> None:
         """Let go of everything: autograd holds hooks where the garbage collector does not look."""
@@ -354,8 +353,8 @@ def _with_user_class(ours: type[DeviceParameter], theirs: type[nn.Parameter]) ->
     return ours if theirs in (nn.Parameter, Tensor) else type(f"{ours.__name__}{theirs.__name__}", (ours, theirs), {})
 
 
-def _run_hooks(host: nn.Parameter, gradient: Tensor) -> Tensor:
-    for hook in list((gradient_hooks(host) or {}).values()):
+def _run(hooks: dict[int, Callable[..., Any]], gradient: Tensor) -> Tensor:
+    for hook in list(hooks.values()):
         replaced = hook(gradient)
         gradient = gradient if replaced is None else replaced
     return gradient

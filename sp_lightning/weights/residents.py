@@ -22,6 +22,9 @@ class Residents:
         device: the seam.
         write_back: called with indices and values of those that were written on the device.
         stays: addresses of storages that never leave the device; the residents' is added, and follows them.
+
+    Attributes:
+        nbytes: device memory.
     """
 
     def __init__(
@@ -43,11 +46,6 @@ class Residents:
         self._take_memory()
         self._current = False
         self._attach()
-
-    @property
-    def nbytes(self) -> int:
-        """Device memory."""
-        return self._memory.nbytes
 
     @property
     def address(self) -> int:
@@ -103,11 +101,13 @@ class Residents:
     def close(self) -> None:
         """Let go of the memory."""
         self._memory = self._device.empty(0)
+        self.nbytes = 0
 
     def _take_memory(self) -> None:
         self._stays.discard(self.address)
         self._memory = self._device.empty(self.layer.planned.nbytes)
         self._stays.add(self.address)
+        self.nbytes = self._memory.nbytes
 
     def _attach(self) -> None:
         self.group.attach([view(self._memory, span) for span in self.group.spans])
