@@ -39,7 +39,6 @@ EXCEPTIONS: dict[str, str] = dict.fromkeys(
         "trainer.strategy.StreamingStrategy",
         "trainer.strategy.__init__",
         "trainer.strategy._build",
-        "tune.simulator",
     ],
     "not cut yet",
 )

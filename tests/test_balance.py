@@ -16,7 +16,8 @@ from sp_lightning.activations.calls import Activations
 from sp_lightning.plan.activation_policy import Call, least_bytes, peak_bytes
 from sp_lightning.plan.plan import Plan, PlannedLayer, Ring
 from sp_lightning.tune.activation_choice import Balance, without_second_forwards
-from sp_lightning.tune.simulator import Rates, Visit, predict
+from sp_lightning.tune.simulator import predict
+from sp_lightning.tune.visits import Rates, Visit
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import assert_same, fit, superpipeline
 from tests.support.simdevice import SimDevice, simulated

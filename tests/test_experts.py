@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sp_lightning.device.timeline import Interval
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
-from sp_lightning.tune.simulator import measured
+from sp_lightning.tune.visits import measured
 from sp_lightning.weights.slots import Slots
 from tests.support.models import Block, Module, Transformer, tokens, vectors
 from tests.support.poison import poisoned

@@ -14,7 +14,8 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 from sp_lightning.tune.dry_run import Work, estimate, on_paper
-from sp_lightning.tune.simulator import Rates, Visit, Walk, schedule_visits
+from sp_lightning.tune.simulator import Walk
+from sp_lightning.tune.visits import Rates, Visit, schedule_visits
 from tests.support.engine import events, step, streamed
 from tests.support.simdevice import SimDevice
 

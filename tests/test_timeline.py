@@ -21,7 +21,8 @@ from sp_lightning.model.find import find_layers
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.plan import make_plan
 from sp_lightning.trainer.callback import bottleneck
-from sp_lightning.tune.simulator import measured, predict
+from sp_lightning.tune.simulator import predict
+from sp_lightning.tune.visits import measured
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.runs import assert_same, fit, loader, trainer_for
 

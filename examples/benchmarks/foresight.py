@@ -22,7 +22,8 @@ from examples.benchmarks.workloads import PRECISIONS, WARM_UP, Task, Workload, b
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.timeline import Interval
 from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
-from sp_lightning.tune.simulator import measured, predict
+from sp_lightning.tune.simulator import predict
+from sp_lightning.tune.visits import measured
 
 
 class Watch(meter.Meter):

@@ -22,7 +22,8 @@ from sp_lightning.plan.ledger import Ledger, make_ledger
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.tune.activation_choice import Balance
 from sp_lightning.tune.dry_run import Work, cast, estimate, on_paper
-from sp_lightning.tune.simulator import Prediction, Rates, Visit, predict, schedule_visits
+from sp_lightning.tune.simulator import Prediction, predict
+from sp_lightning.tune.visits import Rates, Visit, schedule_visits
 
 # One fused AdamW pass reads and writes seven times the bytes of the gradients: weights, gradients, two moments.
 _PASSES_OF_ADAMW = 7

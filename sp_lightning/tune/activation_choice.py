@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from sp_lightning.plan.activation_policy import EXEMPT, FREEING, Call, Mode, least_bytes, peak_bytes
-from sp_lightning.tune.simulator import Rates, Visit
+from sp_lightning.tune.visits import Rates, Visit
 
 Modes = Mapping[str, Mode]
 

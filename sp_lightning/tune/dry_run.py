@@ -34,7 +34,7 @@ from sp_lightning.device.torch_private import (
 from sp_lightning.model.found import Found
 from sp_lightning.plan.activation_policy import EXEMPT, Call, Mode, peak_bytes
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.tune.simulator import Visit
+from sp_lightning.tune.visits import Visit
 
 
 @dataclass

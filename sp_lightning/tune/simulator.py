@@ -8,82 +8,27 @@ engine does, and not what it was meant to do.
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import torch
-from torch import Tensor
-
-from sp_lightning.device.device import Device
 from sp_lightning.device.timeline import Interval, Kind
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.engine.residency import Residency
 from sp_lightning.plan.plan import Plan, PlannedLayer
+from sp_lightning.tune.clocks import ClockDevice, HostBytes
+from sp_lightning.tune.visits import RESOURCES, Rates, Visit
 from sp_lightning.weights.gradients import Drains
 from sp_lightning.weights.layer import Kind as LayerKind
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.prefetch import Prefetch
 from sp_lightning.weights.slots import Slot, Slots, Staged
 
-# Walking so many takes about a second for each choice of k and k'.
-_MOST_VISITS = 2000
-
-RESOURCES: dict[str, tuple[Kind, ...]] = {
-    "compute": ("forward", "backward", "between"),
-    "fetch": ("fetch", "return"),
-    "drain": ("drain", "store"),
-    "optimizer": ("update",),
-}
-"""What is busy while what happens."""
-
-
 _STALLS = {
     "gradients": (Wait.REUSE_AFTER_DRAIN,),
     "residents": (Wait.USE_AFTER_RESIDENTS,),
     "activations": (Wait.REUSE_AFTER_STORE, Wait.USE_AFTER_RETURN),
 }
-
-
-@dataclass(frozen=True)
-class Visit:
-    """One use of some layers by a batch, in forward or in backward.
-
-    Attributes:
-        layers: those of one module's call; none for what computes between layers.
-        seconds: how long the device computes.
-        backward: whether it is their backward, after which gradients leave.
-        needs: in backward, the layers whose weights are needed, in that order: an embedding's needs none.
-        moved: bytes of activations that leave after a forward, or come back for a backward.
-    """
-
-    layers: tuple[int, ...]
-    seconds: float
-    backward: bool = False
-    needs: tuple[int, ...] = ()
-    moved: int = 0
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What the machine does in a second.
-
-    Attributes:
-        upload, download: bytes copied to the device, and to the host.
-        update: bytes of gradients that the optimizer works off on the host.
-        host_memory: bytes read and written.
-        visit_seconds: seconds of Python for each use of a layer.
-        synchronous: whether copies hold everything else up, as on the CPU.
-    """
-
-    upload: float
-    download: float
-    update: float
-    host_memory: float
-    visit_seconds: float = 1e-4
-    synchronous: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,15 +88,6 @@ def predict(
     return Prediction(seconds, busy, dict(walk.stalls), intervals)
 
 
-@dataclass(frozen=True)
-class _Bytes:
-    """Stands for memory on the host."""
-
-    layer: int
-    nbytes: int
-    kind: Kind | None = None
-
-
 class _SimulatedLayer(StreamedLayer):
     """A layer without parameters.
 
@@ -170,60 +106,6 @@ class _SimulatedLayer(StreamedLayer):
         return False
 
 
-class ClockDevice(Device):
-    """Every stream is a clock; a copy moves it on, a wait sets it to the event's time. The host is a clock, too."""
-
-    def __init__(self, rates: Rates) -> None:
-        super().__init__(torch.device("cpu"))
-        self._rates = rates
-        self.now = dict.fromkeys(Stream, 0.0)
-        self.host = 0.0
-        self.intervals: list[Interval] = []
-        self.copied = 0
-
-    def empty(self, nbytes: int) -> Tensor:
-        return super().empty(0)
-
-    def copy(
-        self, targets: Sequence[Tensor], sources: Sequence[Any], stream: Stream, *, why: Wait | None = None
-    ) -> None:
-        rate = self._rates.upload if stream is Stream.UPLOAD else self._rates.download
-        for source in sources:
-            kind: Kind = source.kind or ("fetch" if stream is Stream.UPLOAD else "drain")
-            self.spend(stream, source.nbytes / rate, kind, source.layer, source.nbytes)
-            self.copied += source.nbytes
-
-    def spend(self, stream: Stream, seconds: float, kind: Kind, layer: int | None, nbytes: int = 0) -> None:
-        """Something is issued to a stream that takes so long; it does not begin before the host has issued it."""
-        begin = max(self.now[stream], self.host)
-        self.now[stream] = begin + seconds
-        if seconds:
-            self.intervals.append(Interval(kind, layer, begin, begin + seconds, nbytes))
-        if self._rates.synchronous and stream is not Stream.UPDATE:
-            self.host = self.now[Stream.COMPUTE] = self.now[stream]
-
-    def record(self, stream: Stream) -> float:
-        return max(self.now[stream], self.host)
-
-    def wait(self, stream: Stream, event: float | None, why: Wait) -> None:
-        if event is not None:
-            late = event - max(self.now[stream], self.host)
-            if late > 0:
-                self.now[stream] = event
-                if stream is Stream.COMPUTE:
-                    self._stalled[why] += late
-
-    def synchronize(self, event: float | None, why: Wait) -> None:
-        if event is not None:
-            self.host = max(self.host, event)
-
-    def clear(self) -> None:
-        """A batch begins: what is noted of the one before is dropped."""
-        self.intervals.clear()
-        self.copied = 0
-        self._stalled = dict.fromkeys(Wait, 0.0)
-
-
 class _Source:
     """Updates as times: a layer's bytes are there when its update is done."""
 
@@ -240,7 +122,7 @@ class _Source:
 
     def stage(self, layer: StreamedLayer) -> Staged:
         """As many bytes as its block has."""
-        stand_in: Any = _Bytes(layer.index, layer.planned.nbytes)
+        stand_in: Any = HostBytes(layer.index, layer.planned.nbytes)
         return stand_in, None
 
 
@@ -390,7 +272,7 @@ class Walk:
         self._left = None
         if visit.moved:
             device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.STORE_AFTER_SAVE)
-            device.copy([], [_Bytes(visit.layers[0], visit.moved, "store")], Stream.DOWNLOAD)
+            device.copy([], [HostBytes(visit.layers[0], visit.moved, "store")], Stream.DOWNLOAD)
             self._left = device.record(Stream.DOWNLOAD)
 
     def _bring(self, at: int) -> None:
@@ -403,14 +285,14 @@ class Walk:
             visit = self._visits[each]
             if visit.moved and visit.backward and each not in self._back:
                 device.wait(Stream.UPLOAD, device.record(Stream.COMPUTE), Wait.RETURN_AFTER_USE)
-                device.copy([], [_Bytes(visit.layers[0], visit.moved, "return")], Stream.UPLOAD)
+                device.copy([], [HostBytes(visit.layers[0], visit.moved, "return")], Stream.UPLOAD)
                 self._back[each] = device.record(Stream.UPLOAD)
         device.wait(Stream.COMPUTE, self._back.get(at), Wait.USE_AFTER_RETURN)
 
     def _send_residents(self) -> None:
         device = self.device
         if self._training or not self.ended:
-            device.copy([], [_Bytes(self._resident.index, self._resident.planned.nbytes)], Stream.UPLOAD)
+            device.copy([], [HostBytes(self._resident.index, self._resident.planned.nbytes)], Stream.UPLOAD)
             device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), Wait.USE_AFTER_RESIDENTS)
 
     # ------------------------------------------------------------------ gradients and updates
@@ -418,7 +300,7 @@ class Walk:
     def _drain(self, layer: _SimulatedLayer) -> None:
         device = self.device
         device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
-        device.copy([], [_Bytes(layer.index, layer.planned.gradient_bytes)], Stream.DOWNLOAD)
+        device.copy([], [HostBytes(layer.index, layer.planned.gradient_bytes)], Stream.DOWNLOAD)
         self._drains.add(_Leaving(layer, device.record(Stream.DOWNLOAD)))
 
     def _apply(self, layer: _SimulatedLayer) -> None:
@@ -448,66 +330,3 @@ class Walk:
 def _simulated(layer: StreamedLayer) -> _SimulatedLayer:
     assert isinstance(layer, _SimulatedLayer)
     return layer
-
-
-def measured(intervals: Iterable[Interval], layers: int, *, synchronous: bool) -> tuple[list[Visit], Rates]:
-    """What a batch does, and how fast the machine is, from the timeline of one batch.
-
-    Of a batch of very many visits (generation, token by token) the first are taken.
-
-    Args:
-        intervals: in the order of their beginning.
-        layers: how many the plan has; what comes on demand is computed between layers.
-        synchronous: whether copies hold everything else up, as on the CPU.
-    """
-    by_kind: defaultdict[Kind, list[Interval]] = defaultdict(list)
-    visits: list[Visit] = []
-    around: list[tuple[float, int]] = []  # when they end, and where they are in the list
-    for each in intervals:
-        by_kind[each.kind].append(each)
-        if each.kind in RESOURCES["compute"]:
-            seconds = each.end - each.begin
-            while around and around[-1][0] < each.end:
-                around.pop()
-            if around:  # an expert, inside its block
-                at = around[-1][1]
-                visits[at] = replace(visits[at], seconds=visits[at].seconds - seconds)
-            around.append((each.end, len(visits)))
-            used = () if each.layer is None or each.layer >= layers else (each.layer,)
-            visits.append(Visit(used, seconds, each.kind == "backward", used))
-    del visits[_MOST_VISITS:]
-    back = {layer for visit in visits if visit.backward for layer in visit.layers}
-    known = {layer for visit in visits for layer in visit.layers}
-    for drain in by_kind["drain"]:  # of an embedding, whose backward needs no weights
-        if drain.layer in known and drain.layer not in back and drain.layer is not None:
-            visits.append(Visit((drain.layer,), 0.0, backward=True))
-            back.add(drain.layer)
-
-    def rate(resource: str) -> float:
-        copies = [each for kind in RESOURCES[resource] for each in by_kind[kind]]
-        seconds = sum(each.end - each.begin for each in copies)
-        return sum(each.nbytes for each in copies) / seconds if seconds else math.inf
-
-    rates = Rates(
-        rate("fetch"),
-        rate("drain"),
-        rate("optimizer"),
-        host_memory=math.inf,
-        visit_seconds=0.0,
-        synchronous=synchronous,
-    )
-    return visits, rates
-
-
-def schedule_visits(plan: Plan, seconds: Sequence[float], *, training: bool) -> list[Visit]:
-    """What a batch is expected to do before one has shown it: forward, then a backward that takes twice as long.
-
-    Args:
-        plan: its order is taken.
-        seconds: of each layer's forward.
-        training: whether there is a backward.
-    """
-    visits = [Visit((layer,), seconds[layer]) for layer in plan.order]
-    if training:
-        visits += [Visit((layer,), 2 * seconds[layer], True, (layer,)) for layer in reversed(plan.order)]
-    return visits
