@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import inspect
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -324,6 +325,14 @@ def test_the_check_for_privates_can_fail() -> None:
     assert torch_privates("class A(S):\n  def _apply(self): return super()._apply()") == {"_apply"}
     assert torch_privates("class A:\n  def f(self):\n    self._values = 1\n    return self._values") == set()
     assert torch_privates("def f(module): return module._parameters, module.weight._version") == set()
+
+
+def test_every_number_of_the_engine_s_diagram_stands_beside_a_line() -> None:
+    page = FILES["engine.__init__"].partition("The parts")[0]
+    numbers = set(re.findall(r"\(\d\)", page))
+    assert len(numbers) == 9
+    files = [source for file, source in FILES.items() if file.startswith("engine.") and file != "engine.__init__"]
+    assert {number for number in numbers if not any(number in source for source in files)} == set()
 
 
 def test_the_options_are_frozen() -> None:

@@ -1,0 +1,28 @@
+"""Engine: streams the layers of one module while steps run. It decides *when*; what lies where is the plan's business.
+
+One layer's forward, then its backward. The numbers stand beside the lines that do it::
+
+    host block ──fetch──▶ slot ──use──▶ device parameters ──▶ forward ──release──▶ slot may be overwritten
+                  (1)          (2)            (3)               (4)        (5)
+    param.grad ◀──apply── staging ◀──drain── gradient ◀── backward ◀──use── unpack ◀── fetched again
+                  (9)                 (8)                    (7)              (6)
+
+The parts, from below; each imports those before it only:
+
+- ``residency``: which layers are on the device and in use (1) (2) (5). The simulator drives this very class.
+- ``lent_weights``: what modules have of them (3), and what the host takes back of what they wrote there.
+- ``host_source``: the bytes of a layer on the host, updated and cast, as a transfer is to read them.
+- ``exchange``: whether modules hold the host's parameters or the device's.
+- ``step``, ``backward``: from the first fetch to the last; graph tasks, and gradients that arrive in them (7) (8) (9).
+- ``saved_tensors``, ``module_hooks``, ``access``: the doors by which somebody asks for a layer (4) (6).
+- ``updating``: the engine as an optimizer's step sees it.
+- ``assembly``, ``streamer``: build the parts, and hand every call to one of them.
+
+What comes in: a module, its layers (``model``), a plan, a device; then the calls of ``trainer``. What goes out: the module
+with the host's parameters after every step, gradients in ``param.grad``, counters. It may import every wing below it
+(``optim``, ``weights``, ``activations``, ``store``, ``observe``, ``plan``, ``model``, ``device``), and Lightning never.
+
+Two calls go up: device parameters and tables reach :class:`~sp_lightning.engine.access.Access` through the protocol
+:class:`~sp_lightning.weights.parameter_group.Doors`, and a backward tells a layered step of each layer that is complete
+(``on_complete``). The rule throughout: a wrong guess costs a fetch, never a result.
+"""

@@ -1,0 +1,11 @@
+"""Weights: the layers that travel, the slots they travel to, and what stands for their weights in modules.
+
+:class:`~sp_lightning.weights.layer.StreamedLayer` is what travels together. ``slots`` is the device memory, ``prefetch`` and
+``trace`` say what comes next, ``source`` where bytes come from. ``parameter_group`` and ``device_parameter`` are what modules
+hold in a step, ``swap`` puts them there; ``residents`` stay on the device, of ``embedding_rows`` only rows travel, ``casts``
+travel in place of float32 weights. ``gradients`` go back to the host.
+
+Comes in: host blocks (``store``), a plan. Goes out: device parameters for modules, ``param.grad``. It may import ``store``,
+``observe``, ``plan``, ``model``, ``device``, and knows neither steps nor backwards: what it needs of them it asks through
+the protocols ``Doors``, ``BlockSource``, ``WireFormat`` and ``GradientSink``.
+"""

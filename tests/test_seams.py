@@ -1,0 +1,186 @@
+"""Each seam of the engine takes another implementation than today's, which it was not written for."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.device.device import Device
+from sp_lightning.device.layout import part, versions
+from sp_lightning.device.waits import Stream
+from sp_lightning.engine.host_source import HostSource
+from sp_lightning.optim.background import Updates
+from sp_lightning.store.block import HostBlock
+from sp_lightning.weights.gradients import Gradients
+from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.slots import Staged
+from tests.support.models import Module, Stack, vectors
+from tests.support.runs import assert_equal, assert_same, fit, fused, superpipeline
+
+# ---------------------------------------------------------------------- BlockSource
+
+
+class FromFiles:
+    """A disk tier, in small: what is staged was written to a file and read from it. Never ready before it is asked for."""
+
+    folder: Path
+    staged: list[str]
+
+    def __init__(self, *args: Any) -> None:
+        self._host = HostSource(*args)
+        self.synchronize = self._host.synchronize
+        self.doubt = self._host.doubt
+        self.wait = self._host.wait
+
+    def ready(self, layer: StreamedLayer) -> bool:
+        return False
+
+    def stage(self, layer: StreamedLayer) -> Staged:
+        weights, event = self._host.stage(layer)
+        file = self.folder / str(layer.index)
+        file.write_bytes(weights.numpy().tobytes())
+        self.staged.append(layer.name)
+        return torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8), event
+
+
+def test_layers_come_from_another_source(tmp_path: Path) -> None:
+    staged: list[str] = []
+    source = type("FromHere", (FromFiles,), {"folder": tmp_path, "staged": staged})
+    with mock.patch("sp_lightning.engine.streamer.HostSource", source):
+        ours = fit(lambda: Module(Stack()), vectors(), superpipeline(k=1))
+    assert_same(ours, fit(lambda: Module(Stack()), vectors()))
+    assert set(staged) >= {f"net.blocks.{i}" for i in range(4)}
+
+
+# ---------------------------------------------------------------------- WireFormat
+
+
+class CastsByVersion:
+    """The same casts as today's, known to be current by their masters' versions alone."""
+
+    made = 0
+
+    def __init__(self, block: HostBlock, masters: HostBlock, device: Device) -> None:
+        self._block = block
+        self._masters = masters
+        self._seen: list[int] = []
+
+    @property
+    def current(self) -> bool:
+        return self._seen == versions(self._masters.parameters)
+
+    def doubt(self) -> None:
+        self._seen = []
+
+    def refresh(self, by: Stream | None = None) -> None:
+        if not self.current:
+            type(self).made += 1
+            self._seen = versions(self._masters.parameters)
+            with torch.no_grad():
+                for cast, master in zip(self._block.planned.casts, self._masters.planned.spans, strict=True):
+                    part(self._block.weights, cast).copy_(part(self._masters.weights, master))
+
+    def edition(self, offset: int) -> None:
+        return None
+
+
+def test_something_else_travels() -> None:
+    CastsByVersion.made = 0
+    with mock.patch("sp_lightning.engine.assembly.Casts", CastsByVersion):
+        ours = fit(lambda: Module(Stack()), vectors(), superpipeline(k=1), precision="bf16-mixed")
+    assert_same(ours, fit(lambda: Module(Stack()), vectors(), precision="bf16-mixed"))
+    assert CastsByVersion.made >= 4
+
+
+# ---------------------------------------------------------------------- GradientSink
+
+
+class OfTwo(Gradients):
+    """As if another process had found the same gradients: both are summed before they leave."""
+
+    def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
+        return super().arrived(layer, index, gradient + gradient)
+
+
+class Doubled(Module):
+    def loss(self, batch: Any) -> Tensor:
+        return 2 * super().loss(batch)
+
+
+def test_gradients_go_to_another_sink() -> None:
+    with mock.patch("sp_lightning.engine.streamer.Gradients", OfTwo):
+        ours = fit(lambda: Module(Stack()), vectors(), superpipeline(k=1))
+    plain = fit(lambda: Doubled(Stack()), vectors())
+    assert_equal(ours.gradients, plain.gradients, "gradients")
+    assert_equal(ours.state, plain.state, "state")
+
+
+# ---------------------------------------------------------------------- OptimizerState
+
+
+class Away:
+    """State that is bytes between two updates of its layer, and NaN where the optimizer has it."""
+
+    saved: dict[int, bytes]
+
+    def bring(self, layer: StreamedLayer, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in self._parameters(layer, optimizer):
+            for name, value in torch.load(io.BytesIO(self.saved[id(parameter)])).items():
+                optimizer.state[parameter][name].copy_(value)
+
+    def put(self, layer: StreamedLayer, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in self._parameters(layer, optimizer):
+            torch.save(optimizer.state[parameter], buffer := io.BytesIO())
+            self.saved[id(parameter)] = buffer.getvalue()
+            for value in optimizer.state[parameter].values():
+                value.fill_(torch.nan)
+
+    def _parameters(self, layer: StreamedLayer, optimizer: torch.optim.Optimizer) -> list[Any]:
+        return [p for group in optimizer.param_groups for p in group["params"] if optimizer.state.get(p)]
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_the_optimizer_s_state_is_elsewhere(mode: Any) -> None:
+    saved: dict[int, bytes] = {}
+    with mock.patch("sp_lightning.optim.layerwise.OnHost", type("AwayHere", (Away,), {"saved": saved})):
+        strategy = SuperpipelineStrategy(k=1, optimizer_overlap=mode)
+        ours = fit(fused(lambda: Module(Stack())), vectors(), strategy, gradients=False)
+    plain = fit(fused(lambda: Module(Stack())), vectors(), gradients=False)
+    assert_equal(ours.losses, plain.losses, "losses")
+    assert_equal(ours.state, plain.state, "state")
+    assert len(saved) == len(list(plain.module.parameters()))
+    assert all(state["exp_avg"].isnan().all() for state in ours.optimizers[0]["state"].values())
+
+
+# ---------------------------------------------------------------------- the update of a layer
+
+
+class AtOnce(Updates):
+    """Each layer is updated where it is submitted."""
+
+    order: list[int]
+
+    def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
+        self.order.append(layer.index)
+        with torch.no_grad():
+            work()
+        if then is not None:
+            then()
+
+
+def test_updates_of_layers_are_done_by_somebody_else() -> None:
+    order: list[int] = []
+    with mock.patch("sp_lightning.engine.streamer.Updates", type("AtOnceHere", (AtOnce,), {"order": order})):
+        strategy = SuperpipelineStrategy(k=1, optimizer_overlap="backward")
+        ours = fit(fused(lambda: Module(Stack())), vectors(), strategy, gradients=False)
+    assert_same(ours, fit(fused(lambda: Module(Stack())), vectors(), gradients=False))
+    blocks = order[: len(strategy.plan.layers)]
+    assert blocks == sorted(blocks, reverse=True)  # backward completes the last layer first
