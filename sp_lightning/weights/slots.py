@@ -225,6 +225,8 @@ class Slots:
         held = [slot for slot in self.all if not slot.overwritable]
         self.close()
         self._plan = plan
+        for layer in self._layers:
+            layer.planned = plan.moving[layer.index]  # it lies as before, and may pass through another ring
         for slot in held:
             slot.extra = True
             self._keep(slot)
