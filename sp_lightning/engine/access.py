@@ -93,6 +93,7 @@ class Access:
         self._unit = unit
         self._around_rerun = around_rerun
         self.gradient_arrived = backward.gradient_arrived  # no detour: it is called for each gradient
+        self.gradients_complete = backward.complete
         self.depth = 0
         self.run_again = ""
         self._calls = threading.local()  # of each thread: how many calls are under way, and the hooks of the outermost

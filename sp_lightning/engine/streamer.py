@@ -137,7 +137,6 @@ class Streamer:
         self._backward = Backward(
             self._lock, layers, *below, self.activations, self._step, self._gradients, self._peak.note
         )
-        self._gradients.connect(self._backward.complete)
         self.updating = Updating(
             self._lock, layers, *below, self._step, self._backward, self._gradients, self.updates, device
         )

@@ -164,8 +164,6 @@ class Gradients:
         in_flight: layers whose gradients may be on the device at once (k' + 1).
     """
 
-    _complete: Callable[[StreamedLayer], None]
-
     def __init__(self, device: Device, staging: Staging, *, in_flight: int) -> None:
         self._device = device
         self._staging = staging
@@ -177,10 +175,6 @@ class Gradients:
         self.drained_bytes = 0
         self.host_waits = 0
         """How often the host has waited for a sparse gradient, whose size compute decides."""
-
-    def connect(self, complete: Callable[[StreamedLayer], None]) -> None:
-        """From here on ``complete`` is called with a layer once all of its parameters have got theirs in a backward."""
-        self._complete = complete
 
     def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
         """Autograd finished one gradient; it leaves with its layer's others. Returns whether they are all there.
@@ -305,7 +299,7 @@ class Gradients:
             if drain.staging is not None:
                 self._staging.give_back(drain.staging)
         if len(received.applied) == received.expected and drain.layer.kind is not Kind.RESIDENTS:
-            self._complete(drain.layer)
+            drain.layer.parameters.doors.gradients_complete(drain.layer)
 
     def _land(self, landing: _Landing) -> int:
         """One gradient becomes ``param.grad`` or is added to it. Returns the parameter's identity."""

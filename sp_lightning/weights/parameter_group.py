@@ -45,6 +45,9 @@ class Doors(Protocol):
     def gradient_arrived(self, layer: StreamedLayer, index: int, parameter: Tensor) -> None:
         """Autograd has put a gradient on a device parameter."""
 
+    def gradients_complete(self, layer: StreamedLayer) -> None:
+        """All parameters of a layer, and of its masters, have got their gradients in this backward."""
+
     def replacing(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
         """``param.data = value`` follows; the layer is on the device."""
 
