@@ -488,7 +488,7 @@ def test_a_host_without_room_recomputes(
 ) -> None:
     """The first batch, whose sizes nobody knows, keeps what does not fit; later ones compute it again."""
     monkeypatch.setattr(offload, "WORTH_MOVING", Saves.SIZE)
-    monkeypatch.setattr("sp_lightning.trainer.strategy.spare_bytes", lambda needed: room)
+    monkeypatch.setattr("sp_lightning.trainer.run.spare_bytes", lambda needed: room)
     counts, recomputed = [1] * 8, []
     enter = Activations.enter
 

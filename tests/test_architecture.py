@@ -36,10 +36,6 @@ MOST_LINES = {"file": 400, "class": 300, "function": 40}
 EXCEPTIONS: dict[str, str] = dict.fromkeys(
     [
         "activations.forward_state",
-        "trainer.strategy",
-        "trainer.strategy.StreamingStrategy",
-        "trainer.strategy.__init__",
-        "trainer.strategy._build",
     ],
     "not cut yet",
 )
@@ -112,7 +108,7 @@ def test_the_import_check_can_fail() -> None:
 
 LIGHTNINGS = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
 COMPAT = "trainer.compat"
-OF_TORCH = {("optim.fused", "_device")}
+OF_TORCH = {("device.torch_private", "_device")}
 """Private names of torch that Lightning has, too: here that of ``torch.amp.GradScaler``."""
 INHERITED = frozenset(
     name

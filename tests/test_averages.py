@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.engine.module_hooks import attach_gates
 from sp_lightning.model.find import find_layers
-from sp_lightning.trainer.strategy import _move_the_rest
+from sp_lightning.trainer.buffers import move_to_device
 from sp_lightning.weights.buffers import OnTheDevice, find_averages
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_same, fit, fused, superpipeline
@@ -229,7 +229,7 @@ def test_averages_stay_where_the_weights_are(fixed: bool, layers: Any) -> None:
     module.norm = nn.BatchNorm1d(16, affine=False)
     module.more = nn.ModuleDict({"average": Average(module.net), "norm": nn.BatchNorm1d(16, affine=False)})
     found = find_layers(module, layers=layers)
-    _move_the_rest(module, found, find_averages(module), torch.device("meta"))
+    move_to_device(module, found, find_averages(module), torch.device("meta"))
     assert all(buffer.device.type == "cpu" for buffer in (*module.average.buffers(), *module.more["average"].buffers()))
     assert all(buffer.is_meta for buffer in (*module.norm.buffers(), *module.more["norm"].buffers()))
     assert module.device.type == "meta"

@@ -182,12 +182,12 @@ def test_an_error_teaches_that_there_is_less_room() -> None:
 
     class RunsOut(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            strategy = trainer.strategy
+            run = trainer.strategy._run
             if batch_idx == 3:
-                before = strategy._window.room
-                strategy._tuning.shrink()
-                assert strategy._window.room == before - before // 16
-                assert "keep" not in strategy.activations.values()
+                before = run._window.room
+                run.tuning.shrink()
+                assert run._window.room == before - before // 16
+                assert "keep" not in run.activations.values()
                 seen.append(before)
 
     seen: list[int] = []

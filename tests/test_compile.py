@@ -169,7 +169,7 @@ def test_cuda_graphs_are_refused_by_name(way: Any, name: str) -> None:
     """They are recorded for the addresses of weights, which streaming changes; a CPU has none, and compiles as ever."""
     torch._dynamo.reset()
     with (
-        mock.patch("sp_lightning.trainer.strategy.device_for", Asynchronous),
+        mock.patch("sp_lightning.trainer.run.device_for", Asynchronous),
         pytest.raises(ValueError, match=rf"{name} is compiled with CUDA graphs.*max-autotune-no-cudagraphs"),
     ):
         trainer_for(superpipeline(k=1)).fit(way(Module(Stack())), loader(vectors(1)))

@@ -33,6 +33,7 @@ from sp_lightning.optim import background
 from sp_lightning.optim.layerwise import LayeredStep
 from sp_lightning.plan.units import parse_bytes
 from sp_lightning.weights import swap
+from tests.support.engine import streamer_of
 from tests.support.models import Block, Module, Stack, llama, tokens, vectors
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 
@@ -236,7 +237,7 @@ def test_too_large_for_the_device(free: int | None, options: dict[str, Any], mes
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with (
         mock.patch.object(SmallDevice, "free", free),
-        mock.patch("sp_lightning.trainer.strategy.device_for", lambda device: SmallDevice(device)),
+        mock.patch("sp_lightning.trainer.run.device_for", lambda device: SmallDevice(device)),
         pytest.raises(ValueError, match=message),
     ):
         start(SuperpipelineStrategy(**options), module)
@@ -794,7 +795,7 @@ def test_a_checkpoint_on_exception_that_is_refused_leaves_nothing_behind(tmp_pat
     ):
         trainer.fit(module, loader(vectors()))
     assert raised.value.__context__ is error
-    assert trainer.strategy._streamer is None  # type: ignore[attr-defined]
+    assert streamer_of(trainer.strategy) is None
     assert all(type(p) is nn.Parameter for p in module.parameters())
     assert not list(tmp_path.iterdir())
 

@@ -43,6 +43,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device
 from sp_lightning.weights.device_parameter import DeviceParameter
+from tests.support.engine import streamer_of
 from tests.support.models import Module, Stack
 from tests.support.runs import assert_equal, loader, trainer_for
 from tests.support.simdevice import SimDevice, simulated
@@ -423,13 +424,13 @@ class Trial:
             assert (mine.device, mine.shape, mine.dtype) == (like.device, like.shape, like.dtype)
             assert mine.isfinite().all()
         assert not global_things() - self.before
-        assert getattr(self.trainer.strategy, "_streamer", None) is None
+        assert streamer_of(self.trainer.strategy) is None
         assert [each.in_use for each in self.scene.devices] == [0] * len(self.scene.devices)
         assert not any(each._forward_hooks or each._forward_pre_hooks for each in self.scene.module.modules())
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         assert torch.is_grad_enabled()
         assert not self.handlers_left
-        self.torn = self.way in self.fault.tears and self.trainer.strategy._torn is not None
+        self.torn = self.way in self.fault.tears and self.trainer.strategy._run.torn is not None
         with pytest.raises(RuntimeError, match="not those of any whole step") if self.torn else nullcontext():
             self.trainer.save_checkpoint(self.folder / "after.ckpt")
         if not self.torn:

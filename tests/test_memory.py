@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.weights.gradients import Gradients
+from tests.support.engine import streamer_of
 from tests.support.models import CASES, Block, Module, Stack, llama, tokens, vectors
 from tests.support.runs import fit, loader, superpipeline, trainer_for
 
@@ -112,7 +113,7 @@ def test_escaping_views_take_extra_slots_and_give_them_back() -> None:
 
     class AtEnd(Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            seen.append(trainer.strategy._streamer._slots.device_bytes)
+            seen.append(streamer_of(trainer.strategy)._slots.device_bytes)
 
     fit(CASES["returns-view"].make, CASES["returns-view"].batches(), strategy, callbacks=[AtEnd()])
     assert strategy.stats().extra_slots > 0

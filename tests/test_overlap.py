@@ -33,6 +33,7 @@ from sp_lightning.optim.background import Updates
 from sp_lightning.optim.layerwise import LayeredStep
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.slots import Slots
+from tests.support.engine import streamer_of
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import Make, Outcome, assert_equal, assert_same, fit, fused, loader, trainer_for
 from tests.support.simdevice import simulated
@@ -1060,12 +1061,8 @@ def test_validation_waits_first() -> None:
 
     class Looks(Callback):
         def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
-            waiting.append(
-                sum(
-                    trainer.strategy._streamer.updates.under_way(layer)
-                    for layer in trainer.strategy._streamer._moving[:7]
-                )
-            )
+            streamer = streamer_of(trainer.strategy)
+            waiting.append(sum(streamer.updates.under_way(layer) for layer in streamer._moving[:7]))
 
     with simulated():
         fit(

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.engine.streamer import Streamer
+from tests.support.engine import streamer_of
 from tests.support.models import (
     CASES,
     Block,
@@ -876,7 +877,7 @@ def test_engines_are_freed_without_the_garbage_collector() -> None:
 
         class Note(pl.Callback):
             def on_train_start(self, trainer: Any, *args: Any) -> None:
-                alive.append(weakref.ref(trainer.strategy._streamer._gradients))
+                alive.append(weakref.ref(streamer_of(trainer.strategy)._gradients))
 
         trainer.callbacks.append(Note())  # type: ignore[attr-defined]
         trainer.fit(module, loader(tokens(1)))

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.activations import offload
+from tests.support.engine import streamer_of
 from tests.support.models import Module
 from tests.support.runs import Outcome, assert_same, fit, superpipeline
 from tests.support.simdevice import simulated
@@ -185,10 +186,10 @@ def test_weights_that_graphs_keep_are_let_go() -> None:
 
     class Looks(Callback):
         def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-            held.append(sum(slot.extra for slot in strategy._streamer._slots.all))
+            held.append(sum(slot.extra for slot in streamer_of(strategy)._slots.all))
 
         def on_train_batch_end(self, *arguments: Any) -> None:
-            held.append(sum(slot.extra for slot in strategy._streamer._slots.all))
+            held.append(sum(slot.extra for slot in streamer_of(strategy)._slots.all))
 
     net = [Kept() for _ in range(6)]
     fit(lambda: Module(nn.Sequential(*net)), list(torch.randn(2, 3, 6, WIDTH)), strategy, callbacks=[Looks()])

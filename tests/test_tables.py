@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
+from tests.support.engine import streamer_of
 from tests.support.models import Block, Module, Transformer, llama
 from tests.support.poison import poisoned
 from tests.support.runs import Batches, assert_equal, assert_same, fit, fused, loader, superpipeline, trainer_for
@@ -210,7 +211,7 @@ def test_tables_are_updated_first() -> None:
 
     class Looks(Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            streamer = trainer.strategy._streamer
+            streamer = streamer_of(trainer.strategy)
             self.order = [layer.name for layer in streamer.updating.order()]
 
     looks = Looks()
@@ -407,7 +408,7 @@ def test_rows_of_the_next_step_are_refused() -> None:
 
     class Again(Module):
         def loss(self, batch: Any) -> Tensor:
-            streamer = self.trainer.strategy._streamer
+            streamer = streamer_of(self.trainer.strategy)
             streamer._layers[len(streamer.plan.layers)].updated_early = True
             return super().loss(batch)
 

@@ -45,6 +45,7 @@ from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.embedding_rows import Table
 from sp_lightning.weights.gradients import Gradients
+from tests.support.engine import choose
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import Outcome, assert_same, fit, fused, loader, superpipeline, trainer_for
 from tests.support.simdevice import Mixed, Race, SimDevice, Watch, simulated
@@ -142,7 +143,7 @@ class Looks(Callback):
 
 def in_the_background(strategy: Any, **options: Any) -> Outcome:
     if isinstance(strategy, SuperpipelineStrategy):
-        strategy._optimizer_overlap, strategy._fused_optimizer = "forward", True
+        choose(strategy, optimizer_overlap="forward", fused_optimizer=True)
     make = fused(lambda: Module(Stack()))
     return fit(make, vectors(), strategy, gradient_clip_val=0.05, gradients=False, **options)
 
@@ -153,14 +154,14 @@ def looked_at(strategy: Any) -> Outcome:
 
 def offloaded(strategy: Any, make: Any = lambda: Module(Stack())) -> Outcome:
     if isinstance(strategy, SuperpipelineStrategy):
-        strategy._activations = "offload"
+        choose(strategy, activations="offload")
     return fit(make, vectors(), strategy)
 
 
 def returned_in_vain(strategy: Any) -> Outcome:
     """Nothing else comes to the device in backward: all layers stay in their slots, all other activations stay."""
     if isinstance(strategy, SuperpipelineStrategy):
-        strategy._activations, strategy._window._k = {"net.blocks.2": "offload"}, 99
+        choose(strategy, activations={"net.blocks.2": "offload"}, k=99)
     return fit(lambda: Module(Aside()), vectors(), strategy)
 
 
@@ -223,7 +224,7 @@ def predicted(strategy: Any) -> Outcome:
 def predicted_unseen(strategy: Any) -> Outcome:
     """Nothing but residents: their transfer is waited for by compute alone, and compute by nobody."""
     if isinstance(strategy, SuperpipelineStrategy):
-        strategy._resident = ("net",)
+        choose(strategy, resident=("net",))
     case = CASES["vit"]
     pl.seed_everything(7, verbose=False)
     trainer, module = trainer_for(strategy), case.make()

@@ -18,7 +18,7 @@ from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.ledger import Ledger
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.trainer.compat import accumulates, logged_step
+from sp_lightning.trainer.compat import accumulates, attach_callback, logged_step
 from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
 
 # Waiting for less than this share of the time, or so few seconds, is not worth a word.
@@ -292,6 +292,21 @@ class SuperpipelineCallback(Callback):
                 self._steps[last], names, self._plot, f"Training batch {last}, k = {plan.k}, k' = {plan.k_prime}"
             )
         self._steps.clear()
+
+
+def attach(trainer: Any, kind: type[SuperpipelineCallback]) -> SuperpipelineCallback | None:
+    """Gives a trainer the callback that it lacks. Returns it; None if the user has given the trainer one."""
+    if any(isinstance(callback, SuperpipelineCallback) for callback in trainer.callbacks):
+        return None
+    callback = kind()
+    attach_callback(trainer, callback)
+    return callback
+
+
+def detach(trainer: Any, attached: SuperpipelineCallback | None) -> None:
+    """Leaves a trainer with the callbacks of its user, however the run has ended."""
+    if trainer is not None and attached is not None:
+        trainer.callbacks = [callback for callback in trainer.callbacks if callback is not attached]
 
 
 def say_once(log: logging.Logger, line: str) -> None:

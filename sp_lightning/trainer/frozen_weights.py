@@ -1,8 +1,8 @@
-"""Frozen weights that a checkpoint leaves out, because whoever resumes it has them already.
+"""Frozen weights that a checkpoint leaves out, because whoever resumes from it has them already.
 
-A checkpoint that lacks weights is only worth something if they can be had again. So a weight is left out only where the
+A checkpoint that lacks weights is only worth something if they can be had again. So a weight is left out only if the
 module had its values by itself: nobody has trained it, no checkpoint has given it others, and it is what it was when
-the first run began. The file has a digest of each, and whoever loads it is told if the module's own weights are others.
+the first run began. The file holds a digest of each; whoever loads it is told if the module has other weights.
 """
 
 from __future__ import annotations
@@ -16,46 +16,48 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sp_lightning.model.wrapped import parts
+from sp_lightning.trainer.checkpoint_io import BESIDE_AVERAGES
 from sp_lightning.weights.digest import digest
 
 FROZEN = "superpipeline_frozen"
-"""Of a checkpoint: names of the weights that it leaves out, with their digests and dtypes."""
-
-_first: Any = WeakIdKeyDictionary()
-"""The digest of each parameter when a run found it frozen first."""
+"""The key of a checkpoint under which the names of the weights that it leaves out stand, with digests and dtypes."""
 
 LeftOut = dict[str, tuple[str, str]]
+"""The digest and the dtype of each weight that is left out, by name."""
+
+_first: Any = WeakIdKeyDictionary()
+"""The digest of each parameter when a run found it frozen for the first time."""
 
 _acquired: Any = WeakIdKeyDictionary()
 """Parameters whose values their module would not have by itself: trained in this process, or loaded from a checkpoint."""
 
 
 def note_trained(module: nn.Module) -> None:
-    """Training begins, or goes on: what is not frozen now is going to have other values."""
+    """Notes that training begins or goes on: whatever is not frozen now will have other values."""
     for parameter in module.parameters():
         if parameter.requires_grad:
             _acquired[parameter] = True
 
 
 def note_loaded(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """A checkpoint's state is about to give weights other values than they have."""
+    """Notes which weights a checkpoint's state is about to give other values than they have."""
     for name, parameter in _named(module):
-        found = state.get(name)
-        if isinstance(found, Tensor) and not _same(found, parameter):
+        loaded = state.get(name)
+        if isinstance(loaded, Tensor) and not _same(loaded, parameter):
             _acquired[parameter] = True
 
 
-class Frozen:
+class FrozenWeights:
     """The frozen weights of a run.
 
     Args:
-        module: as training begins, its parameters on the host.
+        module: as training begins, with its parameters on the host.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        own = dict(_named(module))
-        self._digests = {name: _first.setdefault(own[name], found) for name, found in self._now().items()}
+        parameters = dict(_named(module))
+        self._digests = {name: _first.setdefault(parameters[name], now) for name, now in self._now().items()}
 
     def _now(self) -> dict[str, str]:
         frozen = {name: p for name, p in _named(self._module) if not p.requires_grad and p not in _acquired}
@@ -63,38 +65,45 @@ class Frozen:
             return dict(zip(frozen, threads.map(digest, frozen.values()), strict=True))
 
     def leave_out(self, state: dict[str, Any]) -> LeftOut:
-        """Take out of a state dictionary what is frozen and unchanged, and lies there as it is."""
+        """Takes out of a state dictionary every weight that is frozen and unchanged and stands there as it is."""
         note_trained(self._module)
-        own, now = dict(_named(self._module)), self._now()
+        parameters, now = dict(_named(self._module)), self._now()
         left_out = {
-            name: (found, str(own[name].dtype))
+            name: (found, str(parameters[name].dtype))
             for name, found in now.items()
-            if found == self._digests.get(name) and name in state and _is_itself(state[name], own[name])
+            if found == self._digests.get(name) and name in state and _is_itself(state[name], parameters[name])
         }
         for name in left_out:
             del state[name]
         return left_out
 
 
-def fill_in(module: nn.Module, state: Mapping[str, Any], left_out: LeftOut, *, copies: bool = False) -> dict[str, Any]:
-    """A checkpoint's state with the module's own weights, or copies of them, where it leaves some out.
+def fill_checkpoint(module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    """Puts the module's own weights into a checkpoint where it leaves some out.
 
     Raises:
-        RuntimeError: the module does not have them, or others.
+        RuntimeError: the module does not have them, or has others.
     """
-    own, filled = dict(_named(module)), dict(state)
+    for key in ("state_dict", BESIDE_AVERAGES):
+        if key in checkpoint and FROZEN in checkpoint:
+            copies = key == BESIDE_AVERAGES  # the averages are loaded over the module's weights before these are
+            checkpoint[key] = _filled(module, checkpoint[key], checkpoint[FROZEN], copies=copies)
+
+
+def _filled(module: nn.Module, state: Mapping[str, Any], left_out: LeftOut, *, copies: bool) -> dict[str, Any]:
+    parameters, filled = dict(_named(module)), dict(state)
     others = []
     for name, (expected, dtype) in left_out.items():
-        if name in state:  # put back by a callback, as averaged weights are
+        if name in state:  # a callback has put it back, as averaged weights are
             continue
-        if name not in own:
+        if name not in parameters:
             raise RuntimeError(
                 f"This checkpoint leaves out the frozen weight {name!r} (save_frozen=False), and the module has none of that "
                 "name. Build the module as it was when the checkpoint was written."
             )
-        if digest(_cast(own[name], dtype)) != expected:
+        if digest(_cast(parameters[name], dtype)) != expected:
             others.append(name)
-        filled[name] = _cast(own[name], dtype).detach()
+        filled[name] = _cast(parameters[name], dtype).detach()
         if copies:
             filled[name] = filled[name].clone()
     if others:
@@ -106,19 +115,19 @@ def fill_in(module: nn.Module, state: Mapping[str, Any], left_out: LeftOut, *, c
     return filled
 
 
-def _same(found: Tensor, parameter: Tensor) -> bool:
-    return digest(found) == digest(_cast(parameter, str(found.dtype)))
+def _same(loaded: Tensor, parameter: Tensor) -> bool:
+    return digest(loaded) == digest(_cast(parameter, str(loaded.dtype)))
 
 
 def _cast(parameter: Tensor, dtype: str) -> Tensor:
-    """As a trainer of another precision converts it; a wrapped one has no dtype of its own."""
+    """Converts a parameter as a trainer of another precision does. A wrapped one has no dtype of its own and stays."""
     if len([*parts("", parameter)]) > 1 or str(parameter.dtype) == dtype:
         return parameter
     return parameter.detach().to(getattr(torch, dtype.removeprefix("torch.")))
 
 
 def _is_itself(value: Any, parameter: Tensor) -> bool:
-    """Whether a state dictionary has the parameter as it is, and not another form of it."""
+    """Whether a state dictionary holds the parameter as it is, and not another form of it."""
     if not isinstance(value, Tensor) or type(value) is not type(parameter.detach()):
         return False
     pairs = zip(parts("", value), parts("", parameter), strict=True)

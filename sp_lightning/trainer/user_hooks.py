@@ -1,8 +1,8 @@
-"""Which user code runs at a certain point and could write weights: where none does, copies stay valid.
+"""Where user code runs, and whether it could write weights there: where it cannot, copies on the device stay valid.
 
-A write through ``.data`` bumps no version, so a copy on the device is trusted only where no hook of the module, its
-data module or any callback runs that is not known to leave weights alone. Likewise updates run in the background by
-themselves only where no hook would have to wait for them.
+A write through ``.data`` changes no version counter. So a copy on the device is trusted only where no hook runs, of the
+module, its data module or a callback, that is not known to leave weights alone. For the same reason updates run in the
+background by default only where no hook would have to wait for them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from sp_lightning.device.torch_private import step_pre_hooks
 from sp_lightning.trainer.compat import base_of, is_exactly
 
-# Callbacks that were read and write no weights, in any of their hooks. Subclasses may, and do not count.
+# The code of these callbacks was read: none of their hooks writes weights. A subclass may, and is not among them.
 WRITE_NO_WEIGHTS: set[type[Callback]] = {
     DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, ModelCheckpoint, ModelSummary, ProgressBar,
     RichModelSummary, RichProgressBar, Timer, TQDMProgressBar,
@@ -37,33 +37,83 @@ WRITE_NO_WEIGHTS: set[type[Callback]] = {
 _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _LOADERS = ("train_dataloader", "val_dataloader")
 _HOOKS = {
-    # between the end of a batch, as the callbacks hear of it, and the next step
+    # Between the end of a batch, as callbacks are told of it, and the next training step.
     "train": (
         "on_train_batch_end", "on_train_epoch_end", "on_train_epoch_start", "on_train_batch_start",
         "on_validation_start", "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end",
         "on_validation_model_eval", "on_validation_model_train", "on_validation_model_zero_grad",
         "on_validation_batch_start", "on_validation_batch_end", "lr_scheduler_step", *_TRANSFER,
     ),
-    # between forward and backward
+    # Between forward and backward.
     "backward": ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward"),
-    # between two batches
+    # Between two batches.
     "validate": ("on_validation_batch_start", "on_validation_batch_end", *_TRANSFER),
     "test": ("on_test_batch_start", "on_test_batch_end", *_TRANSFER),
     "predict": ("on_predict_batch_start", "on_predict_batch_end", *_TRANSFER),
-    # from backward to the optimizer's step: gradients are there, and could be written
+    # From backward to the optimizer's step: the gradients are there and could be written.
     "gradients": ("backward", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"),
-    # around the optimizer's step, and before backward
+    # Around the optimizer's step, and before backward.
     "optimizer": ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad"),
 }  # fmt: skip
 
 
-def is_quiet(trainer: Any, phase: str) -> bool:
-    """Whether no hook between two steps of a phase (``backward``: between forward and backward) can write weights."""
-    return not hooks_of_users(trainer, phase)
+class UserHooks:
+    """Answers where user code of a run could write weights. An answer holds until the next loop starts.
+
+    Args:
+        module: the LightningModule. Its trainer's callbacks may change between loops.
+        check_writes: whether weights count as written at every point, because writes are being looked for.
+    """
+
+    def __init__(self, module: pl.LightningModule, *, check_writes: bool) -> None:
+        self._module = module
+        self._check_writes = check_writes
+        self._answers: dict[str, bool] = {}
+        self._last_phase = ""
+
+    def loop_starts(self) -> None:
+        """Forgets all answers: callbacks may have come and gone, and any hook may have run since the last step."""
+        self._answers.clear()
+        self._last_phase = ""
+
+    def may_write_weights(self, point: str) -> bool:
+        """Whether a hook that runs at a point could write weights.
+
+        Args:
+            point: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"`` for what runs between two steps of such a
+                loop; ``"backward"``, between forward and backward; ``"gradients"``, from backward to the optimizer's
+                step; ``"optimizer"``, around that step.
+        """
+        if point not in self._answers:
+            self._answers[point] = self._check_writes or bool(hooks_of_users(self._module.trainer, point))
+        return self._answers[point]
+
+    def may_write_before_training_step(self) -> bool:
+        """Whether somebody could write weights between the start of a batch and its training step.
+
+        In automatic optimization an optimizer's step lies between them: it calls the training step as its closure.
+        """
+        if "step" not in self._answers:
+            known = all(_calls_closure_first(optimizer) for optimizer in self._module.trainer.optimizers)
+            unsafe = not known or self.may_write_weights("optimizer")
+            self._answers["step"] = self._check_writes or (self._module.automatic_optimization and unsafe)
+        return self._answers["step"]
+
+    def may_have_written(self, phase: str) -> bool:
+        """Whether weights may have been written by the time a step begins, unless the engine was told of it.
+
+        Before the first step of a loop hooks have run since the last step, whatever loop that was in.
+        """
+        first, self._last_phase = phase != self._last_phase, phase
+        return self.may_write_before_training_step() if phase == "train" else first or self.may_write_weights(phase)
+
+    def may_write_after(self, phase: str) -> bool:
+        """Whether a hook after a batch of this phase could write weights. The batch may be the loop's last."""
+        return self.may_write_weights(phase) or self.may_write_weights("train")
 
 
-def is_known(optimizer: Any) -> bool:
-    """Whether an optimizer's step calls the closure before it writes weights: torch's does, without hooks before it."""
+def _calls_closure_first(optimizer: Any) -> bool:
+    """Whether an optimizer's step calls the closure before it writes weights: torch's do, without hooks before it."""
     hooks = step_pre_hooks(optimizer)
     step = getattr(type(optimizer), "step", None)
     if hooks is None or not getattr(step, "__module__", "").startswith("torch.optim."):
@@ -71,24 +121,33 @@ def is_known(optimizer: Any) -> bool:
     return all(getattr(hook, "__module__", "").startswith("sp_lightning.") for hook in hooks)
 
 
-def hooks_of_users(trainer: Any, phase: str) -> list[str]:
-    """The hooks that run at a certain point, by name: ``EMA.on_train_batch_end``."""
+def hooks_of_users(trainer: Any, point: str) -> list[str]:
+    """Returns the hooks of users that run at a point, by name (``EMA.on_train_batch_end``).
+
+    Args:
+        trainer: with its module, its data module and its callbacks as they are now.
+        point: as in :meth:`UserHooks.may_write_weights`.
+    """
     owners: list[tuple[object, type]] = [(trainer.lightning_module, pl.LightningModule)]
     if trainer.datamodule is not None:
         owners.append((trainer.datamodule, pl.LightningDataModule))
-    owners += [(each, Callback) for each in trainer.callbacks if not is_exactly(each, WRITE_NO_WEIGHTS)]
+    owners += [(callback, Callback) for callback in trainer.callbacks if not is_exactly(callback, WRITE_NO_WEIGHTS)]
     bases: list[tuple[object, type]] = [(owner, base_of(owner, kind)) for owner, kind in owners]
-    hooks = (*_HOOKS[phase], *(_LOADERS if phase == "train" and trainer.reload_dataloaders_every_n_epochs else ()))
-    found = [
+    hooks = (*_HOOKS[point], *(_LOADERS if point == "train" and trainer.reload_dataloaders_every_n_epochs else ()))
+    overridden = [
         f"{type(owner).__name__}.{hook}"
         for owner, base in bases
         for hook in hooks
         if hasattr(base, hook) and is_overridden(hook, owner, parent=base)
     ]
-    return found + (_late_schedulers(trainer) if phase == "train" else [])
+    return overridden + (_late_schedulers(trainer) if point == "train" else [])
 
 
 def _late_schedulers(trainer: Any) -> list[str]:
-    """Plateau schedulers of users; the other schedulers step before ``on_train_batch_end``."""
+    """Returns the users' own plateau schedulers. All other schedulers step before ``on_train_batch_end``."""
     late = [config.scheduler for config in trainer.strategy.lr_scheduler_configs if config.reduce_on_plateau]
-    return [f"{type(each).__name__}.step" for each in late if not type(each).step.__module__.startswith("torch.")]
+    return [
+        f"{type(scheduler).__name__}.step"
+        for scheduler in late
+        if not type(scheduler).step.__module__.startswith("torch.")
+    ]

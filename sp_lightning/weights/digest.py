@@ -11,7 +11,7 @@ from sp_lightning.model.wrapped import parts
 
 
 def digest(tensor: Tensor) -> str:
-    """What tells a weight's values, shape and dtype from others; one pass over its memory."""
+    """Returns what tells a weight's values, shape and dtype from others. It reads the weight's memory once."""
     found = hashlib.sha256(usedforsecurity=False)
     for _, part in parts("", tensor.detach()):
         memory = part.cpu().resolve_conj().resolve_neg().contiguous()

@@ -116,7 +116,7 @@ def delayed(slow: Slow, omit: Wait | None = None) -> Iterator[list[Delayed]]:
         return trainer_for(strategy, **{"accelerator": "gpu", **options})
 
     with (
-        mock.patch("sp_lightning.trainer.strategy.device_for", make),
+        mock.patch("sp_lightning.trainer.run.device_for", make),
         mock.patch.object(runs, "trainer_for", on_gpu),
         mock.patch.object(test_waits, "trainer_for", on_gpu),
     ):

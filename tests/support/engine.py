@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,17 @@ from sp_lightning.plan.plan import make_plan
 from sp_lightning.weights.gradients import Gradients
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.slots import Slot, Slots
+
+
+def streamer_of(strategy: Any) -> Any:
+    """The engine of a strategy's run; None outside of one, and for other strategies."""
+    run = getattr(strategy, "_run", None)
+    return None if run is None else run.streamer
+
+
+def choose(strategy: Any, **options: Any) -> None:
+    """Gives a strategy that exists already other options, for its next run."""
+    strategy._options = replace(strategy._options, **options)
 
 
 @contextmanager

@@ -393,7 +393,7 @@ def simulated(
 
     modes: list[Watch] = []
     with (
-        mock.patch("sp_lightning.trainer.strategy.device_for", make),
+        mock.patch("sp_lightning.trainer.run.device_for", make),
         mock.patch.object(HostBlock, "write", engine_write),
         mock.patch.object(HostBlock, "_take", engine_take),
     ):

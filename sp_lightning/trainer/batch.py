@@ -1,0 +1,70 @@
+"""One step of a loop, and once more where the window was too large for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from sp_lightning.trainer.compat import skips_backward
+from sp_lightning.trainer.retry import Snapshot
+from sp_lightning.trainer.run import Run
+from sp_lightning.trainer.user_hooks import UserHooks
+
+
+class Batch:
+    """One training, validation, test or prediction step, between the beginning and the end of a step of the engine.
+
+    Args:
+        run: its engine is up to date.
+        hooks: what user code may do before and after the step.
+        module: whose step it is.
+        phase: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+    """
+
+    def __init__(self, run: Run, hooks: UserHooks, module: pl.LightningModule, phase: str) -> None:
+        self._run = run
+        self._hooks = hooks
+        self._module = module
+        self._phase = phase
+        self._training = phase == "train"
+
+    def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs the step. If the device runs out of memory and nothing else has happened, it runs again.
+
+        Args:
+            step: Lightning's. The other arguments are handed to it.
+
+        Raises:
+            torch.OutOfMemoryError: the step cannot be repeated, or has failed twice.
+        """
+        snapshot = None
+        if self._run.tuning is not None:
+            snapshot = Snapshot(self._module, (args, kwargs))
+        try:
+            return self._attempt(step, *args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            if not self._run.make_room(error, snapshot):
+                raise
+        # Outside of the handler: the error would keep the frames of the first attempt, and with them device memory.
+        return self._attempt(step, *args, **kwargs)
+
+    def _attempt(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        streamer = self._run.streamer
+        assert streamer is not None
+        manual = self._training and not self._module.automatic_optimization
+        quiet = not self._hooks.may_have_written(self._phase)
+        with self._run.whole_after_failure():
+            streamer.begin(self._phase, training=self._training, manual=manual, quiet=quiet)
+            with streamer.saving():
+                output = step(*args, **kwargs)
+                if self._training and not manual and self._has_backward(output):
+                    streamer.await_backward()
+                else:
+                    streamer.end(settle=self._training or self._hooks.may_write_after(self._phase))
+                return output
+
+    def _has_backward(self, output: Any) -> bool:
+        return output is not None and not skips_backward(self._module.trainer)

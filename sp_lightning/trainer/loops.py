@@ -1,0 +1,129 @@
+"""What the engine does while Lightning's loops go on: before, in and after each batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from sp_lightning.plan.ledger import Ledger
+from sp_lightning.trainer.batch import Batch
+from sp_lightning.trainer.optimizer_steps import Closure, OptimizerSteps
+from sp_lightning.trainer.options import Options
+from sp_lightning.trainer.run import Run
+from sp_lightning.trainer.user_hooks import UserHooks
+
+
+class Loops:
+    """The loops of one run: training with its validation, or a validation, test or prediction loop alone.
+
+    Args:
+        run: its engine computes.
+        module: whose steps they are; it has a trainer.
+        options: the user's.
+        log: where a user's messages go.
+    """
+
+    def __init__(self, run: Run, module: pl.LightningModule, options: Options, log: logging.Logger) -> None:
+        self._run = run
+        self._module = module
+        self._hooks = UserHooks(module, check_writes=options.check_writes)
+        self._steps = OptimizerSteps(run, self._hooks, options, log)
+
+    def close(self) -> None:
+        """Leaves the optimizers as they were. The run is closed already."""
+        self._steps.close()
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """Host memory and traffic of training as they are now; None outside training."""
+        return self._steps.ledger
+
+    def remarks(self) -> list[str]:
+        """What a user should know of this run beside the plan, in sentences."""
+        return [*self._run.remarks(), *self._steps.remarks()]
+
+    # ------------------------------------------------------------------ loops begin and end
+
+    def fuse_optimizers(self) -> None:
+        """There are optimizers now: they run fused if they can and are to."""
+        self._steps.fuse(self._module.trainer.optimizers)
+
+    def fitting_begins(self) -> None:
+        """Set-up for training is over but for loading a checkpoint.
+
+        Raises:
+            ValueError: ``optimizer_overlap`` has a mode that is not possible.
+            RuntimeError: the host has no room for gradients and optimizer state.
+        """
+        self._steps.arrange(self._module.trainer)
+        ledger = self._steps.ledger
+        assert ledger is not None
+        needed = {"for gradients": ledger.gradients, "for the optimizer's state": ledger.state or 0}
+        self._run.reserve_host_memory(needed)
+
+    def begin(self, phase: str) -> None:
+        """A loop begins. What ``on_fit_start`` and its like have changed counts."""
+        self._hooks.loop_starts()
+        if phase == "train":
+            self._steps.arrange(self._module.trainer)
+        if phase == "validate" and self._run.tuning is not None:
+            self._run.tuning.stop_timing()  # validation is no part of the training batch before it
+
+    # ------------------------------------------------------------------ batches
+
+    def training_batch_starts(self, batch: Any) -> None:
+        """Callbacks and module have had their hooks: but for an optimizer's step around it, the training step is next."""
+        self._renew()
+        assert self._run.streamer is not None
+        if self._hooks.may_write_weights("train"):
+            self._run.streamer.forget()
+        self._tune("train", batch)
+        if not self._hooks.may_write_before_training_step():
+            self._run.streamer.expect("train", training=True)
+
+    def step(self, phase: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs Lightning's step of a batch.
+
+        Args:
+            phase: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+            step: Lightning's. The other arguments are handed to it.
+        """
+        if phase != "train":  # the start of a training batch has seen to it
+            self._renew()
+            self._tune(phase, args)
+        return Batch(self._run, self._hooks, self._module, phase).run(step, *args, **kwargs)
+
+    def backward_follows(self, loss: Tensor) -> None:
+        """The loss is what ``backward`` will be called on."""
+        if self._run.streamer is not None:
+            self._run.streamer.announce_backward(loss, quiet=not self._hooks.may_write_weights("backward"))
+
+    def backward_is_over(self) -> None:
+        """Also where the module's own ``backward`` does nothing."""
+        if self._run.streamer is not None:
+            self._run.streamer.end_without_backward()
+
+    def optimizer_step(self, optimizer: Any, closure: Closure, step: Callable[[Closure], Any], plugin: Any) -> Any:
+        """Runs an optimizer's step, as :meth:`OptimizerSteps.run` says."""
+        return self._steps.run(optimizer, closure, step, plugin)
+
+    def expect_next_batch(self) -> None:
+        """A training batch is over: where nothing writes weights before the next one, its first layers come now."""
+        if self._run.streamer is not None and not self._hooks.may_write_weights("train"):
+            with self._run.whole_after_failure():
+                self._run.streamer.expect("train", training=True)
+
+    def _renew(self) -> None:
+        if self._run.renew():
+            self._steps.rearrange()
+
+    def _tune(self, phase: str, batch: Any) -> None:
+        """Has k and k' chosen, if they are to be. Validation within training chooses nothing."""
+        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
+        if (phase == "train") == fitting:
+            self._run.batch_starts(batch, self._steps.overlap)

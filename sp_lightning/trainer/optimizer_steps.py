@@ -1,0 +1,230 @@
+"""The steps of a run's optimizers: on the host, fused where they can be, in the background where nobody notices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from sp_lightning.optim.fused import FusedStep
+from sp_lightning.optim.layerwise import LayeredStep
+from sp_lightning.plan.ledger import Ledger, make_ledger
+from sp_lightning.plan.options import Overlap
+from sp_lightning.trainer.compat import base_of
+from sp_lightning.trainer.options import Options
+from sp_lightning.trainer.run import Run
+from sp_lightning.trainer.update_policy import choose_overlap, may_measure_early, scaler_of
+from sp_lightning.trainer.user_hooks import UserHooks
+from sp_lightning.weights.device_parameter import DeviceParameter
+
+Closure = Callable[[], Any]
+
+
+class OptimizerSteps:
+    """Runs the optimizers' steps of one run, and tells its engine of every other optimizer's step.
+
+    Args:
+        run: whose layers the steps update.
+        hooks: what user code may do around the steps.
+        options: of which ``fused_optimizer`` and ``optimizer_overlap`` count here.
+        log: told in which mode steps run, at DEBUG.
+
+    Attributes:
+        overlap: the mode in which updates run, ``"off"`` until :meth:`arrange` has chosen one.
+    """
+
+    def __init__(self, run: Run, hooks: UserHooks, options: Options, log: Any) -> None:
+        self._run = run
+        self._hooks = hooks
+        self._options = options
+        self._log = log
+        self._fused: dict[Optimizer, FusedStep] = {}
+        self._layerwise: dict[Optimizer, LayeredStep] = {}
+        self._deferring: Optimizer | None = None
+        self._trainer: Any = None
+        self._ledger: Ledger | None = None
+        self._told = ""
+        self.overlap: Overlap = "off"
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+
+    def close(self) -> None:
+        """Leaves the optimizers as their users configured them. The run is closed already."""
+        for handle in self._handles:
+            handle.remove()
+        self._layerwise.clear()
+        self._unfuse()
+        self._trainer = None
+
+    # ------------------------------------------------------------------ how steps run
+
+    def fuse(self, optimizers: list[Optimizer]) -> None:
+        """Has those of the optimizers run fused that can be, if they are to be."""
+        self._unfuse()
+        if self._are_fused():
+            self._fused = {optimizer: FusedStep(optimizer) for optimizer in optimizers if FusedStep.suits(optimizer)}
+
+    def _unfuse(self) -> None:
+        for fused in self._fused.values():
+            fused.close()
+        self._fused.clear()
+
+    def _are_fused(self) -> bool:
+        """Whether optimizers run fused if their users left that open.
+
+        By default they do not where the same steps on the CPU are plain Lightning's: results would differ from those.
+        """
+        if self._options.fused_optimizer != "auto":
+            return self._options.fused_optimizer
+        on_host = self._run.streamer is None or self._run.streamer.device.computes_on_host
+        return not on_host or self._are_fused_for_overlap()
+
+    def _are_fused_for_overlap(self) -> bool:
+        options = self._options
+        return options.fused_optimizer == "auto" and options.optimizer_overlap in ("forward", "backward")
+
+    def arrange(self, trainer: Any) -> None:
+        """Chooses the mode of updates, from optimizers, hooks and callbacks as they are now.
+
+        Raises:
+            ValueError: a mode was asked for by name that is not possible.
+        """
+        streamer = self._run.streamer
+        assert streamer is not None
+        self._trainer = trainer
+        with self._fused_shown():
+            self.overlap, why = choose_overlap(self._options.optimizer_overlap, trainer, trainer.optimizers)
+        early, measure = self.overlap == "backward", may_measure_early(trainer)
+        self._layerwise = {
+            optimizer: LayeredStep(optimizer, streamer.updating, early=early, measure=measure)
+            for optimizer in (trainer.optimizers if self.overlap != "off" else ())
+        }
+        self._ledger = self._count()
+        mode = f"off ({why})" if why else self.overlap
+        if mode != self._told:
+            self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._ledger, mode)
+        self._told = mode
+
+    def rearrange(self) -> None:
+        """The engine was built anew: steps that update layer by layer are to update its layers."""
+        if self._layerwise:
+            self.arrange(self._trainer)
+
+    @contextmanager
+    def _fused_shown(self) -> Iterator[list[Optimizer]]:
+        """While this is active groups are as a step will find them. Yields the optimizers that will run fused."""
+        try:
+            yield [optimizer for optimizer, fused in self._fused.items() if fused.switch_on()]
+        finally:
+            for fused in self._fused.values():
+                fused.hide()
+
+    # ------------------------------------------------------------------ what a user reads
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """Host memory and traffic as they are now, after the run as they were at its end; None outside training."""
+        if self._ledger is not None and self._run.streamer is not None:
+            self._ledger = self._count()  # layers may have been unfrozen, accumulation changed, state come into being
+        return self._ledger
+
+    def _count(self) -> Ledger:
+        trainer = self._trainer
+        return make_ledger(
+            self._run.plan,
+            trainer.optimizers,
+            early=self.overlap == "backward",
+            accumulate=trainer.accumulate_grad_batches,
+            clips=(trainer.gradient_clip_algorithm or "norm") if trainer.gradient_clip_val else None,
+            scales=scaler_of(trainer) is not None,
+        )
+
+    def remarks(self) -> list[str]:
+        """What a user should know of the steps, in sentences."""
+        with self._fused_shown() as fused:
+            names = sorted({type(optimizer).__name__ for optimizer in fused})
+        if not names:
+            return []
+        overlap = self._options.optimizer_overlap
+        why = f', which optimizer_overlap="{overlap}" needs' if self._are_fused_for_overlap() else ""
+        return [
+            f"{' and '.join(names)} runs fused on the host{why}: results are bitwise those of plain Lightning whose "
+            "optimizer has fused=True and steps on the CPU; fused_optimizer=False leaves it as it is."
+        ]
+
+    # ------------------------------------------------------------------ a step
+
+    def run(self, optimizer: Any, closure: Closure, step: Callable[[Closure], Any], plugin: Any) -> Any:
+        """Runs one step.
+
+        Args:
+            optimizer: whose step it is.
+            closure: runs forward and backward.
+            step: Lightning's step of the optimizer, which calls the closure it is given.
+            plugin: the precision plugin, which clips gradients.
+        """
+        layerwise, fused = self._layerwise.get(optimizer), self._fused.get(optimizer)
+
+        def closed() -> Any:
+            result = closure()
+            if self._run.streamer is not None:
+                self._run.streamer.end_without_backward()
+            _hold_hosts(optimizer)
+            if fused is not None and not (layerwise is not None and layerwise.begun):
+                fused.switch_on()  # gradients are there now, and may be sparse
+            return result
+
+        background = nullcontext() if layerwise is None else self._in_background(optimizer, layerwise, plugin)
+        try:
+            with self._run.whole_after_failure(), background:
+                return step(closed)
+        except torch.OutOfMemoryError as error:
+            if not hasattr(error, "__notes__"):  # not told yet: it came from backward or from the optimizer
+                self._run.make_room(error, None)
+            raise
+        finally:
+            if fused is not None:
+                fused.hide()
+
+    @contextmanager
+    def _in_background(self, optimizer: Optimizer, layerwise: LayeredStep, plugin: Any) -> Generator[None, None, None]:
+        """While this is active the optimizer's step, and the clipping before it, are submitted to the background."""
+        clips = (type(plugin).clip_grad_by_norm, type(plugin).clip_grad_by_value)
+        base = base_of(plugin, Precision)
+        lightnings = clips == (base.clip_grad_by_norm, base.clip_grad_by_value)
+        clips_layerwise = lightnings and not self._hooks.may_write_weights("gradients")
+        self._deferring = optimizer
+        if clips_layerwise:
+            plugin.clip_grad_by_norm, plugin.clip_grad_by_value = layerwise.clip_by_norm, layerwise.clip_by_value
+        try:
+            with layerwise.deferring():
+                yield
+        finally:
+            self._deferring = None
+            if clips_layerwise:
+                del plugin.clip_grad_by_norm, plugin.clip_grad_by_value
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """A hook of torch's before every optimizer's step in this process."""
+        if self._run.streamer is not None:
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            self._run.streamer.updating.before(deferred=optimizer is self._deferring, parameters=parameters)
+
+    def _after_step(self, *_: Any) -> None:
+        """A hook of torch's after every optimizer's step in this process."""
+        if self._run.streamer is not None:
+            self._run.streamer.forget()
+
+
+def _hold_hosts(optimizer: Any) -> None:
+    """Puts the host's parameters into groups that were added inside the step and have the device's."""
+    for group in optimizer.param_groups:
+        if any(issubclass(type(p), DeviceParameter) for p in group["params"]):
+            group["params"] = [p.host if issubclass(type(p), DeviceParameter) else p for p in group["params"]]

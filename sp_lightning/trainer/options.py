@@ -1,0 +1,75 @@
+"""The strategy's options, checked, as one object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from sp_lightning.model.patterns import LayerChoice
+from sp_lightning.plan.activation_policy import Activations
+from sp_lightning.plan.options import (
+    Count,
+    Fused,
+    Overlap,
+    checked_activations,
+    checked_budget,
+    checked_count,
+    checked_fused,
+    checked_layers,
+    checked_overlap,
+    checked_patterns,
+    checked_switch,
+)
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "activations": checked_activations,
+    "k": partial(checked_count, "k"),
+    "k_prime": partial(checked_count, "k_prime"),
+    "memory_budget": checked_budget,
+    "layers": checked_layers,
+    "resident": partial(checked_patterns, "resident"),
+    "pin_memory": partial(checked_switch, "pin_memory"),
+    "fused_optimizer": checked_fused,
+    "optimizer_overlap": checked_overlap,
+    "save_frozen": partial(checked_switch, "save_frozen"),
+    "check_writes": partial(checked_switch, "check_writes"),
+    "callback": partial(checked_switch, "callback"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user has chosen. :class:`~sp_lightning.SuperpipelineStrategy` documents each option.
+
+    ``memory_budget`` is a number of bytes here, or a share of the free memory.
+    """
+
+    activations: Activations
+    k: Count
+    k_prime: Count
+    memory_budget: int | float | None
+    layers: LayerChoice
+    resident: tuple[str, ...]
+    pin_memory: bool
+    fused_optimizer: Fused
+    optimizer_overlap: Overlap
+    save_frozen: bool
+    check_writes: bool
+    callback: bool
+
+    @classmethod
+    def checked(cls, **given: Any) -> Options:
+        """Returns the options as the strategy was given them.
+
+        Raises:
+            ValueError, TypeError: an option that cannot be, or two that exclude each other.
+        """
+        options = cls(**{name: check(given[name]) for name, check in _CHECKS.items()})
+        if options.check_writes and options.optimizer_overlap == "backward":
+            raise ValueError(
+                'check_writes=True compares weights over a backward; optimizer_overlap="backward" updates them in it. Use '
+                'optimizer_overlap="off" while you look.'
+            )
+        return options

@@ -1,0 +1,335 @@
+"""The engine of one run: built at set-up, built anew when parameters were exchanged, closed at the end.
+
+It knows no strategy and no trainer: it is given the module, the options, the device and a log.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.checkpoint import CheckpointError
+
+from sp_lightning.device.accelerator import device_for
+from sp_lightning.device.device import Device
+from sp_lightning.device.timeline import Timeline
+from sp_lightning.engine.streamer import Streamer
+from sp_lightning.model.checks import refuse_cuda_graphs
+from sp_lightning.model.find import find_layers
+from sp_lightning.model.found import Found, Parted
+from sp_lightning.observe.messages import LESS_HOST_MEMORY, RUN_AGAIN_DIFFERED, TRANSFORMS, after_out_of_memory
+from sp_lightning.observe.stats import Stats
+from sp_lightning.plan.activation_policy import Activations, Mode, resolve, summary
+from sp_lightning.plan.host_memory import check_host, spare_bytes
+from sp_lightning.plan.options import Overlap
+from sp_lightning.plan.plan import Plan, make_plan
+from sp_lightning.trainer.buffers import move_to_device
+from sp_lightning.trainer.callback import say_once
+from sp_lightning.trainer.options import Options
+from sp_lightning.trainer.retry import Snapshot
+from sp_lightning.tune.tuner import Tuning
+from sp_lightning.tune.window import Window
+from sp_lightning.weights.buffers import find_averages
+
+
+class Run:
+    """The engine of one run. What the run was like can be read after it, too.
+
+    Args:
+        module: the root. Its parameters become views of the host store; whatever else it has goes to the device.
+        options: the user's.
+        device: where the layers compute.
+        autocast: the dtype that autocast casts to; None without.
+        log: where a user's messages go.
+
+    Raises:
+        ValueError: the model or the options cannot be, or the model does not fit.
+        RuntimeError: the host or the device has too little memory.
+
+    Attributes:
+        streamer: the engine; None once the run is closed, and after building it anew has failed.
+        tuning: chooses the window and the activations while the run lasts; None if there is nothing to choose.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        options: Options,
+        device: torch.device,
+        autocast: torch.dtype | None,
+        log: logging.Logger,
+    ) -> None:
+        self._module = module
+        self._options = options
+        self._device = device
+        self._autocast = autocast
+        self._log = log
+        self._window = Window(options.k, options.k_prime, options.memory_budget, filled=options.activations == "auto")
+        self._parted: list[Parted] = []
+        self._host_room: int | None = None
+        self.streamer: Streamer | None = None
+        self.tuning: Tuning | None = None
+        self._build()
+
+    # ------------------------------------------------------------------ what a user reads
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided."""
+        return self._plan if self.streamer is None else self.streamer.plan
+
+    @property
+    def activations(self) -> dict[str, Mode]:
+        """What becomes of the activations of each unit, by name."""
+        return self._modes if self.streamer is None else dict(self.streamer.activations.modes)
+
+    def stats(self) -> Stats:
+        """The counters since the engine was built."""
+        return self._stats if self.streamer is None else self.streamer.stats()
+
+    def fetches(self) -> dict[str, int]:
+        """How often each layer was fetched since the engine was built, by name."""
+        return self._fetches if self.streamer is None else self.streamer.fetches()
+
+    @property
+    def torn(self) -> str | None:
+        """Why the weights are not those of any whole step; None where they are."""
+        return self._torn if self.streamer is None else self.streamer.updates.torn
+
+    def remarks(self) -> list[str]:
+        """What a user should know beside the plan, in sentences."""
+        found, k = [], self._options.k
+        if self.tuning is not None:
+            found.append("k and k' are chosen once two batches have been measured.")
+        if isinstance(k, int) and k > self.plan.k:
+            found.append(f"k={k} is capped at {self.plan.k}, the number of layers: all are on the device at once.")
+        return found
+
+    # ------------------------------------------------------------------ the engine
+
+    def renew(self) -> bool:
+        """Brings the engine up to the module as it is now, before a batch. Returns whether it was built anew."""
+        assert self.streamer is not None
+        for parted in self._parted:
+            parted.refuse_trained()
+        changed = self.streamer.changed()
+        if changed:
+            self._log.debug("Superpipeline: parameters or modules have been exchanged; the layers are absorbed again.")
+            self.finish_updates()
+            self._note_results()
+            streamer, self.streamer = self.streamer, None  # if building fails there is none
+            streamer.close()
+            self._build()
+        assert self.streamer is not None
+        if self.streamer.thawed():
+            plan = self.streamer.plan
+            self.streamer.recount(make_plan(self.streamer.found, k=plan.k, k_prime=plan.k_prime))
+        return changed
+
+    def close(self) -> None:
+        """Ends the run: the module has ordinary parameters on the host again. What the run was like stays."""
+        if self.streamer is not None:
+            self._note_results()
+            self.streamer.close()
+        self.streamer = self.tuning = None
+        self._parted.clear()
+
+    def _note_results(self) -> None:
+        """Keeps what is asked of the engine once it is gone."""
+        self._plan, self._modes, self._torn = self.plan, self.activations, self.torn
+        self._stats, self._fetches = self.stats(), self.fetches()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out the engine, which may be at work: a copy is that of a run that is over."""
+        return {**vars(self), "streamer": None, "tuning": None}
+
+    def _build(self) -> None:
+        device = device_for(self._device)
+        if not device.synchronous:
+            refuse_cuda_graphs(self._module)
+        found, modes = self._lay_out(device)
+        check_host(_absorbing(self._plan), LESS_HOST_MEMORY)
+        averages = find_averages(self._module)
+        move_to_device(self._module, found, averages, self._device)
+        self.streamer = Streamer(
+            self._module,
+            found,
+            self._plan,
+            device,
+            pin=self._options.pin_memory,
+            modes=modes,
+            host_room=self._host_room,
+            averages=averages,
+            check_writes=self._options.check_writes,
+            around_rerun=partial(_without_log, self._module),
+            log=self._log,
+        )
+        self._parted += found.parted
+        self.tuning = None
+        if self._window.auto or self._balanced:
+            self.tuning = Tuning(self._window, self.streamer, device, self._log, balanced=self._balanced)
+
+    @property
+    def _balanced(self) -> bool:
+        """Whether what becomes of activations is chosen by measuring: something must limit the device's memory."""
+        return self._options.activations == "auto" and self._window.room is not None
+
+    def _lay_out(self, device: Device) -> tuple[Found, dict[str, Mode]]:
+        """Finds the layers and makes the plan. Returns the layers, and what becomes of activations at first."""
+        layers = self._options.layers
+        find = partial(find_layers, self._module, resident=self._options.resident, autocast=self._autocast)
+        found = find(layers=layers)
+        self._plan = self._window.begin(found, device, lambda patterns: find(layers=patterns))
+        choice = self._options.activations
+        if choice == "auto" and not self._balanced:
+            choice = "keep"
+        modes = resolve(choice, self._module, found.units)
+        if found.experts and (self._balanced or "recompute" in modes.values()):
+            found = find(layers=layers, whole_blocks=True)
+            self._plan = self._window.begin(found, device)
+        if choice != "keep":
+            self._tell_activations(choice, modes, found)
+        return found, modes
+
+    def _tell_activations(self, choice: Activations, modes: Mapping[str, Mode], found: Found) -> None:
+        self._log.debug("Superpipeline: activations: %s.", "measured first" if choice == "auto" else summary(modes))
+        if found.ungrouped:
+            say_once(self._log, f"Superpipeline: {found.ungrouped}")
+
+    def reserve_host_memory(self, needed: dict[str, int]) -> None:
+        """Leaves room for what training needs on the host; activations may take the rest.
+
+        Args:
+            needed: bytes, by what they are for.
+
+        Raises:
+            RuntimeError: the host does not have that much.
+        """
+        assert self.streamer is not None
+        check_host(needed, LESS_HOST_MEMORY)
+        self._host_room = spare_bytes(needed)
+        self.streamer.limit_activations(self._host_room)
+
+    # ------------------------------------------------------------------ between batches and after errors
+
+    def batch_starts(self, batch: Any, overlap: Overlap) -> None:
+        """Chooses the window and the activations, if it is time to.
+
+        Args:
+            batch: the one that is to run.
+            overlap: how updates run.
+        """
+        if self.tuning is not None:
+            self.tuning.batch_starts(batch, overlap)
+
+    def finish_updates(self) -> None:
+        """Waits for updates in the background."""
+        if self.streamer is not None:
+            with self.whole_after_failure():
+                self.streamer.updates.finish()
+
+    def make_room(self, error: torch.OutOfMemoryError, snapshot: Snapshot | None) -> bool:
+        """Shrinks the window after an error. Returns whether the step can be repeated; the error says why not.
+
+        Args:
+            error: that ended the step.
+            snapshot: from before the step; None if it was more than a forward. It is restored for the repetition.
+        """
+        plan = self.plan
+        smaller = self.tuning is not None and self.tuning.shrink()
+        obstacle = "it was not a forward" if snapshot is None else snapshot.obstacle()
+        if smaller and snapshot is not None and not obstacle:
+            self._log.warning(
+                "Superpipeline: out of device memory with k = %d, k' = %d; the step is repeated with k = %d, k' = %d.",
+                plan.k, plan.k_prime, self.plan.k, self.plan.k_prime,
+            )  # fmt: skip
+            snapshot.restore()
+            return True
+        balanced = self._options.activations == "auto"
+        error.add_note(after_out_of_memory(plan, self.plan, obstacle, balanced=balanced))
+        return False
+
+    @contextmanager
+    def host_parameters(self) -> Generator[None, None, None]:
+        """While this is active the module has the host's parameters, as a checkpoint is to have them at any time."""
+        if self.streamer is None:
+            yield
+            return
+        with self.streamer.reading():
+            yield
+        self.streamer.settle()  # hooks of users follow (on_save_checkpoint), which may write weights
+
+    def settle(self) -> None:
+        """Between steps: weights may be written now."""
+        if self.streamer is not None:
+            self.streamer.settle()
+
+    @contextmanager
+    def whole_after_failure(self) -> Generator[None, None, None]:
+        """Whatever is raised inside, the module has the host's parameters again when it gets out."""
+        try:
+            yield
+        except BaseException as error:
+            self.abort()
+            if isinstance(error, RuntimeError) and "don't yet support saved tensor hooks" in str(error):
+                raise RuntimeError(TRANSFORMS) from error
+            if isinstance(error, CheckpointError) and self.streamer is not None and self.streamer.run_again:
+                error.add_note(RUN_AGAIN_DIFFERED.format(unit=self.streamer.run_again))
+            raise
+
+    def abort(self) -> None:
+        """Makes the module whole. A failure in this must not hide the error that is under way."""
+        try:
+            if self.streamer is not None:
+                self.streamer.abort()
+                self.streamer.settle()  # whoever catches the error may write weights
+        except Exception:
+            self._log.exception("Superpipeline could not put the host's parameters back after the error that follows.")
+
+    # ------------------------------------------------------------------ timelines
+
+    def make_timeline(self) -> Timeline:
+        """Returns a timeline of the run's device, for which it waits once."""
+        assert self.streamer is not None
+        return self.streamer.device.make_timeline()
+
+    def record(self, timeline: Timeline, *, on: bool) -> None:
+        """Switches a timeline on or off. An interval that has begun before is kept when it ends."""
+        timelines = [] if self.streamer is None else self.streamer.device.timelines
+        if on and timeline not in timelines:
+            timelines.append(timeline)
+        elif not on and timeline in timelines:
+            timelines.remove(timeline)
+
+
+def _absorbing(plan: Plan) -> dict[str, int]:
+    """Host memory that building takes beside the weights, which are there: they are absorbed one layer after another."""
+    layers = plan.trained
+    return {
+        "for a layer's copy": max(each.nbytes for each in (*layers, *plan.masters)),
+        "for casts": sum(cast.nbytes for layer in layers for cast in layer.casts),
+    }
+
+
+@contextmanager
+def _without_log(module: pl.LightningModule) -> Generator[None, None, None]:
+    """Around a forward that is run again: it has logged already. ``log_dict`` calls ``log``, too."""
+    attributes = vars(module)
+    users = attributes.get("log")
+    attributes["log"] = _log_nothing
+    try:
+        yield
+    finally:
+        if users is None:
+            del attributes["log"]
+        else:
+            attributes["log"] = users
+
+
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands in for ``LightningModule.log``."""
