@@ -17,8 +17,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
+from sp_lightning.observe.summary import counters_line
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.trainer.callback import counters_line
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.runs import loader, trainer_for
 from tests.support.simdevice import simulated
@@ -27,7 +27,7 @@ from tests.support.simdevice import simulated
 @pytest.fixture
 def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Our messages at the level that Lightning gives its logger, as a process that has said nothing yet shows them."""
-    monkeypatch.setattr("sp_lightning.trainer.callback._SAID", set())
+    monkeypatch.setattr("sp_lightning.observe.messages._SAID", set())
     caplog.set_level(logging.INFO, "lightning.pytorch")
     caplog.handler.setLevel(logging.NOTSET)  # as Lightning's own handler
     return lambda: [each.getMessage() for each in caplog.records if each.name == "lightning.pytorch.superpipeline"]

@@ -9,8 +9,8 @@ from dataclasses import replace
 from sp_lightning.cli.answer import Answer, Row
 from sp_lightning.cli.arguments import MODES, Question
 from sp_lightning.cli.model_estimate import ModelEstimate
+from sp_lightning.observe.summary import remedy
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.trainer.callback import remedy
 from sp_lightning.tune.dry_run import Work
 
 # Waiting that takes a smaller share of the time is not worth a line.

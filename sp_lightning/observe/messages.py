@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
+
+# Lines that this process has shown.
+_SAID: set[str] = set()
 
 LESS_HOST_MEMORY = (
     'Use less: precision="bf16-true", an optimizer with less state, frozen layers or adapters, or '
@@ -44,3 +49,10 @@ def after_out_of_memory(plan: Plan, smaller: Plan, obstacle: str, *, balanced: b
         f"{found}, which is the least: weights and gradients take {human_bytes(plan.peak_device_bytes)}, the rest are "
         "activations. Use a smaller batch" + ("." if balanced else ', or SuperpipelineStrategy(activations="auto").')
     )
+
+
+def say_once(log: logging.Logger, line: str) -> None:
+    """Several trainers in one process do not say the same again."""
+    if line not in _SAID and log.isEnabledFor(logging.INFO):
+        _SAID.add(line)
+        log.info(line)

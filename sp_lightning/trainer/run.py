@@ -22,14 +22,19 @@ from sp_lightning.engine.streamer import Streamer
 from sp_lightning.model.checks import refuse_cuda_graphs
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found, Parted
-from sp_lightning.observe.messages import LESS_HOST_MEMORY, RUN_AGAIN_DIFFERED, TRANSFORMS, after_out_of_memory
+from sp_lightning.observe.messages import (
+    LESS_HOST_MEMORY,
+    RUN_AGAIN_DIFFERED,
+    TRANSFORMS,
+    after_out_of_memory,
+    say_once,
+)
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.activation_policy import Activations, Mode, resolve, summary
 from sp_lightning.plan.host_memory import check_host, spare_bytes
 from sp_lightning.plan.options import Overlap
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.trainer.buffers import move_to_device
-from sp_lightning.trainer.callback import say_once
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.retry import Snapshot
 from sp_lightning.tune.tuner import Tuning
