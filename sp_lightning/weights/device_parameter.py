@@ -37,6 +37,8 @@ Untouched = torch.DisableTorchFunctionSubclass  # reads of a stand-in itself, no
 tensor_data: Any = Tensor.data
 tensor_grad: Any = Tensor.grad
 tensor_requires_grad: Any = Tensor.requires_grad
+# As ``parameter.__class__ = kind``, without DeviceParameter's __setattr__: each weight of a layer changes its class twice a use.
+set_class: Callable[[object, type], None] = object.__dict__["__class__"].__set__
 
 
 class DeviceParameter(nn.Parameter):

@@ -24,6 +24,7 @@ from sp_lightning.weights.device_parameter import (
     Untouched,
     gradient_edge,
     requires_grad,
+    set_class,
     set_requires_grad,
     tensor_data,
 )
@@ -176,7 +177,7 @@ class ParameterGroup:
             kinds = self._absent if self.shared else self._present
             for parameter, value, kind in zip(self.all, views, kinds, strict=True):
                 tensor_data.__set__(parameter, value)
-                parameter.__class__ = kind
+                set_class(parameter, kind)
         self.attached = True
 
     def set_apart(self, index: int, value: Tensor) -> None:
@@ -209,7 +210,7 @@ class ParameterGroup:
     def ask(self, before_use: bool) -> None:
         """Whether each use of what is there is to be noticed all the same, as that of a stand-in is."""
         for parameter, kind in zip(self.all, self._absent if before_use else self._present, strict=True):
-            parameter.__class__ = kind
+            set_class(parameter, kind)
 
     def watch(self) -> None:
         """The layer's own forward begins: whoever keeps a device parameter from here on may be autograd's hooks."""
@@ -228,7 +229,7 @@ class ParameterGroup:
             for index, (parameter, kind) in enumerate(zip(self.all, self._absent, strict=True)):
                 if index not in self._kept:
                     tensor_data.__set__(parameter, self._away[index])
-                parameter.__class__ = kind
+                set_class(parameter, kind)
         self.attached = False
 
     def let_go(self) -> bool:
