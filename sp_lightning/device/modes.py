@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,3 +21,14 @@ def no_inference_mode() -> AbstractContextManager[None]:
 def no_dispatch_modes() -> AbstractContextManager[Any]:
     """Hides operators from dispatch modes (selective checkpoints, counters of FLOPs), which are to see the model's alone."""
     return disable_dispatch_modes() if count_dispatch_modes() else _NOTHING
+
+
+def no_modes() -> AbstractContextManager[None]:
+    """Both of them in one, where each context counts: to enter one that does nothing takes the host time, too."""
+    return _no_modes() if count_dispatch_modes() or torch.is_inference_mode_enabled() else _NOTHING
+
+
+@contextmanager
+def _no_modes() -> Iterator[None]:
+    with no_dispatch_modes(), no_inference_mode():
+        yield

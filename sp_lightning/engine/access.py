@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.lease import Lease
-from sp_lightning.device.modes import no_dispatch_modes
+from sp_lightning.device.modes import no_dispatch_modes, no_modes
 from sp_lightning.device.torch_private import (
     DIFFERENTIATING,
     current_graph_task,
@@ -170,14 +170,13 @@ class Access:
         """From here on what autograd saves in calls is packed."""
         self.packing = packing
 
-    def unpack(self, layer: StreamedLayer, view: Callable[[Lease, Sequence[Tensor]], Tensor]) -> Tensor:
+    def unpack(self, layer: StreamedLayer, view: Callable[[Lease], Tensor]) -> Tensor:
         """Autograd unpacks a weight (6). Its view is made under the lock: from then on it holds the slot."""
         self._backward.join()
         residency = self._residency
-        with self._lock, no_dispatch_modes():
+        with self._lock, no_modes():
             new = residency.unpack(layer)
-            slot = residency.used[layer]
-            saved = view(slot.lease, residency.slots.views(layer, slot))
+            saved = view(residency.used[layer].lease)
         if new:
             self._backward.sink.make_room((layer,))
         return saved

@@ -6,7 +6,7 @@ that autograd leaves out where saved-tensor hooks are active are done here, for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -19,7 +19,6 @@ from sp_lightning.activations.offload import Offload, Stored
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import strided
 from sp_lightning.device.lease import Lease
-from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import top_saved_tensors_hooks
 from sp_lightning.weights.device_parameter import DeviceParameter
 from sp_lightning.weights.layer import Kind, StreamedLayer
@@ -41,18 +40,24 @@ class _Packed(NamedTuple):
     """Of a view of a weight, or of a cast. None for a weight itself, which plain autograd follows when it is given other
     memory (``param.data = other``); a view keeps the old."""
 
-    def view(self, lease: Lease, weights: Sequence[Tensor]) -> Tensor:
+    def view(self, lease: Lease) -> Tensor:
         """The saved tensor, where its layer is now."""
-        with no_inference_mode():
-            if self.which is not None and weights[self.which].dtype is self.dtype:
-                return weights[self.which].as_strided(self.shape, self.stride, self.offset // self.dtype.itemsize)
-            return strided(lease.memory, self.offset, self.dtype, self.shape, self.stride)
+        layer, dtype = self.layer, self.dtype
+        if self.which is not None:
+            weight = lease.views(layer.layout, layer.spans)[self.which]
+            if weight.dtype is dtype:
+                return weight.as_strided(self.shape, self.stride, self.offset // dtype.itemsize)
+        return strided(lease.memory, self.offset, dtype, self.shape, self.stride)
 
-    def follow(self, lease: Lease, weights: Sequence[Tensor]) -> Tensor:
+    def follow(self, lease: Lease) -> Tensor:
         """The weight as it is now; it may lie outside of the slot."""
         assert self.which is not None
-        group = self.layer.parameters
-        return group.value(self.which) if group.attached else self.view(lease, weights)
+        layer, group = self.layer, self.layer.parameters
+        return (
+            group.value(self.which)
+            if group.attached
+            else lease.views(layer.layout, layer.spans)[self.which].detach()  # all of it, and cheaper than view()
+        )
 
 
 _Kept = tuple[Tensor, int]
@@ -84,7 +89,7 @@ class Packing:
         slots: by the address of their memory.
         offload: where other saved tensors may go.
         device: the seam.
-        reach: brings a layer and returns what a function makes of its memory and its weights there.
+        reach: brings a layer and returns what a function makes of its memory there, outside of all modes.
     """
 
     def __init__(
@@ -92,7 +97,7 @@ class Packing:
         slots: Mapping[int, Slot],
         offload: Offload,
         device: Device,
-        reach: Callable[[StreamedLayer, Callable[[Lease, Sequence[Tensor]], Tensor]], Tensor],
+        reach: Callable[[StreamedLayer, Callable[[Lease], Tensor]], Tensor],
     ) -> None:
         self._slots = slots
         self._offload = offload
