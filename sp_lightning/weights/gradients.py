@@ -188,17 +188,17 @@ class Gradients:
                 f"The gradient of {name!r} has a graph of its own (backward(create_graph=True)); it would be lost on "
                 f"the way to the host. Use torch.autograd.grad(loss, parameters, create_graph=True), which keeps it."
             )
-        owner = layer.owner
+        owner, place = layer.owner, (layer, index)
         received = self._received.get(owner)
         if received is None:
             received = self._received[owner] = _Received()
-        elif (layer, index) in received.gradients:
+        elif place in received.gradients:
             self.drain(owner)
         if not received.gradients:
             received.expected = sum(
                 parameter.requires_grad for each in owner.family for parameter in each.block.parameters
             )
-        received.gradients[layer, index] = gradient
+        received.gradients[place] = gradient
         self._device.access(gradient, Stream.COMPUTE, write=True)
         self.device_bytes += gradient.nbytes if gradient.layout is torch.strided else 0
         return len(received.gradients) == received.expected and owner.kind is not Kind.RESIDENTS
