@@ -17,7 +17,13 @@ from sp_lightning.tune.visits import Rates
 
 @dataclass(frozen=True)
 class HostBytes:
-    """Stands for memory on the host."""
+    """Stands for memory on the host.
+
+    Attributes:
+        layer: the index of the layer that the bytes belong to.
+        nbytes: how many bytes they are.
+        kind: what a copy of them is called in the timeline. None: a fetch to the device, a drain to the host.
+    """
 
     layer: int
     nbytes: int
@@ -25,7 +31,20 @@ class HostBytes:
 
 
 class ClockDevice(Device):
-    """Every stream is a clock; a copy moves it on, a wait sets it to the event's time. The host is a clock, too."""
+    """A device whose streams, and whose host, are clocks that show seconds.
+
+    A copy moves its stream's clock on by the time that the machine would need. An event is a time; waiting for it sets
+    the waiting clock to that time if it is earlier.
+
+    Args:
+        rates: how fast the machine is.
+
+    Attributes:
+        now: what each stream's clock shows.
+        host: what the host's clock shows.
+        intervals: what has happened since :meth:`clear`.
+        copied: bytes that were copied since then.
+    """
 
     def __init__(self, rates: Rates) -> None:
         super().__init__(torch.device("cpu"))
@@ -48,7 +67,7 @@ class ClockDevice(Device):
             self.copied += source.nbytes
 
     def spend(self, stream: Stream, seconds: float, kind: Kind, layer: int | None, nbytes: int = 0) -> None:
-        """Something is issued to a stream that takes so long; it does not begin before the host has issued it."""
+        """Issues work of so many seconds to a stream. It does not begin before the host has issued it."""
         begin = max(self.now[stream], self.host)
         self.now[stream] = begin + seconds
         if seconds:
@@ -72,7 +91,7 @@ class ClockDevice(Device):
             self.host = max(self.host, event)
 
     def clear(self) -> None:
-        """A batch begins: what is noted of the one before is dropped."""
+        """Drops what was noted of the batch before; the clocks go on."""
         self.intervals.clear()
         self.copied = 0
         self._stalled = dict.fromkeys(Wait, 0.0)

@@ -1,8 +1,8 @@
-"""A batch on paper before there is a device: what each layer computes, saves and needs again, without memory.
+"""A dry run: finds out what each layer of a batch computes, saves and needs again, without a device and without memory.
 
-The batch runs for real, forward and backward, under torch's ``FakeTensorMode``: tensors have shapes, dtypes and
-lifetimes, and no data. Operators are counted as they come (FLOPs by torch's own formulas, bytes where there is none),
-and so is every byte that is alive beside the parameters. 70 billion parameters take some seconds.
+The batch really runs, forward and backward, under torch's ``FakeTensorMode``: tensors have shapes, dtypes and lifetimes,
+but no data. Every operator is counted (FLOPs by torch's own formulas, bytes if there is no formula), and so is every byte
+that is alive beside the parameters. A model of 70 billion parameters takes some seconds.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Cost:
     """What one visit of layers computes.
 
     Attributes:
-        layers: those whose module is called, or whose backward comes; none between layers.
-        backward: whether it is their backward.
-        flops: of matrix products, convolutions and attention.
+        layers: indices of the layers whose module is called, or whose backward runs; none between layers.
+        backward: whether this is their backward.
+        flops: floating-point operations of matrix products, convolutions and attention.
         moved: bytes that all other operators read and write.
-        needs: in backward, the layers whose weights are needed, in that order.
+        needs: in backward, the layers whose weights are needed, as keys in that order.
     """
 
     layers: tuple[int, ...]
@@ -58,12 +58,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor that autograd saves.
-
-    Attributes:
-        nbytes: of its storage.
-        dtype, shape: its own.
-    """
+    """A tensor that autograd saves, with the bytes of its storage."""
 
     nbytes: int
     dtype: torch.dtype
@@ -78,13 +73,13 @@ class Work:
     """What a batch does.
 
     Attributes:
-        costs: in the order in which they come.
-        activation_bytes: most bytes alive at once beside parameters and casts that travel: activations, intermediate
-            results, gradients of activations, the gradients of the layer that is in backward; and buffers.
-        calls: of the units, in the order of the forward; small storages are not in them.
-        small: the same calls with those only: they are kept or computed again, and never travel.
-        outside: bytes that autograd saves outside of all units, in the loss as a rule, whatever the units' modes.
-        largest_outside: the largest of those, if it is not small.
+        costs: what each visit computes, in the order of the visits.
+        activation_bytes: the most bytes that are alive at once beside parameters and casts that travel: activations,
+            intermediate results, gradients of activations, the gradients of the layer that is in backward; and buffers.
+        calls: the unit calls in the order of the forward, without the small storages that they save.
+        small: the same calls with the small storages only, which are kept or computed again and never travel.
+        outside: bytes that autograd saves outside of all units, as a rule in the loss. No mode changes them.
+        largest_outside: the largest tensor saved there, unless all of them are small.
     """
 
     costs: tuple[Cost, ...]
@@ -96,29 +91,29 @@ class Work:
 
     @property
     def flops(self) -> int:
-        """Of the whole batch."""
+        """Floating-point operations of the whole batch."""
         return sum(cost.flops for cost in self.costs)
 
     @property
     def offloaded(self) -> int:
-        """Bytes of saved tensors on the host, where all units are offloaded."""
+        """Bytes of saved tensors on the host if all units are offloaded."""
         return sum(call.saved for call in self.calls[:-EXEMPT])
 
     def saved(self, mode: Mode) -> int:
-        """Most bytes of saved tensors on the device at once, where all units are in one mode."""
+        """The most bytes of saved tensors on the device at once if all units have one mode."""
         modes = dict.fromkeys((call.unit for call in self.calls), mode)
         if mode == "offload":
             return peak_bytes(self.calls, modes) + sum(call.saved for call in self.small) + self.outside
-        both = zip(self.calls, self.small, strict=True)
-        calls = [Call(one.unit, one.saved + other.saved, one.inputs + other.inputs) for one, other in both]
+        pairs = zip(self.calls, self.small, strict=True)
+        calls = [Call(call.unit, call.saved + small.saved, call.inputs + small.inputs) for call, small in pairs]
         return peak_bytes(calls, modes) + self.outside
 
     def alive(self, mode: Mode) -> int:
-        """As ``activation_bytes``, where all units are in one mode."""
+        """As ``activation_bytes``, if all units have one mode."""
         return self.activation_bytes - self.saved("keep") + self.saved(mode)
 
     def visits(self, *, flops: float, memory: float) -> list[Visit]:
-        """With times, for a device of so many FLOP/s and so many bytes/s of its own memory."""
+        """The visits with their times, on a device of ``flops`` FLOP/s whose own memory moves ``memory`` bytes/s."""
         return [
             Visit(cost.layers, cost.flops / flops + cost.moved / memory, cost.backward, tuple(cost.needs))
             for cost in self.costs
@@ -127,15 +122,17 @@ class Work:
 
 @contextmanager
 def on_paper() -> Iterator[None]:
-    """Modules that are made inside have parameters without memory, and compute shapes only."""
+    """Modules that are made in this context have parameters without memory, and compute shapes only."""
     mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.__deepcopy__ = lambda memo: mode  # else a copy of a tensor is of another mode, and none of its views knows it
+    # copy.deepcopy of a fake tensor would copy its mode as well. The copied tensor would belong to that mode, its views
+    # to this one.
+    mode.__deepcopy__ = lambda memo: mode
     with truncated_normal_without_values(), mode:
         yield
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """As ``module.to(dtype)``, which cannot exchange parameters without memory. Shared ones stay shared."""
+    """Replaces ``module.to(dtype)``, which cannot exchange parameters without memory. Shared ones stay shared."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for child in module.modules():
         for name, parameter in child._parameters.items():
@@ -149,14 +146,14 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
-    """Run a batch and count.
+    """Runs a batch and counts what it does.
 
     Args:
-        found: the layers of a module that was made in :func:`on_paper`, where this is called, too.
-        run: one forward. Returns the loss, whose backward follows, or None.
+        found: the layers of a module that was made in :func:`on_paper`. This is called in the same context.
+        run: one forward. It returns the loss, whose backward follows, or None.
 
     Raises:
-        Exception: whatever the module raises; a module that looks at values cannot be run without any.
+        Exception: whatever the module raises. A module that looks at values cannot be run without any.
     """
     trial = _Trial(found)
     saves = _Saves(trial.stays)
@@ -168,25 +165,28 @@ def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
         for parameter in found.places:
             if parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)
+        # Lightning's precision plugins switch autocast's cache off as well.
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
-        torch.set_autocast_cache_enabled(False)  # as Lightning does
+        torch.set_autocast_cache_enabled(False)
         stack.enter_context(_Fused())
         stack.enter_context(trial)
         with saves.counted(found.units):
             loss = run()
         if loss is not None:
             trial.now = trial.begin((), backward=True)
-            # A tensor's own backward would run without _Fused, and checkpoints compute forwards in it.
+            # loss.backward() is a call that _Fused handles, and while a mode handles a call it is switched off. It has to
+            # stay on, because checkpoints compute forwards during backward.
             torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss))
     outside = saves.outside()
-    largest = max((each for each in outside if not is_small(each.nbytes)), key=lambda each: each.nbytes, default=None)
+    large = (saved for saved in outside if not is_small(saved.nbytes))
+    largest = max(large, key=lambda saved: saved.nbytes, default=None)
     calls, small = tuple(saves.calls), tuple(saves.small)
-    return Work(trial.costs(), trial.peak(), calls, small, sum(each.nbytes for each in outside), largest)
+    return Work(trial.costs(), trial.peak(), calls, small, sum(saved.nbytes for saved in outside), largest)
 
 
 @dataclass
 class _Live:
-    """Bytes that are alive, and the most that were."""
+    """Counts the bytes of storages that are alive now, and the most that ever were."""
 
     now: int = 0
     peak: int = 0
@@ -206,27 +206,26 @@ class _Live:
 
 
 class _Saves:
-    """What autograd saves in a forward, by calls of units: counted as the engine does it (``offload``).
+    """Counts what autograd saves in a forward, by unit calls, as the engine does it (``activations.offload``).
 
-    Args:
-        stays: whether a tensor is on the device in any case.
+    ``stays`` says whether a tensor is on the device in any case.
     """
 
     def __init__(self, stays: Callable[[Tensor], bool]) -> None:
         self._stays = stays
         self.calls: list[Call] = []
-        self.small: list[Call] = []  # what of them is in small storages
-        self._now: int | None = None  # the call under way
-        self._above: list[int | None] = []  # those that it is made in
-        # By storage; what is weakly held keeps its address from being given to another.
-        self._seen: dict[int, StorageWeakRef] = {}
-        self._given: dict[int, StorageWeakRef] = {}  # among arguments
-        self._between: dict[int, StorageWeakRef] = {}  # outside of units
-        self._outside: dict[int, Saved] = {}
+        self.small: list[Call] = []  # the same calls, with what they save in small storages
+        self._now: int | None = None  # the index of the call that is running
+        self._above: list[int | None] = []  # the indices of the calls around it
+        # The keys are addresses of storages. As long as a storage is held weakly, its address is not given to another.
+        self._seen: dict[int, StorageWeakRef] = {}  # saved in units
+        self._given: dict[int, StorageWeakRef] = {}  # among the arguments of units
+        self._between: dict[int, StorageWeakRef] = {}  # saved outside of units
+        self._outside: dict[int, Saved] = {}  # what those storages were saved as
 
     @contextmanager
     def counted(self, units: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Around a forward. Checkpoints inside have hooks of their own, and what those save is not seen."""
+        """Counts what the forward in this context saves, but for checkpoints, whose own hooks hide that."""
         with ExitStack() as stack:
             for name, unit in units.items():
                 enter = partial(self._enter, name)
@@ -236,16 +235,16 @@ class _Saves:
             yield
 
     def outside(self) -> list[Saved]:
-        """What no unit saves."""
+        """The tensors that are saved outside of units, and in none of them."""
         return [saved for key, saved in self._outside.items() if key not in self._seen]
 
     def _enter(self, unit: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._above.append(self._now)
         if torch.is_grad_enabled():
-            given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+            arguments = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self._now = len(self.calls)
-            sizes = [count_once(each, self._given, small=True) for each in given]
-            self.calls.append(Call(unit, 0, sum(each for each in sizes if not is_small(each))))
+            sizes = [count_once(argument, self._given, small=True) for argument in arguments]
+            self.calls.append(Call(unit, 0, sum(size for size in sizes if not is_small(size))))
             self.small.append(Call(unit, 0, sum(filter(is_small, sizes))))
 
     def _leave(self, *_: Any) -> None:
@@ -259,11 +258,11 @@ class _Saves:
                 calls[self._now] = replace(calls[self._now], saved=calls[self._now].saved + nbytes)
             elif nbytes := count_once(tensor, self._between, small=True):
                 self._outside[storage_id(tensor.untyped_storage())] = Saved(nbytes, tensor.dtype, tensor.shape)
-        return tensor.detach()  # an output that its own node keeps would never be freed
+        return tensor.detach()  # a node that kept its own output, and with it itself, would never be freed
 
 
 class _Trial(TorchDispatchMode):
-    """Counts operators, for whatever layer is at work."""
+    """Counts operators, and assigns them to the visit that is under way (``now``)."""
 
     def __init__(self, found: Found) -> None:
         super().__init__()
@@ -271,9 +270,9 @@ class _Trial(TorchDispatchMode):
         self._above: list[Cost] = []
         self._live = _Live()
         self._weights = {
-            storage_id(p.untyped_storage()): layer
-            for layer, each in enumerate(found.layers)
-            for _, p in (*each.parameters, *each.lowered)
+            storage_id(p.untyped_storage()): index
+            for index, layer in enumerate(found.layers)
+            for _, p in (*layer.parameters, *layer.lowered)
         }
         self._weights.update({storage_id(p.untyped_storage()): -1 for _, p in found.residents.parameters})
         # Buffers, and modules that are moved whole, are on the device all the time.
@@ -281,23 +280,24 @@ class _Trial(TorchDispatchMode):
         staying = {id(b): b for module in root for b in module.buffers()}
         staying.update((id(p), p) for _, module in found.aside for p in module.parameters())
         self._staying = list(staying.values())
-        self._addresses = {storage_id(each.untyped_storage()) for each in self._staying}
+        self._addresses = {storage_id(tensor.untyped_storage()) for tensor in self._staying}
         self._lowered = {storage_id(p.untyped_storage()) for layer in found.layers for _, p in layer.lowered}
-        self._casts: list[Tensor] = []  # of those; alive, so that their storages' addresses stay theirs
+        # The casts of those weights. They are kept alive, so that no other storage is given their addresses.
+        self._casts: list[Tensor] = []
         self.now = self.begin((), backward=False)
 
     def begin(self, layers: tuple[int, ...], *, backward: bool) -> Cost:
-        """From here on operators are those of another visit."""
+        """Begins another visit; the caller makes it the one under way. Returns its cost, which is empty."""
         self._costs.append(Cost(layers, backward))
         return self._costs[-1]
 
     def enter(self, layers: tuple[int, ...], *_: Any) -> None:
-        """A module that uses layers is called."""
+        """Forward pre-hook of a module that uses layers: their visit begins."""
         self._above.append(self.now)
         self.now = self.begin(layers, backward=False)
 
     def leave(self, layers: tuple[int, ...], module: nn.Module, args: Any, output: Any) -> None:
-        """It has returned; what follows is its caller's."""
+        """Forward hook of such a module: the visit of its caller goes on, and the outputs tell when backward comes."""
         above = self._above.pop()
         self.now = self.begin(above.layers, backward=above.backward)
         for tensor in tree_leaves(output):
@@ -309,37 +309,37 @@ class _Trial(TorchDispatchMode):
             self.now = self.begin(layers, backward=True)
 
     def costs(self) -> tuple[Cost, ...]:
-        """What was computed."""
-        return tuple(each for each in self._costs if each.layers or each.flops or each.moved)
+        """The visits that computed something or used layers, in order."""
+        return tuple(cost for cost in self._costs if cost.layers or cost.flops or cost.moved)
 
     def peak(self) -> int:
-        """Most bytes beside parameters and casts that travel."""
-        return self._live.peak + sum(each.numel() * each.element_size() for each in self._staying)
+        """The most bytes that were alive at once beside parameters and casts that travel; buffers are included."""
+        return self._live.peak + sum(tensor.numel() * tensor.element_size() for tensor in self._staying)
 
     def stays(self, tensor: Tensor) -> bool:
-        """Whether its memory is that of a weight, of a cast that travels, or of a buffer."""
+        """Whether a tensor's memory is that of a weight, of a cast that travels, or of a buffer."""
         key = storage_id(tensor.untyped_storage())
         return key in self._weights or key in self._addresses
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.embedding.default and args[1].is_floating_point():
-            # torch 2.10 and 2.11 refuse this of real tensors only.
+            # torch 2.10 and 2.11 refuse such indices only if the tensors are real.
             raise RuntimeError("embedding was given indices that are no whole numbers.")
         result = func(*args, **kwargs)
-        outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         casts = func.overloadpacket is to_copy_operator and self._is_lowered(inputs[0])
         for tensor in outputs:
             if casts:
-                self._casts.append(tensor)  # the wire brings it
+                self._casts.append(tensor)  # it arrives with its layer, and takes no memory beside the slot
                 self._weights[storage_id(tensor.untyped_storage())] = self._weights[
                     storage_id(inputs[0].untyped_storage())
                 ]
             elif not self.stays(tensor):
                 self._live.see(tensor)
         if func.is_view or func.namespace == "prim" or func.overloadpacket is torch.ops.aten.detach:
-            return result  # prim: a tensor's device is asked for
+            return result  # these compute nothing; the operator of prim's reads a tensor's device
         if self.now.backward:
             for tensor in inputs:
                 layer = self._layer_of(tensor)
@@ -349,7 +349,7 @@ class _Trial(TorchDispatchMode):
         if flops is not None:
             self.now.flops += flops(*args, **kwargs, out_val=result)
         else:
-            self.now.moved += sum(each.numel() * each.element_size() for each in (*inputs, *outputs))
+            self.now.moved += sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
         return result
 
     def _is_lowered(self, tensor: Tensor) -> bool:
@@ -360,7 +360,7 @@ class _Trial(TorchDispatchMode):
 
 
 def _grouped_flops(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Experts at once: rows of ``a`` are shared out among them, or those of ``b``, or what they have in common."""
+    """FLOPs of several experts at once, which share out rows of ``a``, columns of ``b`` or what is summed over."""
     experts_share_nothing = a.ndim == 3 and b.ndim == 3
     return 2 * a.numel() * b.shape[-1] if a.ndim == 2 or experts_share_nothing else 2 * a[0].numel() * b.shape[-1]
 
@@ -369,9 +369,9 @@ def _convolution_backward_flops(
     gradient: Tensor, x: Tensor, weight: Tensor, _bias: Any, _stride: Any, _padding: Any, _dilation: Any, transposed: bool,
     _output_padding: Any, _groups: int, mask: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
-    """As often as forward as there are gradients. torch's formula leaves out the groups."""
-    each = weight[0].numel() * (x if transposed else gradient).numel()
-    return 2 * each * sum(bool(wanted) for wanted in mask[:2])
+    """Counts a forward for each gradient that is wanted. torch's own formula ignores the groups."""
+    multiplications = weight[0].numel() * (x if transposed else gradient).numel()
+    return 2 * multiplications * sum(bool(wanted) for wanted in mask[:2])
 
 
 _FLOPS: dict[Any, Callable[..., int]] = {
@@ -381,7 +381,10 @@ _FLOPS: dict[Any, Callable[..., int]] = {
 
 
 class _Fused(TorchFunctionMode):
-    """Attention with dropout is fused on a GPU and not on the CPU, whose operators are counted: leave the dropout out."""
+    """Leaves the dropout of attention out, so that attention is counted as the fused kernel that a GPU runs.
+
+    The operators that are counted are the CPU's, which has no fused attention with dropout.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

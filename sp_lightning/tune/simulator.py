@@ -1,9 +1,9 @@
-"""A batch on paper: the engine's own schedule, walked with clocks in place of copies.
+"""Predicts a batch by simulation: the engine's own schedule runs with clocks in place of copies.
 
-What is fetched when, and into which slot, and which gradients leave when, is decided by the very
-:class:`~sp_lightning.engine.residency.Residency` and :class:`~sp_lightning.weights.gradients.Drains` that stream the model; only
-the device under them is one that moves nothing and says how long a copy would have taken. So what is predicted is what the
-engine does, and not what it was meant to do.
+The very classes that stream the model, :class:`~sp_lightning.engine.residency.Residency` and
+:class:`~sp_lightning.weights.gradients.Drains`, decide what is fetched when, into which slot, and which gradients leave when.
+Only the device under them is another one: it moves no bytes and knows how long a copy would have taken. The prediction
+therefore shows what the engine does, not what it was meant to do.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _STALLS = {
 
 @dataclass(frozen=True)
 class Prediction:
-    """How long a batch takes once the trace is known, and why. All times in seconds.
+    """How long a batch takes once the trace is known, and why. All times are in seconds.
 
     Attributes:
-        seconds: from one batch's beginning to the next one's.
-        busy: seconds of work, by resource: ``compute``, ``fetch``, ``drain``, ``optimizer``, ``host memory``.
-        stalls: seconds that compute waited for each layer, and in all for gradients to leave, for residents, and for
-            activations to leave and to come back.
-        intervals: what happened when, from the batch's beginning.
+        seconds: from the beginning of one batch to that of the next.
+        busy: seconds of work by resource: ``compute``, ``fetch``, ``drain``, ``optimizer``, ``host memory``.
+        stalls: seconds that compute waited, by what it waited for. The keys are the index of each layer, ``gradients``
+            (until they had left), ``residents``, and ``activations`` (until they had left or had come back).
+        intervals: what happened when, counted from the beginning of the batch.
     """
 
     seconds: float
@@ -50,7 +50,7 @@ class Prediction:
 
     @property
     def binds(self) -> str:
-        """The resource with the most work: no schedule is faster than that."""
+        """The resource with the most work. No schedule is faster than that."""
         return max(self.busy, key=self.busy.__getitem__)
 
 
@@ -63,24 +63,25 @@ def predict(
     host_traffic: float = 0.0,
     batches: int = 3,
 ) -> Prediction:
-    """Walk some batches and look at the last one, whose trace is known.
+    """Simulates some batches and reports on the last one, whose trace is known.
 
     Args:
-        plan: with its k and k'.
-        visits: what a batch does; with a backward among them it trains, and its updates follow.
-        rates: of the machine.
-        overlap: how updates run, as ``optimizer_overlap``.
-        host_traffic: bytes that a batch's updates read and write on the host
-            (:class:`~sp_lightning.plan.ledger.Ledger` lists them); they bound it, as the copies' do.
-        batches: how many are walked.
+        plan: the layers, k and k'.
+        visits: what a batch does. If there is a backward among them, the batch trains, and updates follow.
+        rates: how fast the machine is.
+        overlap: how updates run, as in ``optimizer_overlap``.
+        host_traffic: bytes that the updates of a batch read and write on the host, as
+            :class:`~sp_lightning.plan.ledger.Ledger` lists them. Together with the bytes that are copied they give a lower
+            bound of the time.
+        batches: how many batches are simulated.
     """
     walk = Walk(plan, visits, rates, overlap=overlap)
     for _ in range(batches):
         begun = walk.batch()
     device = walk.device
-    intervals = tuple(each._replace(begin=each.begin - begun, end=each.end - begun) for each in device.intervals)
+    intervals = tuple(event._replace(begin=event.begin - begun, end=event.end - begun) for event in device.intervals)
     busy = {
-        name: sum(each.end - each.begin for each in intervals if each.kind in kinds)
+        name: sum(event.end - event.begin for event in intervals if event.kind in kinds)
         for name, kinds in RESOURCES.items()
     }
     busy["host memory"] = (device.copied + host_traffic) / rates.host_memory
@@ -92,7 +93,7 @@ class _SimulatedLayer(StreamedLayer):
     """A layer without parameters.
 
     Attributes:
-        updated: when its last update is done.
+        updated: when its last update is done, in seconds.
     """
 
     def __init__(self, index: int, kind: LayerKind, planned: PlannedLayer, *, expert: bool) -> None:
@@ -102,73 +103,73 @@ class _SimulatedLayer(StreamedLayer):
 
     @property
     def outdated(self) -> bool:
-        """Whoever updates says so."""
+        """Never: after each update :class:`Walk` invalidates the layer itself."""
         return False
 
 
 class _Source:
-    """Updates as times: a layer's bytes are there when its update is done."""
+    """A source of bytes for which an update is a time: a layer's bytes are ready once its update is done."""
 
     def __init__(self, device: ClockDevice) -> None:
         self._device = device
 
     def ready(self, layer: StreamedLayer) -> bool:
-        """Whether its update is done."""
+        """Whether the layer's update is done."""
         return _simulated(layer).updated <= self._device.host
 
     def wait(self, layer: StreamedLayer) -> None:
-        """The host waits for its update."""
+        """Lets the host wait for the layer's update."""
         self._device.synchronize(_simulated(layer).updated, Wait.FETCH_AFTER_UPDATE)
 
     def stage(self, layer: StreamedLayer) -> Staged:
-        """As many bytes as its block has."""
+        """Returns a stand-in for as many bytes as the layer's block has."""
         stand_in: Any = HostBytes(layer.index, layer.planned.nbytes)
         return stand_in, None
 
 
 class _NoTenants:
-    """No module has the memory of layers without parameters."""
+    """Tenants of the slots that do nothing: simulated layers have no parameters that a module could hold."""
 
     def before_use(self, layer: StreamedLayer) -> None:
-        """Nothing was written."""
+        """No weight was written."""
 
     def before_fetch(self, slots: Sequence[Slot]) -> None:
-        """Nothing views them."""
+        """No tensor views the slots."""
 
     def fetched(self, layer: StreamedLayer) -> None:
-        """It has no versions."""
+        """The layer has no versions to note."""
 
     def move_in(self, layer: StreamedLayer, slot: Slot) -> None:
-        """It has no device parameters."""
+        """The layer has no device parameters."""
 
     def move_out(self, layer: StreamedLayer, slot: Slot) -> None:
-        """It has no device parameters."""
+        """The layer has no device parameters."""
 
     def moved_out(self, layer: StreamedLayer, slot: Slot) -> None:
-        """It has no device parameters."""
+        """The layer has no device parameters."""
 
     def let_go(self) -> bool:
-        """Nobody keeps anything."""
+        """Nothing is kept that could be let go."""
         return False
 
 
 class _Leaving(NamedTuple):
-    """A layer's gradients on their way, and when they have landed."""
+    """A layer's gradients on their way to the host, and the time at which they have arrived there."""
 
     layer: _SimulatedLayer
     landed: float
 
 
 class Walk:
-    """A model's visits, for which the engine's own :class:`Residency` and :class:`Drains` do what they would do.
+    """Walks through the visits of a batch as the engine would, with its own :class:`Residency` and :class:`Drains`.
 
     Args:
         plan, visits, rates, overlap: as in :func:`predict`.
 
     Attributes:
-        device: whose streams are clocks.
-        stalls: seconds that compute waited, by layer and by reason, in the last batch.
-        ended: when that was over.
+        device: the device of clocks.
+        stalls: seconds that compute waited in the last batch, with the keys of :attr:`Prediction.stalls`.
+        ended: the time at which the last batch was over.
     """
 
     def __init__(
@@ -186,14 +187,14 @@ class Walk:
         self._rates = rates
         self._overlap = overlap
         kinds = (LayerKind.BLOCK, LayerKind.MASTERS, LayerKind.TABLE, LayerKind.RESIDENTS)
-        planned = [
-            (kind, each)
+        planned_layers = [
+            (kind, planned)
             for kind, group in zip(kinds, (plan.layers, plan.masters, plan.tables, (plan.residents,)), strict=True)
-            for each in group
+            for planned in group
         ]
         self._layers = [
-            _SimulatedLayer(index, kind, each, expert=index in plan.experts)
-            for index, (kind, each) in enumerate(planned)
+            _SimulatedLayer(index, kind, planned, expert=index in plan.experts)
+            for index, (kind, planned) in enumerate(planned_layers)
         ]
         *moving, self._resident = self._layers
         source = _Source(self.device)
@@ -203,13 +204,13 @@ class Walk:
         self._drains = Drains[_Leaving](
             self.device, plan.k_prime + 1, free=lambda leaving: None, apply=lambda leaving: self._apply(leaving.layer)
         )
-        self._left: float | None = None  # when the last activations have
-        self._back = dict[int, float]()  # by visit: when its activations are
+        self._left: float | None = None  # the time at which the activations of the last forward have left
+        self._back = dict[int, float]()  # by the index of a visit, the time at which its activations are back
         self._training = any(visit.backward for visit in visits)
         self._last_backward = {layer: at for at, visit in enumerate(visits) if visit.backward for layer in visit.layers}
 
     def batch(self) -> float:
-        """One batch and its update. Returns when it began."""
+        """Simulates one batch and its update. Returns the time at which it began."""
         begun, prefetch = self.ended, self._residency.prefetch
         self.device.clear()
         self.stalls.clear()
@@ -244,7 +245,7 @@ class Walk:
             if layers:
                 residency.release_unpinned(keep=layers)
             for layer in layers:
-                self._timed(layer, lambda each: residency.begin_call([each]))
+                self._timed(layer, lambda called: residency.begin_call([called]))
         device.host += self._rates.visit_seconds * bool(layers)
         kind: Kind = "backward" if visit.backward else "forward" if layers else "between"
         device.spend(Stream.COMPUTE, visit.seconds, kind, visit.layers[0] if layers else None)
@@ -258,15 +259,15 @@ class Walk:
             residency.fetch_ahead()
 
     def _timed(self, layer: StreamedLayer, use: Callable[[StreamedLayer], Any]) -> None:
-        """Uses a layer, and notes how long compute waited for it."""
+        """Uses a layer and notes how long compute waited for it."""
         before = self.device.stall_seconds(Wait.USE_AFTER_FETCH)
         use(layer)
-        late = self.device.stall_seconds(Wait.USE_AFTER_FETCH) - before
-        if late:
-            self.stalls[layer.index] = self.stalls.get(layer.index, 0.0) + late
+        stalled = self.device.stall_seconds(Wait.USE_AFTER_FETCH) - before
+        if stalled:
+            self.stalls[layer.index] = self.stalls.get(layer.index, 0.0) + stalled
 
     def _store(self, visit: Visit) -> None:
-        """A forward's activations leave; those of the one before have left by the time compute goes on."""
+        """Sends a forward's activations to the host. Compute first waits until those of the forward before have left."""
         device = self.device
         device.wait(Stream.COMPUTE, self._left, Wait.REUSE_AFTER_STORE)
         self._left = None
@@ -276,17 +277,17 @@ class Walk:
             self._left = device.record(Stream.DOWNLOAD)
 
     def _bring(self, at: int) -> None:
-        """A backward's activations are there, those of the next one are on their way."""
+        """Brings a backward's activations back, and those of the next one ahead of time."""
         device = self.device
         device.wait(Stream.COMPUTE, self._left, Wait.REUSE_AFTER_STORE)
         self._left = None
-        ahead = next((each for each in range(at + 1, len(self._visits)) if self._visits[each].layers), at)
-        for each in dict.fromkeys((at, ahead)):
-            visit = self._visits[each]
-            if visit.moved and visit.backward and each not in self._back:
+        ahead = next((later for later in range(at + 1, len(self._visits)) if self._visits[later].layers), at)
+        for wanted in dict.fromkeys((at, ahead)):
+            visit = self._visits[wanted]
+            if visit.moved and visit.backward and wanted not in self._back:
                 device.wait(Stream.UPLOAD, device.record(Stream.COMPUTE), Wait.RETURN_AFTER_USE)
                 device.copy([], [HostBytes(visit.layers[0], visit.moved, "return")], Stream.UPLOAD)
-                self._back[each] = device.record(Stream.UPLOAD)
+                self._back[wanted] = device.record(Stream.UPLOAD)
         device.wait(Stream.COMPUTE, self._back.get(at), Wait.USE_AFTER_RETURN)
 
     def _send_residents(self) -> None:

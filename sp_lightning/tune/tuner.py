@@ -1,4 +1,4 @@
-"""The first batches are watched; then k, k' and modes of activations are chosen, and every batch keeps to the budget."""
+"""Measures the first batches, then chooses k, k' and modes of activations so that every batch keeps to the budget."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sp_lightning.tune.simulator import Prediction, predict
 from sp_lightning.tune.visits import Rates, Visit, measured
 from sp_lightning.tune.window import Window
 
-# The first batch makes kernels, caches and workspaces; the second one is timed.
+# The index of the batch that is timed. The first one compiles kernels and fills caches and workspaces.
 _TIMED = 1
 
 
@@ -32,11 +32,11 @@ class Tuning:
     """Chooses a streamer's window, and what becomes of activations.
 
     Args:
-        window: what is asked for, and what there is room for.
-        streamer: whose slots are changed, between batches.
-        device: the same as the streamer's; its count of the most memory in use is begun anew.
-        log: whom choices are told.
-        balanced: whether modes of activations are chosen, too. They begin with what takes least, ``"offload"``.
+        window: knows what the user asked for and what the budget has room for.
+        streamer: the engine whose slots and modes of activations are changed between batches.
+        device: the streamer's device. Its count of the peak memory is reset.
+        log: the logger that each choice is written to.
+        balanced: whether modes of activations are chosen, too. All units begin with ``"offload"``, which takes least.
     """
 
     def __init__(
@@ -49,33 +49,36 @@ class Tuning:
         self._balanced = balanced
         self._batches = 0
         self._work: tuple[Sequence[Visit], Rates] | None = None
-        self._balance: Balance | None = None  # of the first batch
-        self._calls: tuple[Call, ...] = ()  # its
-        self._first = 0  # and its size
-        self._unfit: dict[str, str] = {}  # units that cannot be recomputed
+        self._balance: Balance | None = None  # what is known of the timed batch's activations
+        self._calls: tuple[Call, ...] = ()  # the unit calls of the first batch
+        self._first = 0  # the size of that batch, in elements of its tensors
+        self._unfit: dict[str, str] = {}  # units that cannot be recomputed, with the reason
         self._timeline: Timeline | None = None
         self._overlap: Overlap = "off"
-        self._size = 0  # of the largest batch whose memory was measured, in numbers
-        self._next = 0  # of the one that runs now
-        self._factor = 1.0  # by which that is larger
-        self._said = ""
-        self._again = False  # whether the window is to be chosen anew at the next batch
+        self._size = 0  # the size of the largest batch whose memory was measured
+        self._next = 0  # the size of the batch that runs now
+        self._factor = 1.0  # by how much that is larger than all before
+        self._said = ""  # the choice that was logged last
+        self._again = False  # whether the window is to be chosen anew before the next batch
         if balanced:
             streamer.activations.unfit = {}
         device.reset_peak()
 
     def batch_starts(self, batch: Any, overlap: Overlap) -> None:
-        """Nothing is under way: look at the batch before, and change the window if that is called for.
+        """Reads what the batch before took, and changes the window or modes of activations if that is called for.
+
+        The caller sees to it that nothing is under way on the device.
 
         Args:
-            batch: that is to run. One that is larger than all before is expected to take as much more memory.
+            batch: the batch that is to run. If it is larger than all before, it is expected to take more memory in the
+                same proportion.
             overlap: how updates run.
         """
         if self._timeline is not None:
             self._read_timeline()
         self._overlap = overlap
         self._observe()
-        self._next = sum(each.numel() for each in tree_leaves(batch) if isinstance(each, Tensor))
+        self._next = sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
         self._factor = max(1.0, self._next / self._size) if self._size else 1.0
         if self._work is not None:
             self._fit()
@@ -84,12 +87,16 @@ class Tuning:
         self._batches += 1
 
     def stop_timing(self) -> None:
-        """What comes now is no part of the batch: validation, or the next one."""
+        """Ends the measurement of time: what follows (validation, or the next batch) is no part of the timed batch."""
         if self._timeline in self._device.timelines:
             self._device.timelines.remove(self._timeline)
 
     def shrink(self) -> bool:
-        """The device has run out of memory: the smallest window from here on. Returns whether it was larger."""
+        """Takes the smallest window, and modes that take least, after the device has run out of memory.
+
+        Returns:
+            Whether this takes less memory than before, so that another attempt makes sense.
+        """
         self._observe(whole=False)
         activations, smallest = self._streamer.activations, self._window.smallest()
         smaller = smallest.slot_bytes < self._streamer.plan.slot_bytes
@@ -99,14 +106,18 @@ class Tuning:
             before = activations.modes
             self._carry_out(min(map(self._all, FREEING), key=lambda modes: peak_bytes(self._sized(), modes)))
             smaller = smaller or activations.modes != before
-            self._window.lower_budget()  # what was chosen did not fit, whatever was measured
+            self._window.lower_budget()  # what was chosen did not fit, although the measurements said that it would
         self._again = self._again or (smaller and self._work is not None)
         return smaller
 
     # ------------------------------------------------------------------ what is measured
 
     def _time(self) -> None:
-        """The next batch is timed; recomputing, if there is room, because copies would hold computation up."""
+        """Times the next batch.
+
+        If there is room, its units are recomputed, because the copies of offload would slow computation down and the
+        times of the visits would show that.
+        """
         if self._balanced:
             recompute = self._all("recompute")
             if self._window.fits(self._streamer.plan, more=self._more(recompute)):
@@ -129,7 +140,11 @@ class Tuning:
         self._again = True
 
     def _observe(self, *, whole: bool = True) -> None:
-        """Note what everything but weights has taken in the last batch, if it has come through as a ``whole``."""
+        """Notes how many bytes everything but weights took in the last batch.
+
+        Args:
+            whole: whether the batch ran to its end. Otherwise its size does not count as measured.
+        """
         window, peak = self._window, self._device.peak_bytes()
         if self._balanced and not self._calls and self._streamer.activations.calls:
             self._calls, self._first = self._streamer.activations.calls, self._next
@@ -143,24 +158,25 @@ class Tuning:
             self._size = self._next
 
     def _sized(self) -> tuple[Call, ...]:
-        """The units' calls of the largest batch so far; none if their modes are not chosen here."""
+        """The unit calls of the first batch, scaled to the largest one so far; none if no modes are chosen here."""
         return scaled(self._calls, max(self._size, self._next) / self._first if self._first else 1)
 
     def _more(self, modes: Modes) -> int:
-        """Bytes that activations take with these modes, over those that they take in any case."""
+        """Bytes that activations take with these modes beyond the least that they take with any."""
         calls = self._sized()
         return peak_bytes(calls, modes) - least_bytes(calls)
 
     # ------------------------------------------------------------------ what is chosen
 
     def _fit(self) -> None:
+        """Chooses anew if there are new measurements, or if the next batch would not fit with the present choice."""
         window, activations = self._window, self._streamer.activations
         measured_rest = window.rest
         window.rest = math.ceil(window.rest * self._factor)
         larger = window.rest > measured_rest
         if self._again or not window.fits(self._streamer.plan, more=self._more(activations.modes)):
             self._choose("for a larger batch" if larger else "measured")
-        self._again = larger  # what it has really taken is known after it
+        self._again = larger  # how much memory the larger batch really takes is known after it
         window.rest = measured_rest
 
     def _choose(self, why: str) -> None:
@@ -192,16 +208,18 @@ class Tuning:
         return dict.fromkeys(self._streamer.activations.modes, mode)
 
     def _carry_out(self, modes: Modes) -> None:
+        """Gives every unit its mode from the next batch on. A unit that cannot be recomputed is offloaded instead."""
         activations = self._streamer.activations
-        modes = {**self._all("offload"), **modes}  # of units that nobody has called yet, too
+        modes = {**self._all("offload"), **modes}  # units that were never called are not among the choices
         modes = {
             unit: "offload" if unit in self._unfit and mode == "recompute" else mode for unit, mode in modes.items()
         }
         if modes != activations.modes:
             activations.modes = modes
-            self._device.reset_peak()  # what was needed before says nothing of what is
+            self._device.reset_peak()  # the peak with other modes says nothing about these
 
     def _saying(self) -> str:
+        """The part of the log message about modes of activations."""
         return f"; activations: {summary(self._streamer.activations.modes)}" if self._balanced else ""
 
     def _resize(self, plan: Plan) -> None:
@@ -215,12 +233,13 @@ class Tuning:
             self._device.reset_peak()
 
     def _seconds(self, plan: Plan) -> float:
+        """Predicts how long a batch takes with a plan, in seconds."""
         if self._work is None:
-            return 1 / plan.k  # nothing is known of the time yet: more is faster
+            return 1 / plan.k  # nothing was timed yet: more layers on the device are taken to be faster
         return self._predicted(plan, self._modes_for(plan)).seconds
 
     def _modes_for(self, plan: Plan) -> Modes:
-        """The fastest choice of modes for a plan, within what it leaves."""
+        """The fastest choice of modes for a plan, within the memory that the plan leaves."""
         if self._balance is None or self._window.room is None:
             return self._streamer.activations.modes
         calls = self._sized()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from sp_lightning.device.timeline import Interval, Kind
 from sp_lightning.plan.plan import Plan
 
-# Walking so many takes about a second for each choice of k and k'.
+# Simulating so many visits takes about a second for each choice of k and k'.
 _MOST_VISITS = 2000
 
 RESOURCES: dict[str, tuple[Kind, ...]] = {
@@ -19,7 +19,7 @@ RESOURCES: dict[str, tuple[Kind, ...]] = {
     "drain": ("drain", "store"),
     "optimizer": ("update",),
 }
-"""What is busy while what happens."""
+"""The kinds of intervals during which each resource is busy."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Visit:
     """One use of some layers by a batch, in forward or in backward.
 
     Attributes:
-        layers: those of one module's call; none for what computes between layers.
+        layers: indices of the layers that one module's call uses; none for what is computed between layers.
         seconds: how long the device computes.
-        backward: whether it is their backward, after which gradients leave.
-        needs: in backward, the layers whose weights are needed, in that order: an embedding's needs none.
+        backward: whether this is the layers' backward, after which their gradients leave.
+        needs: in backward, the layers whose weights are needed, in that order. The backward of an embedding needs none.
         moved: bytes of activations that leave after a forward, or come back for a backward.
     """
 
@@ -43,14 +43,14 @@ class Visit:
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine does in a second.
+    """How fast the machine is. All rates are in bytes per second.
 
     Attributes:
-        upload, download: bytes copied to the device, and to the host.
-        update: bytes of gradients that the optimizer works off on the host.
-        host_memory: bytes read and written.
+        upload, download: bytes that are copied to the device, and to the host.
+        update: bytes of gradients that the optimizer consumes on the host.
+        host_memory: bytes that the host reads and writes.
         visit_seconds: seconds of Python for each use of a layer.
-        synchronous: whether copies hold everything else up, as on the CPU.
+        synchronous: whether everything else stands still during a copy, as on the CPU.
     """
 
     upload: float
@@ -62,42 +62,47 @@ class Rates:
 
 
 def measured(intervals: Iterable[Interval], layers: int, *, synchronous: bool) -> tuple[list[Visit], Rates]:
-    """What a batch does, and how fast the machine is, from the timeline of one batch.
+    """Reads from the timeline of one batch what a batch does and how fast the machine is.
 
-    Of a batch of very many visits (generation, token by token) the first are taken.
+    Of a batch with very many visits (generation, token by token) only the first are read.
 
     Args:
-        intervals: in the order of their beginning.
-        layers: how many the plan has; what comes on demand is computed between layers.
-        synchronous: whether copies hold everything else up, as on the CPU.
+        intervals: the timeline, in the order in which the intervals began.
+        layers: how many layers the plan has. Layers with a higher index come on demand; the time of what uses them
+            counts as computed between layers.
+        synchronous: whether everything else stands still during a copy, as on the CPU.
+
+    Returns:
+        The visits, and the rates. Of the rates, the host's memory counts as unlimited, because a timeline does not show it.
     """
     by_kind: defaultdict[Kind, list[Interval]] = defaultdict(list)
     visits: list[Visit] = []
-    around: list[tuple[float, int]] = []  # when they end, and where they are in the list
-    for each in intervals:
-        by_kind[each.kind].append(each)
-        if each.kind in RESOURCES["compute"]:
-            seconds = each.end - each.begin
-            while around and around[-1][0] < each.end:
-                around.pop()
-            if around:  # an expert, inside its block
-                at = around[-1][1]
-                visits[at] = replace(visits[at], seconds=visits[at].seconds - seconds)
-            around.append((each.end, len(visits)))
-            used = () if each.layer is None or each.layer >= layers else (each.layer,)
-            visits.append(Visit(used, seconds, each.kind == "backward", used))
+    enclosing: list[tuple[float, int]] = []  # the calls that are still running: their end, and their index in visits
+    for interval in intervals:
+        by_kind[interval.kind].append(interval)
+        if interval.kind in RESOURCES["compute"]:
+            seconds = interval.end - interval.begin
+            while enclosing and enclosing[-1][0] < interval.end:
+                enclosing.pop()
+            if enclosing:  # an expert, inside its block: its time is not the block's
+                outer = enclosing[-1][1]
+                visits[outer] = replace(visits[outer], seconds=visits[outer].seconds - seconds)
+            enclosing.append((interval.end, len(visits)))
+            used = () if interval.layer is None or interval.layer >= layers else (interval.layer,)
+            visits.append(Visit(used, seconds, interval.kind == "backward", used))
     del visits[_MOST_VISITS:]
-    back = {layer for visit in visits if visit.backward for layer in visit.layers}
+    with_backward = {layer for visit in visits if visit.backward for layer in visit.layers}
     known = {layer for visit in visits for layer in visit.layers}
-    for drain in by_kind["drain"]:  # of an embedding, whose backward needs no weights
-        if drain.layer in known and drain.layer not in back and drain.layer is not None:
+    # The backward of an embedding needs no weights, so the timeline shows only that its gradients have left.
+    for drain in by_kind["drain"]:
+        if drain.layer in known and drain.layer not in with_backward and drain.layer is not None:
             visits.append(Visit((drain.layer,), 0.0, backward=True))
-            back.add(drain.layer)
+            with_backward.add(drain.layer)
 
     def rate(resource: str) -> float:
-        copies = [each for kind in RESOURCES[resource] for each in by_kind[kind]]
-        seconds = sum(each.end - each.begin for each in copies)
-        return sum(each.nbytes for each in copies) / seconds if seconds else math.inf
+        copies = [copy for kind in RESOURCES[resource] for copy in by_kind[kind]]
+        seconds = sum(copy.end - copy.begin for copy in copies)
+        return sum(copy.nbytes for copy in copies) / seconds if seconds else math.inf
 
     rates = Rates(
         rate("fetch"),
@@ -111,11 +116,11 @@ def measured(intervals: Iterable[Interval], layers: int, *, synchronous: bool) -
 
 
 def schedule_visits(plan: Plan, seconds: Sequence[float], *, training: bool) -> list[Visit]:
-    """What a batch is expected to do before one has shown it: forward, then a backward that takes twice as long.
+    """Expects what a batch does before one has shown it: a forward, then a backward that takes twice as long.
 
     Args:
-        plan: its order is taken.
-        seconds: of each layer's forward.
+        plan: gives the order of the layers.
+        seconds: how long each layer's forward takes.
         training: whether there is a backward.
     """
     visits = [Visit((layer,), seconds[layer]) for layer in plan.order]

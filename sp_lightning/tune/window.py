@@ -1,4 +1,4 @@
-"""k and k' by themselves: as much of the model on the device as the budget has room for and as makes a batch faster."""
+"""Chooses k and k': as much of the model on the device as fits the budget and makes a batch faster."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from sp_lightning.plan.options import Count
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.plan.units import human_bytes
 
-# What allocators round up, and what libraries take for themselves, of memory that is free.
+# This share of the free memory is left for what allocators round up and for what libraries take for themselves.
 _MARGIN = 1 / 16
-# What k' is tried: more layers in one transfer than that are seldom worth their slots.
+# These values of k' are tried. More layers in one transfer are seldom worth the slots that they take.
 _TOGETHER = (1, 2, 4)
-# Plans whose batches take so nearly the same time are equal; the smallest is chosen.
+# Plans whose times differ by no more than this factor count as equally fast, and the smallest of them is chosen.
 SAME = 1.01
-# On the CPU there is no limit to find: layers move through the smallest window that overlaps.
+# On the CPU nothing limits k, so the smallest window in which transfers overlap with computation is used: k and k'.
 _WITHOUT_LIMIT = (2, 1)
 
 
 class Window:
     """The choice of k and k'.
 
-    Two numbers of bytes bound it: the budget, and what everything beside weights takes (activations, gradients,
-    workspaces, buffers), which is measured while the first batches run through the smallest window.
+    Two numbers of bytes bound it: the budget, and what everything beside the weights takes (activations, gradients,
+    workspaces, buffers). The latter is measured while the first batches run through the smallest window.
 
     Args:
         k, k_prime: numbers, or "auto".
-        budget: bytes of device memory, or the share of what is free at set-up; None for all of that but a margin.
-        filled: whether something else takes what k and k' leave, if they are numbers.
+        budget: bytes of device memory (int), or the share of what is free at set-up (float). None means all that is
+            free, less a margin.
+        filled: whether something else fills the memory that k and k' leave, even if both are numbers: kept activations.
     """
 
     def __init__(self, k: Count, k_prime: Count, budget: int | float | None, *, filled: bool = False) -> None:
@@ -39,27 +40,28 @@ class Window:
         self._budget = budget
         self._found: Found | None = None
         self.room: int | None = None
-        """Bytes of the budget; None where nothing limits it."""
+        """Bytes of the budget; None if nothing limits device memory."""
         self.rest = 0
-        """Most bytes that anything but weights takes, as far as it is known; the gradients on their way among them."""
+        """The most bytes that everything but weights takes, as far as is known; gradients on their way are included."""
         self.rest_gradients = 0
-        """How many of these are gradients, at most."""
+        """How many of the bytes of ``rest`` are gradients, at most."""
 
     @property
     def auto(self) -> bool:
-        """Whether there is anything to choose."""
+        """Whether k or k' is to be chosen, and a budget to choose them for is known."""
         return "auto" in (self._k, self._k_prime) and self.room is not None
 
     def begin(self, found: Found, device: Device, find: Callable[[Sequence[str]], Found] | None = None) -> Plan:
-        """The plan for the first batches: the smallest window.
+        """Returns the plan for the first batches: the smallest window.
 
         Args:
-            found: the layers.
-            device: before anything is allocated.
-            find: finds the layers that patterns name instead, for advice.
+            found: the model's layers.
+            device: the device, on which nothing is allocated yet.
+            find: finds the layers that other patterns name. It serves the advice in an error message.
 
         Raises:
-            ValueError: not even that fits the budget.
+            ValueError: not even that plan fits the budget, or the budget is a share and the device has no memory of its
+                own.
         """
         free = device.free_bytes()
         if isinstance(self._budget, float) and free is None:
@@ -78,44 +80,46 @@ class Window:
         return plan
 
     def lower_budget(self) -> None:
-        """Takes a sixteenth off the budget, if there is one: it was too large in practice."""
+        """Takes a sixteenth off the budget, if there is one. It is called when the budget proved too large."""
         if self.room is not None:
             self.room -= self.room // 16
 
     def needs(self, plan: Plan) -> int:
-        """Bytes of device memory, with all that was measured."""
+        """Bytes of device memory that a plan takes, together with everything else that was measured."""
         gradients = max(0, plan.gradient_bytes - self.rest_gradients)
         return plan.slot_bytes + plan.resident_bytes + gradients + self.rest
 
     def fits(self, plan: Plan, more: int = 0) -> bool:
-        """Whether a plan, everything else and so many bytes ``more`` stay within the budget."""
+        """Whether a plan, everything else that was measured and ``more`` bytes stay within the budget."""
         return self.room is None or self.needs(plan) + more <= self.room
 
     def choose(self, seconds: Callable[[Plan], float]) -> Plan:
-        """The plan with the fastest batch among those that fit, and the smallest of equally fast ones.
+        """Returns the plan with the fastest batch among those that fit, and of equally fast plans the smallest.
 
         Args:
-            seconds: predicts a batch.
+            seconds: predicts how long a batch takes with a plan.
         """
         largest = list(self._largest())
         if not largest:
             return self.smallest()
         times = {plan: seconds(plan) for plan in largest}
         enough = min(times.values()) * SAME
-        plan = min((each for each in largest if times[each] <= enough), key=lambda each: each.peak_device_bytes)
-        below = plan
-        while self._k == "auto" and below.k > 1:
-            below = self._plan(below.k // 2, plan.k_prime)
-            if seconds(below) > enough:
+        fast = (candidate for candidate in largest if times[candidate] <= enough)
+        plan = min(fast, key=lambda candidate: candidate.peak_device_bytes)
+        smaller = plan
+        while self._k == "auto" and smaller.k > 1:
+            smaller = self._plan(smaller.k // 2, plan.k_prime)
+            if seconds(smaller) > enough:
                 break
-            plan = below
+            plan = smaller
         return plan
 
     def smallest(self) -> Plan:
-        """The plan for when the device has run out of memory."""
+        """The smallest plan, for when the device has run out of memory."""
         return self._plan(1, 1)
 
     def _largest(self) -> Iterator[Plan]:
+        """For each k' that may be chosen, the plan with the largest k that fits."""
         assert self._found is not None
         count = max(len(self._found.layers), 1)
         together = _TOGETHER if self._k_prime == "auto" else (self._k_prime,)
@@ -125,7 +129,7 @@ class Window:
                 yield plan
 
     def _most(self, k_prime: int) -> Plan:
-        """The largest k that fits, or 1."""
+        """The plan with this k' and the largest k that fits; k is 1 if none does."""
         assert self._found is not None
         if self._k != "auto":
             return self._plan(self._k, k_prime)
@@ -147,6 +151,7 @@ class Window:
         )
 
     def _check(self, plan: Plan, room: int, device: Device, find: Callable[[Sequence[str]], Found] | None) -> None:
+        """Raises a ValueError with a remedy if the plan does not fit ``room`` bytes."""
         if not plan.layers or plan.peak_device_bytes <= room:
             return
         largest = max(plan.layers, key=lambda layer: layer.nbytes)
@@ -167,14 +172,14 @@ class Window:
 
 
 def _smaller_layers(largest: str, least: Plan, find: Callable[[Sequence[str]], Found] | None) -> str:
-    """How to cut the largest layer, and those like it, so that less is needed; nothing where no cut does that."""
+    """Advice to cut the largest layer, and those like it, so that less is needed; empty if no cut helps."""
     if find is None:
         return ""
     alike = ".".join("*" if part.isdecimal() else part for part in largest.split("."))
     for pattern in (f"{alike}.*", f"{largest}.*"):
         try:
             plan = make_plan(find([pattern]), k=1, k_prime=1)
-        except ValueError:  # it has no modules of its own, or what it names overlaps
+        except ValueError:  # the pattern matches no module, or the modules that it matches overlap
             continue
         if plan.peak_device_bytes < least.peak_device_bytes:
             return (
@@ -185,6 +190,7 @@ def _smaller_layers(largest: str, least: Plan, find: Callable[[Sequence[str]], F
 
 
 def _room(budget: int | float | None, free: int | None, margin: float) -> int | None:
+    """Bytes of the budget; None if nothing limits device memory."""
     if isinstance(budget, int):
         return budget if free is None else min(budget, free)
     return None if free is None else int(free * (1 - margin if budget is None else budget))
