@@ -1,6 +1,6 @@
-"""Updates of layers in the background, while the next forward or the rest of backward runs.
+"""Updates layers in the background, while the next forward or the rest of backward runs.
 
-Nobody sees the difference: until a layer's update is done, its parameters are of a class that waits before anything
+User code sees no difference. Until a layer's update is done, its parameters have a class that waits before anything
 reads or writes them, and a fetch of the layer waits as well.
 """
 
@@ -25,22 +25,22 @@ from sp_lightning.weights.layer import StreamedLayer
 
 
 class Updates:
-    """The updates under way.
+    """The updates that are under way.
 
     Args:
-        layers: all of them.
-        device: the seam.
+        layers: all layers.
+        device: runs work in its background thread, and waits for it.
 
     Attributes:
-        torn: why weights are not those of any whole step; None where they are.
+        torn: why the weights are not those of a whole step: some layers are updated and others are not. None if they are.
     """
 
     def __init__(self, layers: Sequence[StreamedLayer], device: Device) -> None:
         self._layers = layers
         self._device = device
-        self._work: dict[StreamedLayer, Future[None]] = {}  # in the order in which it is done
+        self._work: dict[StreamedLayer, Future[None]] = {}  # in the order in which the background does it
         self._then: dict[StreamedLayer, Callable[[], None] | None] = {}
-        self._lock = threading.RLock()  # of whoever waits; the background does not take it
+        self._lock = threading.RLock()  # several threads may wait; the background never takes the lock
         self._failure: BaseException | None = None
         self._afterwards: list[Callable[[], None]] = []
         self._class_of = cache(self._make_class)
@@ -48,14 +48,15 @@ class Updates:
         _all.add(self)
 
     def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
-        """Have the background thread update a layer, after those that were submitted before.
+        """Has the background thread update a layer, after all layers that were submitted before.
 
         Args:
-            layer: its parameters are of a waiting class until then.
-            work: what the background does. It must not set ``param.grad``: torch reads that without holding it.
-            then: called by whoever has waited for the work.
+            layer: the layer. Its parameters have a waiting class until the update is done.
+            work: the update. It must not set ``param.grad``, because torch reads that in another thread without holding
+                a reference to it.
+            then: called once the work is done, in the thread that has waited for it.
         """
-        blocks = [each.block for each in layer.family]
+        blocks = [member.block for member in layer.family]
 
         def update() -> None:
             try:
@@ -73,16 +74,18 @@ class Updates:
                 self._failure = error
 
         with self._lock:
-            self._finish(layer, Wait.READ_AFTER_UPDATE)  # of the last step, if nobody has waited for that
+            self._finish(layer, Wait.READ_AFTER_UPDATE)  # the last step's update, if nobody has waited for it
             for block in blocks:
                 for parameter in block.parameters:
-                    if type(parameter) is not Tensor:  # which a parameter consists of that nobody updates
+                    if (
+                        type(parameter) is not Tensor
+                    ):  # a plain tensor is a part of a wrapped parameter; none is updated
                         parameter.__class__ = self._class_of(type(parameter))
             self._work[layer] = self._device.later(update)
             self._then[layer] = then
 
     def afterwards(self, then: Callable[[], None]) -> None:
-        """Call ``then`` when somebody has waited for all updates, whether they succeeded or not."""
+        """Has ``then`` called once somebody has waited for all updates, whether they succeeded or not."""
         self._afterwards.append(then)
 
     def ready(self, layer: StreamedLayer) -> bool:
@@ -91,20 +94,24 @@ class Updates:
         return work is None or work.done()
 
     def under_way(self, layer: StreamedLayer) -> bool:
-        """Whether nobody has waited for a layer's update yet."""
+        """Whether a layer was submitted and nobody has waited for its update yet."""
         return layer.owner in self._work
 
     def bound(self, most: int) -> None:
-        """Wait until at most so many updates are under way."""
+        """Waits until at most ``most`` updates are under way."""
         with self._lock:
             for layer in list(self._work)[:-most]:
                 self._finish(layer, Wait.READ_AFTER_UPDATE)
 
     def wait(self, layer: StreamedLayer, why: Wait) -> None:
-        """Wait for one layer's update.
+        """Waits for the update of one layer.
+
+        Args:
+            layer: a layer, or the masters of one, which are updated with it.
+            why: the reason, which the device notes and a test may leave out.
 
         Raises:
-            BaseException: what an update raised, with its traceback.
+            BaseException: what any update raised, with its traceback.
         """
         if layer.owner in self._work:
             with self._lock:
@@ -113,7 +120,7 @@ class Updates:
             self._raise()
 
     def finish(self) -> None:
-        """Wait for all updates.
+        """Waits for all updates.
 
         Raises:
             BaseException: what an update raised, with its traceback.
@@ -122,7 +129,7 @@ class Updates:
         self._raise()
 
     def join(self) -> None:
-        """As :meth:`finish`, but where another error is under way already."""
+        """Waits for all updates without raising what they raised: for callers that must not fail, or that fail already."""
         with self._lock:
             for layer in list(self._work):
                 self._finish(layer, Wait.READ_AFTER_UPDATE)
@@ -130,17 +137,19 @@ class Updates:
                 self._afterwards.pop()()
 
     def recover(self) -> None:
-        """As :meth:`join`, after an error that may have come in the middle of submitting one."""
+        """Does what :meth:`join` does after an error that may have occurred while an update was being submitted."""
         self.join()
         _restore_classes(self._layers)
 
     def close(self) -> None:
-        """Let go of an error that was told: its traceback holds activations, and their graph leads back here."""
+        """Drops an error that was raised. Its traceback holds activations, whose graph holds this object in turn."""
         self._failure = None
 
     def _finish(self, layer: StreamedLayer, why: Wait) -> None:
         if layer in self._work:
-            self._device.finish(self._work[layer], why)  # it may be interrupted: nothing is forgotten before
+            self._device.finish(
+                self._work[layer], why
+            )  # a KeyboardInterrupt may come here; the work is still known then
             del self._work[layer]
             _restore_classes(layer.family)
             then = self._then.pop(layer)
@@ -152,8 +161,9 @@ class Updates:
             self.torn = f"the optimizer's update failed in the background: {self._failure!r}"
             raise self._failure
 
-    def _make_class(self, theirs: type[nn.Parameter]) -> type[nn.Parameter]:
-        return type(theirs.__name__, (_BeingUpdated, theirs), {"_updates": self, "__module__": theirs.__module__})
+    def _make_class(self, users: type[nn.Parameter]) -> type[nn.Parameter]:
+        """The waiting class of parameters of a class of the user's. It has the same name, as error messages show it."""
+        return type(users.__name__, (_BeingUpdated, users), {"_updates": self, "__module__": users.__module__})
 
 
 def _restore_classes(layers: Iterable[StreamedLayer]) -> None:
@@ -167,9 +177,9 @@ _all: WeakSet[Updates] = WeakSet()
 
 
 def _before_fork() -> None:
-    """A child has no background thread: whoever waited there would wait for ever."""
-    for each in list(_all):
-        each.join()
+    """Waits for all updates: a forked child has no background thread, so it would wait for them for ever."""
+    for updates in list(_all):
+        updates.join()
 
 
 if hasattr(os, "register_at_fork"):
@@ -177,7 +187,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class _BeingUpdated(nn.Parameter):
-    """A host parameter whose update is under way: whoever computes with it, or reads its gradient, waits first."""
+    """A host parameter whose update is under way. Whoever computes with it, or reads its gradient, waits first."""
 
     _updates: Updates
 
@@ -190,15 +200,15 @@ class _BeingUpdated(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         for kind in types:
             if issubclass(kind, _BeingUpdated):
-                kind._updates.finish()  # they are ordinary parameters now
+                kind._updates.finish()  # after this the arguments have their ordinary classes again
         return func(*args, **(kwargs or {}))
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
-        """``type(p)(data)`` is an ordinary parameter."""
+        """Lets ``type(p)(data)`` make an ordinary parameter."""
         return cls.__bases__[1](data, requires_grad)
 
     def __eq__(self, other: object) -> Any:
-        """Dictionaries and sets compare their keys so."""
+        """Dictionaries and sets compare their keys by this; a device parameter is the same key as its host parameter."""
         if issubclass(type(other), DeviceParameter) and other.host is self:  # type: ignore[attr-defined]
             return True
         return super().__eq__(other)
@@ -207,9 +217,10 @@ class _BeingUpdated(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._updates.finish()
-        return copy.deepcopy(self, memo)  # of its own class again
+        return copy.deepcopy(self, memo)  # it has its own class again, and this method is that class's
 
 
+# Reading these needs no wait, because no update changes them.
 _UNCHANGED = frozenset(
     [
         *(

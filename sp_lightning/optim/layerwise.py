@@ -1,7 +1,8 @@
-"""An optimizer's step, taken apart: layer by layer in the background, by torch's own code.
+"""Takes an optimizer's step apart: torch's own code runs it layer by layer, in the background.
 
-``"forward"``: once backward has succeeded and the norm is known, under the next forward, in the order in which that
-needs the layers. ``"backward"``: each layer as soon as its gradients are complete, which are then freed.
+With ``optimizer_overlap="forward"`` the updates begin once backward has succeeded and the norm is known. They run during the
+next forward, in the order in which that needs the layers. With ``"backward"`` each layer is updated as soon as its
+gradients are complete, which are then freed.
 """
 
 from __future__ import annotations
@@ -25,61 +26,61 @@ from sp_lightning.weights.layer import StreamedLayer
 
 Clip = Callable[[Sequence[nn.Parameter]], Any]
 Norms = dict[nn.Parameter, tuple[Tensor, int, Tensor]]
-"""Of which gradient, at which version, which norm."""
+"""For each parameter the gradient that was measured, its version then, and its norm."""
 
 
 class Updatable(Protocol):
-    """The engine, as a step that is taken apart sees it: which layers there are, and what may be done to one when."""
+    """The engine as a step that is taken apart sees it: which layers there are, and when each may be updated."""
 
     device: Device
     updates: Updates
     on_complete: Callable[[StreamedLayer], None] | None
-    """Called in the backward that was announced, with each layer whose gradients are all in ``param.grad``."""
+    """Called in the backward that was announced, for each layer whose gradients are all in ``param.grad``."""
 
     @property
     def in_flight(self) -> int:
-        """How many layers' updates may be under way in backward, with the gradients that wait for them."""
+        """How many layers' updates may be under way in backward. The gradients of as many wait for them."""
 
     def layer_of(self, parameter: nn.Parameter) -> StreamedLayer | None:
-        """The layer of a host parameter; None if it is none of the module's."""
+        """The layer of a host parameter; None if the parameter is not one of the module's."""
 
     def order(self) -> Iterator[StreamedLayer]:
-        """All layers, those first that the next forward needs first."""
+        """All layers, in the order in which the next forward needs them."""
 
     def before(self, *, deferred: bool) -> None:
-        """The step begins: nothing may read host weights while it writes them."""
+        """Called before the step writes host weights; returns once nothing reads them any more."""
 
     def before_early(self, layer: StreamedLayer) -> None:
-        """A layer is about to be updated in the middle of backward."""
+        """Called before a layer is updated in the middle of backward."""
 
     def after(self, layer: StreamedLayer) -> None:
-        """In the background: a layer's weights are updated."""
+        """Called in the background after a layer's weights were updated."""
 
     def over(self) -> None:
-        """The step has submitted everything."""
+        """Called when the step has submitted all updates."""
 
     def release_gradients(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> None:
-        """Nobody needs the gradients of these parameters of a layer any more."""
+        """Called when nobody needs the gradients of these parameters of a layer any more."""
 
 
 class OptimizerState(Protocol):
-    """Where the optimizer's state of a layer is while it is updated: today on the host, as torch makes it."""
+    """The place of the optimizer's state between updates. The one implementation leaves it on the host, as torch makes it."""
 
     def bring(self, layer: StreamedLayer, optimizer: Optimizer) -> None:
-        """In the background, before a layer's update: its state is in host memory."""
+        """Called in the background before a layer's update; returns once the layer's state is in host memory."""
 
     def put(self, layer: StreamedLayer, optimizer: Optimizer) -> None:
-        """In the background, after a layer's update: its state may leave."""
+        """Called in the background after a layer's update, when its state may leave host memory."""
 
 
 class OnHost:
     """State that stays on the host."""
 
     def bring(self, layer: StreamedLayer, optimizer: Optimizer) -> None:
-        """It is there."""
+        """The state is on the host already."""
 
     def put(self, layer: StreamedLayer, optimizer: Optimizer) -> None:
-        """It stays there."""
+        """The state stays on the host."""
 
 
 class LayeredStep:
@@ -87,15 +88,15 @@ class LayeredStep:
 
     torch's fused kernels treat each tensor by itself and give the same bits on any number of threads, so it does not
     matter where and when a layer is updated. A step that cannot be taken apart (sparse gradients, a group that is not
-    fused, parameters from outside the module) is torch's, at once.
+    fused, parameters from outside the module) runs as torch runs it, all at once.
 
     Args:
-        optimizer: as it is; it keeps its groups and its state.
-        engine: whose layers it updates.
-        early: update each layer while backward goes on (``"backward"``).
-        measure: compute norms while backward goes on; right only where nobody writes gradients between backward and
-            clipping.
-        state: where the optimizer's state is.
+        optimizer: the user's optimizer, which keeps its groups and its state.
+        engine: the engine whose layers are updated.
+        early: whether each layer is updated while backward goes on (``optimizer_overlap="backward"``).
+        measure: whether norms of gradients are computed while backward goes on. This is right only if nobody writes
+            gradients between backward and clipping.
+        state: brings and takes away the optimizer's state; it stays on the host if none is given.
     """
 
     def __init__(
@@ -116,10 +117,10 @@ class LayeredStep:
         self._clip: Clip | None = None
         self._norms: Norms = {}
         self._armed: dict[StreamedLayer, list[dict[str, Any]]] | None = None
-        self._begun: set[StreamedLayer] = set()  # layers whose updates backward has begun
+        self._begun: set[StreamedLayer] = set()  # layers whose updates began during backward
         self._class = type(optimizer)
-        self._groups = self._none = list[dict[str, Any]]()
-        self._known: set[nn.Parameter] | None = None  # which had state before this step
+        self._groups = self._none = list[dict[str, Any]]()  # the user's groups while the optimizer has none
+        self._known: set[nn.Parameter] | None = None  # the parameters that had state before this step
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -129,14 +130,14 @@ class LayeredStep:
 
     @property
     def begun(self) -> bool:
-        """Whether this step has begun to update layers."""
+        """Whether updates of this step have begun during backward."""
         return bool(self._begun)
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """While this is active ``optimizer.step`` submits the updates instead of doing them."""
+        """A context in which ``optimizer.step`` submits the updates instead of running them."""
         optimizer, step = self._optimizer, self._optimizer.step
-        own = vars(optimizer).get("step")  # a scheduler's, which counts
+        replaced = vars(optimizer).get("step")  # a learning rate scheduler replaces the method, to count its calls
 
         def deferred(closure: Callable[[], Any] | None = None) -> Any:
             self._known = None
@@ -145,10 +146,10 @@ class LayeredStep:
                 if self._early:
                     self._engine.on_complete = self._update_early
                 result = closure() if closure is not None else None
-                self._take()  # from here to the end of torch's step there are no groups, and nothing to do for it
+                self._take()  # from here to its end torch's step finds no groups, and so has nothing to do
                 return result
 
-            # Before the user's own hooks after the step, which find the groups.
+            # This hook runs before the user's own hooks after the step, which are to find the groups.
             restore = optimizer.register_step_post_hook(lambda *_: self._give_back_groups())
             run_first_after_step(optimizer, restore)
             try:
@@ -166,32 +167,38 @@ class LayeredStep:
             self._norms = {}
             self._armed = None
             self._clip_at_once()
-            if own is None:
+            if replaced is None:
                 del optimizer.step
             else:
-                optimizer.step = own  # type: ignore[method-assign]
+                optimizer.step = replaced  # type: ignore[method-assign]
 
     # ------------------------------------------------------------------ clipping
 
     def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """As Lightning's precision plugins do it, but for the multiplication, which is left to the updates.
+        """Clips as Lightning's precision plugins do, but leaves the multiplication to the updates.
 
-        Norms that the background has not come to are computed here.
+        Norms that the background has not computed yet are computed here.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norms, self._norms = self._norms, {}
-        if any(accumulation_hooks(p) for p in parameters):  # they may have written other gradients since
+        if any(
+            accumulation_hooks(p) for p in parameters
+        ):  # such hooks may have written gradients after the measurement
             norms = {}
-        total = get_total_norm([_known_norm(norms, each) for each in parameters])  # the norm of a norm is the norm
+        # get_total_norm takes tensors. It leaves a norm as it is, because a norm is its own norm.
+        total = get_total_norm([_known_norm(norms, parameter) for parameter in parameters])
         coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0)
         self._clip = partial(clip_grads_with_norm_, max_norm=clip_val, total_norm=total) if coefficient != 1 else None
 
     def clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        """As Lightning's precision plugins do it, but in the updates."""
+        """Clips as Lightning's precision plugins do, but in the updates."""
         self._clip = partial(clip_grad_value_, clip_value=clip_val)
 
     def _measure_layer(self, layer: StreamedLayer) -> None:
-        """The norms of a layer's gradients, while backward goes on. fp16 is left out: its norm depends on the threads."""
+        """Measures the norms of a layer's gradients while backward goes on.
+
+        Gradients in float16 are left out, because the bits of their norm depend on the number of threads.
+        """
         gradients = [(p, p.grad) for p in _parameters_of(layer) if p.grad is not None]
         if any(g.layout is not torch.strided or g.dtype not in (torch.float32, torch.bfloat16) for _, g in gradients):
             return
@@ -200,14 +207,14 @@ class LayeredStep:
 
         def measure() -> None:
             for parameter, gradient in gradients:
-                if norms is self._norms:  # else the step went on without waiting for this
+                if norms is self._norms:  # otherwise the step has gone on without waiting for this norm
                     device.access(gradient, Stream.UPDATE, write=False)
                     norms[parameter] = gradient, gradient._version, torch.linalg.vector_norm(gradient)
 
         device.later(measure)
 
     def _clip_at_once(self) -> None:
-        """Where no update does it: the step was not taken apart, or the scaler skipped it."""
+        """Clips here if no update does: if the step was not taken apart, or the scaler skipped it."""
         clip, self._clip = self._clip, None
         if clip is not None:
             clip([p for group in self._optimizer.param_groups for p in group["params"]])
@@ -215,7 +222,7 @@ class LayeredStep:
     # ------------------------------------------------------------------ updates
 
     def _update_early(self, layer: StreamedLayer) -> None:
-        """Backward has completed a layer's gradients."""
+        """Submits the update of a layer whose gradients backward has completed."""
         if self._armed is None:
             self._armed = self._groups_by_layer() or {}
         groups = self._armed.pop(layer, None)
@@ -227,12 +234,12 @@ class LayeredStep:
             self._begun.add(layer)
             self._engine.before_early(layer)
             self._submit(layer, groups)
-            self._updates.bound(self._engine.in_flight)  # and with them the gradients that wait
+            self._updates.bound(self._engine.in_flight)  # this bounds the memory of gradients that wait, too
 
     def _take(self) -> None:
-        """Backward and clipping are over: submit what is not updated yet."""
+        """Submits the layers that are not updated yet, after backward and clipping."""
         self._engine.on_complete = None
-        self._engine.before(deferred=bool(self._begun))  # a forward without backward may have left transfers
+        self._engine.before(deferred=bool(self._begun))  # a forward without a backward may have left transfers
         by_layer = self._groups_by_layer()
         if by_layer is None and self._begun:
             raise RuntimeError(_NOT_ALL.format(what="there are sparse gradients, or groups have changed in backward"))
@@ -250,12 +257,15 @@ class LayeredStep:
         self._updates.torn = None
 
     def _give_back_groups(self) -> None:
-        if self._optimizer.param_groups is self._none:  # else the user has exchanged them
+        if self._optimizer.param_groups is self._none:  # otherwise the user has replaced them
             self._optimizer.param_groups = self._groups
 
     def _groups_by_layer(self) -> dict[StreamedLayer, list[dict[str, Any]]] | None:
-        """The groups as they are now (schedulers change them after the step), cut by layers; None if they cannot be."""
-        found = defaultdict(list)
+        """The groups, cut by layers; None if they cannot be cut.
+
+        Settings are copied, because schedulers change them after the step, while updates may still run.
+        """
+        by_layer = defaultdict(list)
         for group in self._optimizer.param_groups:
             if not group.get("fused"):
                 return None
@@ -272,8 +282,8 @@ class LayeredStep:
                         return None
                     parts[layer].append(parameter)
             for layer, parameters in parts.items():
-                found[layer].append({**settings, "params": parameters})
-        return found
+                by_layer[layer].append({**settings, "params": parameters})
+        return by_layer
 
     def _submit(self, layer: StreamedLayer, groups: list[dict[str, Any]]) -> None:
         parameters = [parameter for group in groups for parameter in group["params"]]
@@ -301,7 +311,11 @@ class LayeredStep:
         self._updates.submit(layer, update, release)
 
     def _updated(self, known: set[nn.Parameter]) -> None:
-        """All updates are done. New state stands in the order of the groups, as the step of the whole would leave it."""
+        """Called when all updates are done: puts new state in the order of the groups, as a whole step leaves it.
+
+        Args:
+            known: the parameters that had state before the step.
+        """
         self._optimizer.__class__ = self._class
         state = self._optimizer.state
         if len(state) > len(known):
@@ -312,11 +326,11 @@ class LayeredStep:
 
 def _parameters_of(layer: StreamedLayer) -> list[nn.Parameter]:
     """The host parameters of a layer, those that travel as casts included."""
-    return [parameter for each in layer.family for parameter in each.block.parameters]
+    return [parameter for member in layer.family for parameter in member.block.parameters]
 
 
 def _known_norm(norms: Norms, parameter: nn.Parameter) -> Tensor:
-    """The norm of a parameter's gradient if it was measured and nobody has written the gradient since, else the gradient."""
+    """The norm of a parameter's gradient if it was measured and the gradient was not written since; else the gradient."""
     assert parameter.grad is not None
     gradient, version, norm = norms.get(parameter, (None, None, parameter.grad))
     return norm if gradient is parameter.grad and version == parameter.grad._version else parameter.grad
@@ -333,17 +347,18 @@ def _snapshot(setting: Any) -> Any:
 
 
 def _lacks_buffers(group: dict[str, Any], state: dict[Any, Any]) -> bool:
-    """Whether torch's fused SGD will not do once all gradients are there: some have a momentum buffer, others not yet."""
+    """Whether some parameters of a group have a momentum buffer and others have none yet: torch's fused SGD then fails."""
     buffers = [state.get(p, {}).get("momentum_buffer") is not None for p in group["params"] if p.requires_grad]
     return bool(group.get("momentum")) and any(buffers) and not all(buffers)
 
 
 def _waiting(kind: type[Optimizer], finish: Callable[[], None]) -> type[Optimizer]:
-    """The class of an optimizer while its updates are under way: whoever reads its state waits first."""
+    """The class that an optimizer has while its updates are under way: whoever reads its state waits first."""
 
     def state(self: Optimizer) -> Any:
         finish()
-        if "state" not in vars(self):  # a LightningOptimizer made meanwhile; it asks the optimizer that it wraps
+        # A LightningOptimizer that is made meanwhile derives from this class and has no state; it asks the wrapped one.
+        if "state" not in vars(self):
             raise AttributeError("state")
         return vars(self)["state"]
 
@@ -353,7 +368,7 @@ def _waiting(kind: type[Optimizer], finish: Callable[[], None]) -> type[Optimize
 
     def reduce(self: Optimizer, protocol: Any) -> Any:
         finish()
-        return self.__reduce_ex__(protocol)  # of its own class again
+        return self.__reduce_ex__(protocol)  # it has its own class again, and this is that class's method
 
     methods = {"state": property(state, set_state), "__reduce_ex__": reduce}
     return type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})

@@ -1,7 +1,7 @@
 """The host store: the authoritative copy of all weights, one flat pinned block per layer.
 
-The user's ``Parameter`` objects become views of it, each with a storage of its own, so any optimizer, checkpoint and
-callback works on them as they are.
+The user's ``Parameter`` objects become views of the block, each with a storage of its own. Any optimizer, checkpoint and
+callback therefore works on them unchanged.
 """
 
 from __future__ import annotations
@@ -24,17 +24,23 @@ from sp_lightning.plan.plan import PlannedLayer
 
 
 class HostBlock:
-    """One layer's weights on the host, and the memory that its gradients land in.
+    """One layer's weights on the host, and the memory that its gradients arrive in.
 
     Attributes:
         planned: where each parameter lies.
         parameters: the user's parameters, in the order of ``planned.spans``.
-        weights: all of them, flat ``uint8`` of ``planned.nbytes`` bytes: what a fetch copies. Casts come behind them.
+        weights: their values and, behind them, their casts: flat ``uint8`` of ``planned.nbytes`` bytes, which a fetch copies.
         apart: indices of parameters that were given another dtype inside a step (``module.float()`` in a forward). They
-            are in memory of their own until the engine is made anew, before the next batch.
+            have memory of their own until the engine is built anew, before the next batch.
+        addresses: where each parameter's data was when the block last absorbed parameters.
 
     Args:
-        pin: page-lock the memory of gradients and, unless ``fetched_seldom``, of weights.
+        layer: the parameters that are absorbed.
+        planned: where each of them is to lie.
+        device: allocates pinned memory.
+        staging: lends the memory for gradients.
+        pin: whether the memory of gradients and, unless ``fetched_seldom``, of weights is page-locked.
+        fetched_seldom: whether the block is hardly ever fetched as a whole: masters and embedding tables.
     """
 
     def __init__(
@@ -58,8 +64,9 @@ class HostBlock:
         self._allocate()
         self._gradients: PinnedMemory | None = None
         self._gradient_leases: dict[int, Lease] = {}
-        self._alone = [replace(span, offset=0) for span in planned.spans]  # each in a storage of its own
-        for index in range(len(self.parameters)):  # each original goes at once: set-up peaks at model plus one layer
+        self._alone = [replace(span, offset=0) for span in planned.spans]  # where each lies in a storage of its own
+        # Each original is freed as soon as it is absorbed, so that set-up takes no more than the model and one layer.
+        for index in range(len(self.parameters)):
             self._take(index)
         self.addresses = self._now()
 
@@ -72,7 +79,7 @@ class HostBlock:
 
     @property
     def displaced(self) -> list[int]:
-        """The parameters that the user put something else under (``param.data = other``) since they were absorbed."""
+        """Indices of the parameters that were given other memory (``param.data = other``) since they were absorbed."""
         now = self._now()
         if now == self.addresses:
             return []
@@ -85,17 +92,23 @@ class HostBlock:
         return self._weights.pinned
 
     def copy_of(self, index: int) -> Tensor:
-        """A weight's present bytes, flat, in memory of their own."""
+        """Returns a copy of a weight's present bytes, flat ``uint8``."""
         return _part(self.weights, self.planned.spans[index]).clone()
 
     def write(self, index: int, value: Tensor) -> bool:
-        """Take over a weight that may have been written on the device; synchronous, and visible as an in-place write.
+        """Takes over the value of a weight that may have been written on the device.
+
+        The copy is synchronous, and autograd sees it as an in-place write.
+
+        Args:
+            index: of the parameter in ``parameters``.
+            value: the device's value, of the parameter's shape.
 
         Returns:
-            Whether it was: its bytes differ from the host's.
+            Whether the weight was written: whether the bytes of the value differ from the host's.
 
         Raises:
-            RuntimeError: other shape; or other dtype, of a weight that travels as a cast or by its rows.
+            RuntimeError: the value has another shape, or another dtype and the weight travels as a cast or by its rows.
         """
         target, name = self.parameters[index], self.planned.spans[index].name
         if (value.shape, value.dtype) != (target.shape, target.dtype):
@@ -111,22 +124,23 @@ class HostBlock:
             )
         with no_inference_mode(), torch.no_grad():
             if index not in self.apart:
-                found = torch.empty(target.nbytes, dtype=torch.uint8)
-                view(found, self._alone[index]).copy_(value)
-                if torch.equal(found, _part(self.weights, self.planned.spans[index])):
+                # Bytes are compared and not values, because a NaN is not equal to itself and -0.0 is equal to 0.0.
+                written = torch.empty(target.nbytes, dtype=torch.uint8)
+                view(written, self._alone[index]).copy_(value)
+                if torch.equal(written, _part(self.weights, self.planned.spans[index])):
                     return False
                 self._device.access(self.weights, None, write=True)
             target.copy_(value)
         return True
 
     def adopt(self) -> None:
-        """Take in what the user put under parameters (``param.data = other``) since they were absorbed.
+        """Absorbs the memory that parameters were given (``param.data = other``) since they were absorbed.
 
-        If somebody holds the old values (another parameter, after a swap), the block leaves them its memory and takes new.
-        The caller has waited for the transfers that read it.
+        If somebody holds the old values (another parameter, after two were swapped), the block leaves its memory to them
+        and takes new memory. The caller has waited for the transfers that read the old one.
 
         Raises:
-            RuntimeError: other dtype or shape, which has no place in the block.
+            RuntimeError: a parameter has another dtype or shape, and so no place in the block.
         """
         displaced = self.displaced
         for index in displaced:
@@ -145,9 +159,10 @@ class HostBlock:
         self.addresses = self._now()
 
     def gradient_target(self, index: int) -> Tensor | None:
-        """Pinned memory that may become ``parameter.grad``; None while somebody still holds what it was lent for.
+        """Returns pinned memory that may become ``parameter.grad``, with the parameter's shape and dtype.
 
-        There is some for the parameters that were trainable when the layer got its first gradient.
+        None is returned while somebody still holds an earlier gradient in that memory, and for parameters that were not
+        trainable when the layer got its first gradient.
         """
         if index in self.apart:
             return None
@@ -161,19 +176,20 @@ class HostBlock:
         return None if lease is None or lease.in_use else lease.views(None, [self._alone[index]])[0].data
 
     def release_gradients(self) -> None:
-        """Nobody needs the gradients any more; other layers may have their memory, unless somebody holds some of it."""
+        """Gives the memory of the gradients to other layers, unless somebody still holds one of the gradients."""
         if self._gradients is not None and not any(lease.in_use for lease in self._gradient_leases.values()):
             self._gradient_leases.clear()
             self._staging.give_back(self._gradients)
             self._gradients = None
 
     def unpin(self) -> None:
-        """Give the page locks back; parameters and gradients stay where they are."""
+        """Releases the page locks. Parameters and gradients stay where they are."""
         self._weights.unpin()
         if self._gradients is not None:
             self._gradients.unpin()
 
     def _take(self, index: int) -> None:
+        """Absorbs one parameter: copies its value into the block and lets its data be a view of that."""
         parameter = self.parameters[index]
         with no_inference_mode():
             target = view(lend(_part(self._weights.bytes, self.planned.spans[index])), self._alone[index])
@@ -189,23 +205,28 @@ def _part(memory: Tensor, span: Span) -> Tensor:
 
 
 class Staging:
-    """Pinned host memory for gradients, used again and again."""
+    """Pinned host memory for gradients, which layers use one after the other.
+
+    Args:
+        device: allocates it.
+        pin: whether it is page-locked.
+    """
 
     def __init__(self, device: Device, *, pin: bool) -> None:
         self._device = device
         self._pin = pin
-        self._free: defaultdict[int, list[PinnedMemory]] = defaultdict(list)  # by bytes
+        self._free: defaultdict[int, list[PinnedMemory]] = defaultdict(list)  # by their size in bytes
 
     def take(self, nbytes: int) -> PinnedMemory:
-        """A block of at least so many bytes."""
+        """Returns a block of at least ``nbytes`` bytes."""
         padded = -(-max(nbytes, 1) // PAGE) * PAGE
         free = self._free[padded]
         return free.pop() if free else PinnedMemory(self._device, padded, pin=self._pin)
 
     def give_back(self, block: PinnedMemory) -> None:
-        """The block may be overwritten."""
+        """Takes a block back, which may be overwritten from now on."""
         self._free[block.bytes.nbytes].append(block)
 
     def unpin(self) -> None:
-        """Let go of what is free."""
+        """Frees all blocks that are not lent."""
         self._free.clear()

@@ -1,4 +1,4 @@
-"""Pinned host memory that saved tensors pass through."""
+"""A ring of pinned host memory in which offloaded tensors wait for their backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sp_lightning.device.layout import PAGE
 from sp_lightning.device.pinned import PinnedMemory
 from sp_lightning.device.waits import Wait
 
-# An idle piece of the ring is used for something smaller, down to this share.
+# An idle piece of the ring is used again only for tensors that fill at least this share of it.
 _FILLED = 1 / 2
 
 
@@ -22,8 +22,8 @@ class Berth:
     """A piece of the ring.
 
     Attributes:
-        memory: on the host.
-        last: event of the last transfer from or to it.
+        memory: its bytes on the host.
+        last: the event of the last transfer from or to it; None before the first.
     """
 
     memory: PinnedMemory
@@ -31,17 +31,23 @@ class Berth:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Bytes that it has room for."""
         return self.memory.bytes.nbytes
 
 
 class HostRing:
-    """Pinned host memory that saved tensors pass through, used again and again; bounded.
+    """Pinned host memory for offloaded tensors, which is used again and again and has a limit.
+
+    Pinning memory takes far longer than a copy, so what a batch has taken is kept for the next one.
 
     Args:
-        device: the seam.
-        pin: page-lock it.
-        limit: most bytes; None for no end.
+        device: allocates, and waits for transfers.
+        pin: whether the memory is page-locked.
+        limit: the most bytes that the ring may take; None for no limit.
+
+    Attributes:
+        nbytes: bytes that the ring has taken.
+        peak_bytes: the most bytes that it ever had.
     """
 
     def __init__(self, device: Device, *, pin: bool, limit: int | None) -> None:
@@ -49,18 +55,23 @@ class HostRing:
         self._pin = pin
         self.limit = limit
         self._idle: list[Berth] = []  # smallest first
-        self._returned: deque[Berth] = deque()  # by whatever thread lets go of a graph, at any moment
+        # Any thread may let go of a graph at any moment, and with it of what the graph has offloaded. Appending to a deque
+        # needs no lock; the next call of take sorts these in.
+        self._returned: deque[Berth] = deque()
         self.nbytes = 0
         self.peak_bytes = 0
 
     @property
     def room(self) -> float:
-        """Bytes that are idle or can still be taken."""
+        """Bytes that are idle or can still be taken; infinite without a limit."""
         idle = sum(berth.nbytes for berth in (*self._idle, *self._returned))
         return math.inf if self.limit is None else self.limit - self.nbytes + idle
 
     def take(self, nbytes: int) -> Berth | None:
-        """A berth of at least so many bytes; None if the host has no room for one."""
+        """Returns a berth of at least ``nbytes`` bytes; None if the limit leaves no room for one.
+
+        If the limit is reached, idle berths are freed, the largest first.
+        """
         while self._returned:
             insort(self._idle, self._returned.popleft(), key=_size)
         nbytes = -(-nbytes // PAGE) * PAGE
@@ -80,11 +91,11 @@ class HostRing:
         return berth
 
     def give_back(self, berth: Berth) -> None:
-        """Nobody needs what is in it."""
+        """Takes a berth back whose content nobody needs any more. Any thread may call this."""
         self._returned.append(berth)
 
     def close(self) -> None:
-        """Free what is idle. Graphs that outlive the run keep theirs."""
+        """Frees what is idle. A graph that outlives the run keeps its berths."""
         for berth in (*self._idle, *self._returned):
             self._device.synchronize(berth.last, Wait.CLOSE_AFTER_STORE)
             self._device.access(berth.memory.bytes, None, write=True)
