@@ -1,8 +1,8 @@
-"""Gradients on their way to the host: drained while backward goes on, applied once they have landed.
+"""Gradients on their way to the host: they are drained while backward goes on, and applied once they are there.
 
-``arrived`` (autograd put one on a device parameter) → ``drain`` (a layer's gradients leave) → ``retire`` (compute has
-waited for the copy, device memory is free) → ``apply`` (the host waits for the copy and adds into ``param.grad``).
-At most k' + 1 layers' gradients are on the device at once.
+``arrived`` (autograd has put a gradient on a device parameter) → ``drain`` (a layer's gradients leave) → ``retire``
+(compute has waited for the copy, and the device memory is free) → ``apply`` (the host waits for the copy and adds it to
+``param.grad``). The gradients of at most k' + 1 layers are on the device at once.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from sp_lightning.weights.layer import Kind, StreamedLayer
 
 
 class GradientSink(Protocol):
-    """Where gradients go: today to ``param.grad`` on the host; over several devices, to whoever sums them first."""
+    """The place that gradients go to: ``param.grad`` on the host. With several devices they would be summed first."""
 
     def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
-        """Takes one gradient of a layer; it leaves with the layer's others. Returns whether they are all there."""
+        """Takes one gradient of a layer, which leaves with the layer's others. Returns whether all of them have arrived."""
 
     def drain(self, layer: StreamedLayer) -> None:
-        """Sends what has arrived of one layer on its way."""
+        """Sends off the gradients of one layer that have arrived."""
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
-        """The backward of ``layers`` begins: what is left of others' gradients leaves."""
+        """Sends off what is left of other layers' gradients, because the backward of ``layers`` begins."""
 
     def settle(self) -> None:
-        """Brings every gradient to where it goes."""
+        """Brings every gradient to its place."""
 
     def drop(self) -> None:
-        """Forgets gradients that did not get there: backward failed."""
+        """Drops the gradients that did not get there, after a backward that failed."""
 
 
 @dataclass
@@ -49,9 +49,11 @@ class _Landing:
     """One gradient's memory on the host.
 
     Attributes:
-        compacted: whether ``memory`` is sparse and ``param.grad`` is not to be.
-        own: memory that may become ``param.grad``: ``memory`` itself, or, while that is staging, the memory to widen it
-            into; None if there is none.
+        parameter: the user's parameter.
+        memory: the gradient.
+        own: memory that may become ``param.grad``: ``memory`` itself or, if that is in staging memory, the memory that the
+            gradient is converted into. None if there is none.
+        compacted: whether ``memory`` is sparse although ``param.grad`` is to be dense.
     """
 
     parameter: nn.Parameter
@@ -65,8 +67,8 @@ class _Drain:
     """One transfer of one layer's gradients.
 
     Attributes:
-        gradients: kept alive on the device until compute has waited for the copy.
-        landed: event of the copy.
+        gradients: the gradients on the device, which are kept alive until compute has waited for the copy.
+        landed: the event after the copy.
     """
 
     layer: StreamedLayer
@@ -79,12 +81,12 @@ class _Drain:
 
 @dataclass
 class _Received:
-    """What one layer, and its masters with it, has got in the running backward.
+    """The gradients that one layer, and its masters with it, has received in the running backward.
 
     Attributes:
-        gradients: those that have not left, by layer and index of the parameter.
-        expected: how many parameters are to get one.
-        applied: the parameters, by identity, that have theirs in ``param.grad``.
+        gradients: the gradients that have not left yet, by layer and index of the parameter.
+        expected: how many parameters are to get a gradient.
+        applied: the parameters, by identity, whose gradient is in ``param.grad``.
     """
 
     expected: int = 0
@@ -93,23 +95,23 @@ class _Received:
 
 
 class HasLanded(Protocol):
-    """A transfer with the event of its end."""
+    """A transfer to the host."""
 
     @property
     def landed(self) -> Any:
-        """The event."""
+        """The event after the transfer."""
 
 
 D = TypeVar("D", bound=HasLanded)
 
 
 class Drains(Generic[D]):
-    """Transfers to the host, in their order: at most ``in_flight`` of them have memory on the device.
+    """Transfers to the host, in the order in which they were issued. At most ``in_flight`` have memory on the device.
 
     Args:
-        device: the seam.
-        in_flight: layers whose gradients may be on the device at once (k' + 1).
-        free: called with a transfer once compute has waited for it: its device memory may be used again.
+        device: waits for the transfers.
+        in_flight: the number of layers whose gradients may be on the device at once (k' + 1).
+        free: called with a transfer once compute has waited for it, so that its device memory may be used again.
         apply: called with a transfer once the host has waited for it.
     """
 
@@ -122,28 +124,28 @@ class Drains(Generic[D]):
         self._landed: deque[D] = deque()
 
     def add(self, drain: D) -> None:
-        """A transfer was issued; with it, and the one that comes next, at most ``in_flight`` are on the device."""
+        """Takes a transfer that was issued, and retires others so that ``in_flight`` bounds it and the next one."""
         self._flying.append(drain)
         self.retire(self.in_flight - 1)
 
     def retire(self, keep: int) -> None:
-        """Frees the device memory of all but the ``keep`` latest transfers; compute waits for the others."""
+        """Frees the device memory of all but the ``keep`` latest transfers, for which compute waits."""
         while len(self._flying) > keep:
             drain = self._flying.popleft()
             self._device.wait(Stream.COMPUTE, drain.landed, Wait.REUSE_AFTER_DRAIN)
             self._free(drain)
             self._landed.append(drain)
-        while len(self._landed) > self.in_flight:  # bounds the staging memory
+        while len(self._landed) > self.in_flight:  # this bounds the staging memory
             self._finish()
 
     def settle(self) -> None:
-        """Finishes all of them."""
+        """Finishes all transfers."""
         self.retire(0)
         while self._landed:
             self._finish()
 
     def take(self) -> list[D]:
-        """Those that are under way, which are so no more."""
+        """Returns the transfers that are under way, and no longer tracks them."""
         under_way = [*self._flying, *self._landed]
         self._flying.clear()
         self._landed.clear()
@@ -159,9 +161,9 @@ class Gradients:
     """The gradients of all layers, from autograd to ``param.grad``: the :class:`GradientSink` of one device.
 
     Args:
-        device: the seam.
+        device: copies the gradients.
         staging: host memory for gradients that are added to others.
-        in_flight: layers whose gradients may be on the device at once (k' + 1).
+        in_flight: the number of layers whose gradients may be on the device at once (k' + 1).
     """
 
     def __init__(self, device: Device, staging: Staging, *, in_flight: int) -> None:
@@ -170,17 +172,20 @@ class Gradients:
         self._received: dict[StreamedLayer, _Received] = {}
         self.drains: Drains[_Drain] = Drains(device, in_flight, self._free, self._apply)
         self.compacted: set[StreamedLayer] = set()
-        """The layers whose gradient in this backward is sparse on the device and would be dense by right."""
+        """The layers whose gradient is sparse on the device in this backward, although ``param.grad`` is to be dense."""
         self.device_bytes = 0
         self.drained_bytes = 0
         self.host_waits = 0
-        """How often the host has waited for a sparse gradient, whose size compute decides."""
+        """How often the host has waited for a sparse gradient, whose size depends on values that compute has."""
 
     def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
-        """Autograd finished one gradient; it leaves with its layer's others. Returns whether they are all there.
+        """Takes a gradient that autograd has finished, which leaves with its layer's others.
+
+        Returns:
+            Whether all gradients of the layer have arrived; never for residents.
 
         Raises:
-            RuntimeError: a gradient with a graph of its own (``backward(create_graph=True)``).
+            RuntimeError: the gradient has a graph of its own (``backward(create_graph=True)``).
         """
         if gradient.requires_grad:
             name = layer.planned.spans[index].name
@@ -196,7 +201,7 @@ class Gradients:
             self.drain(owner)
         if not received.gradients:
             received.expected = sum(
-                parameter.requires_grad for each in owner.family for parameter in each.block.parameters
+                parameter.requires_grad for member in owner.family for parameter in member.block.parameters
             )
         received.gradients[place] = gradient
         self._device.access(gradient, Stream.COMPUTE, write=True)
@@ -204,7 +209,7 @@ class Gradients:
         return len(received.gradients) == received.expected and owner.kind is not Kind.RESIDENTS
 
     def drain(self, layer: StreamedLayer) -> None:
-        """Sends what has arrived of one layer, and of its masters, to the host."""
+        """Sends the gradients of one layer and of its masters that have arrived to the host."""
         owner = layer.owner
         received = self._received.get(owner)
         if received is None or not received.gradients:
@@ -224,8 +229,12 @@ class Gradients:
     def _place(
         self, gradients: dict[tuple[StreamedLayer, int], Tensor]
     ) -> tuple[deque[_Landing], PinnedMemory | None, list[tuple[Tensor, Tensor]]]:
-        """Where each gradient lands; the staging memory among that; and what is to be copied, as (target, source)."""
-        used = 0  # of the staging memory
+        """Decides where each gradient goes on the host.
+
+        Returns:
+            The landings, the staging memory if they need any, and the pairs (target, source) that are to be copied.
+        """
+        used = 0  # bytes of the staging memory
         staging: PinnedMemory | None = None
         landings: deque[_Landing] = deque()
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -239,8 +248,8 @@ class Gradients:
             if index in block.apart:
                 own = target = torch.empty_like(gradient, device="cpu")
             elif target is None or target.dtype is not gradient.dtype:
-                dense = (each for each in gradients.values() if each.layout is torch.strided)
-                staging = staging or self._staging.take(sum(aligned(each.nbytes) for each in dense))
+                dense = (value for value in gradients.values() if value.layout is torch.strided)
+                staging = staging or self._staging.take(sum(aligned(value.nbytes) for value in dense))
                 span = block.planned.spans[index]
                 target = strided(staging.bytes, used, gradient.dtype, span.shape, span.stride)
                 used += aligned(gradient.nbytes)
@@ -249,7 +258,10 @@ class Gradients:
         return landings, staging, pairs
 
     def _bring_sparse(self, layer: StreamedLayer, index: int, gradient: Tensor) -> _Landing:
-        """A sparse gradient has no fixed size (``nn.Embedding(sparse=True)`` makes one): the host waits for it."""
+        """Copies a sparse gradient, as ``nn.Embedding(sparse=True)`` makes it.
+
+        The host waits for it, because its size is not known before.
+        """
         sparse = gradient.to("cpu")
         self.host_waits += 1
         self.drained_bytes += sparse_values(sparse).nbytes
@@ -260,7 +272,10 @@ class Gradients:
         return _Landing(parameter, _each_row_once(sparse), own, compacted=True)
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
-        """The backward of ``layers`` begins: what is left of others' gradients leaves (some parameters get none)."""
+        """Sends off what is left of other layers' gradients, because the backward of ``layers`` begins.
+
+        Something is left of layers of which some parameters get no gradient, so that they are never complete.
+        """
         owners = [layer.owner for layer in layers]
         for layer, received in list(self._received.items()):
             if received.gradients and layer not in owners and layer.kind is not Kind.RESIDENTS:
@@ -273,7 +288,7 @@ class Gradients:
         self.drains.settle()
 
     def drop(self) -> None:
-        """Forgets gradients that did not reach the host: backward failed."""
+        """Drops the gradients that did not reach ``param.grad``, after a backward that failed."""
         for drain in self.drains.take():
             self._device.synchronize(drain.landed, Wait.DROP_AFTER_DRAIN)
             for landing in drain.landings:
@@ -286,14 +301,15 @@ class Gradients:
 
     def _free(self, drain: _Drain) -> None:
         for gradient in drain.gradients:
-            self._device.access(gradient, Stream.COMPUTE, write=True)  # whatever compute puts there next
+            self._device.access(gradient, Stream.COMPUTE, write=True)  # compute may put anything there next
         drain.gradients.clear()
         self.device_bytes -= drain.nbytes
 
     def _apply(self, drain: _Drain) -> None:
         received = self._received[drain.layer]
         try:
-            while drain.landings:  # taken out: once a layer is complete nobody but its parameters holds its gradients
+            # Landings are taken out, so that nobody but its parameters holds a layer's gradients once it is complete.
+            while drain.landings:
                 received.applied.add(self._land(drain.landings.popleft()))
         finally:
             if drain.staging is not None:
@@ -302,11 +318,11 @@ class Gradients:
             drain.layer.parameters.doors.gradients_complete(drain.layer)
 
     def _land(self, landing: _Landing) -> int:
-        """One gradient becomes ``param.grad`` or is added to it. Returns the parameter's identity."""
+        """Makes one gradient ``param.grad``, or adds it to that. Returns the parameter's identity."""
         gradient = landing.memory
         self._device.access(gradient, None, write=True)  # it may become param.grad, which the user writes
         if landing.compacted and landing.own is None and landing.parameter.grad is None:
-            gradient = gradient.to_dense()  # somebody holds what was lent for it
+            gradient = gradient.to_dense()  # the block's memory for it is held by somebody
         elif landing.own is not None and landing.own is not gradient and landing.parameter.grad is None:
             with no_inference_mode():
                 if gradient.layout is torch.strided:
@@ -318,7 +334,7 @@ class Gradients:
 
 
 def _each_row_once(gradient: Tensor) -> Tensor:
-    """The rows that several uses gave, summed as autograd sums dense gradients: one after the other."""
+    """Sums the rows that several uses of an embedding gave, one after the other, as autograd sums dense gradients."""
     if gradient.is_coalesced():
         return gradient
     with no_inference_mode():
@@ -329,15 +345,15 @@ def _each_row_once(gradient: Tensor) -> Tensor:
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:
-    """What autograd's ``AccumulateGrad`` does, on the host's parameter.
+    """Does for the host's parameter what autograd's ``AccumulateGrad`` does.
 
-    The first gradient becomes ``param.grad``, later ones are added in place, the user's hooks that run after
-    accumulation follow; a parameter that was frozen meanwhile takes none.
+    The first gradient becomes ``param.grad``, later ones are added in place, and the user's hooks that run after
+    accumulation follow. A parameter that was frozen meanwhile takes no gradient.
 
     Args:
         parameter: the user's parameter.
-        gradient: on the host, shape of the parameter, its dtype or a lower one.
-        own: whether ``gradient`` may be kept; a copy is kept otherwise.
+        gradient: a tensor on the host with the parameter's shape, and its dtype or a lower one.
+        own: whether ``gradient`` itself may become ``param.grad``; otherwise a copy does.
     """
     if not parameter.requires_grad:
         return

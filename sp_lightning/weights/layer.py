@@ -19,11 +19,11 @@ class Kind(enum.Enum):
     """How a layer comes to the device."""
 
     BLOCK = enum.auto()
-    """It passes through the slots of its ring, as its module is called."""
+    """It passes through the slots of its ring when its module is called."""
     MASTERS = enum.auto()
-    """The float32 weights of a block that travel as casts: they come only where something asks for them themselves."""
+    """The float32 weights of a block that travel as casts. They come only if something asks for them themselves."""
     TABLE = enum.auto()
-    """An embedding of which rows travel; all of it comes only where something else asks for its weight."""
+    """An embedding of which only rows travel. All of it comes only if something but a look-up asks for its weight."""
     RESIDENTS = enum.auto()
     """It stays on the device while a step runs, in memory of its own."""
 
@@ -31,28 +31,29 @@ class Kind(enum.Enum):
 class StreamedLayer:
     """One layer: everything that the engine knows about it.
 
-    Whether the device's copy is valid has one answer: it is where :attr:`slot` is not None and the copy is not
-    :attr:`outdated`. Whoever writes the host's weights unseen calls :meth:`invalidate`.
+    The device's copy is valid if :attr:`slot` is not None and the copy is not :attr:`outdated`. Whoever writes the host's
+    weights in a way that no version shows calls :meth:`invalidate`.
 
     Args:
-        index: among the layers of :attr:`Plan.moving`; the residents' is one more.
-        kind: how it comes.
+        index: its index in :attr:`Plan.moving`; that of the residents is the next one after the last.
+        kind: how it comes to the device.
         planned: where each of its parameters lies.
         block: its memory on the host.
         parameters: its device parameters.
-        casts: what travels in place of its masters, if it has some.
+        casts: what travels in place of its masters, if it has any.
         masters: the layer of those masters.
-        expert: whether it only comes when something is routed to it.
+        expert: whether it comes only when something is routed to it.
 
     Attributes:
         spans: where each parameter, then each cast, lies in a slot.
-        owner: the layer that it is updated with, and whose gradients leave with its own: itself, or that of its masters.
-        table: of a table, how its rows are looked up.
-        slot: the slot that holds its weights as the host has them, or will once ``transfer`` has happened.
+        owner: the layer that it is updated with, and whose gradients leave together with its own. Of masters this is the
+            layer that they belong to, otherwise the layer itself.
+        table: how rows are looked up, if the layer is an embedding table.
+        slot: the slot that holds its weights as the host has them, or will hold them after the event ``transfer``.
         transfer: the event of its last transfer to the device.
         fetches: how often it was fetched.
-        pins: how many running calls use it: while there are some it is not released.
-        layout: equal for layers whose parameters lie alike in a slot.
+        pins: how many running calls use it. It is not released before they have returned.
+        layout: a number that layers share if their parameters lie alike in a slot.
         updated_early: whether the running backward has begun its update (``optimizer_overlap="backward"``).
     """
 
@@ -91,12 +92,12 @@ class StreamedLayer:
 
     @property
     def name(self) -> str:
-        """The module's, or the parameter's where it belongs to no layer's module."""
+        """The name of the layer's module, or of its parameter if that belongs to no layer's module."""
         return self.planned.name
 
     @property
     def family(self) -> tuple[StreamedLayer, ...]:
-        """The layer and its masters: what is updated as one."""
+        """The layer and its masters, which are updated together."""
         return (self,) if self.masters is None else (self, self.masters)
 
     @property
@@ -105,7 +106,7 @@ class StreamedLayer:
         return self.parameters.stale or (self.casts is not None and not self.casts.current)
 
     def invalidate(self) -> None:
-        """The host's weights have been or may have been written: the copy on the device is out of date."""
+        """Marks the device's copy as out of date, because the host's weights were or may have been written."""
         slot, self.slot = self.slot, None
         if slot is not None:
             slot.layer = None

@@ -1,8 +1,8 @@
-"""What comes next, into which slot: the trace that is followed, and Belady's choice with two refinements.
+"""Chooses which layers come next, and into which slots: Belady's choice along the trace, with two refinements.
 
-Overwriting the layer whose next use is farthest needs the fewest fetches. Fetching early is right only where it does no
-harm: if waiting for another slot keeps a layer that is used sooner, and the fetch still has a layer's computation to
-hide behind, it waits. And k' layers move as one transfer: a fetch waits for the slots of its companions, if they come.
+Overwriting the layer whose next use is farthest needs the fewest fetches. The first refinement: a fetch waits for another
+slot if that keeps a layer that is used sooner, and if the fetch can still hide behind the computation of a layer.
+The second: k' layers move as one transfer, so a fetch waits for the slots of the layers that it moves with, if those come.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from sp_lightning.weights.trace import Trace
 
 
 class Prefetch:
-    """The choice of transfers for one plan; a trace for each phase (``train``, ``validate``, …).
+    """Chooses transfers for one plan, along a trace for each phase (``train``, ``validate``, …).
 
     Args:
-        plan, slots: what there is.
-        layers: those of the plan, by their indices.
-        ready: whether a layer's weights on the host are those that are wanted.
+        plan, slots: the rings and the slots in them.
+        layers: the plan's layers by index.
+        ready: says whether a layer's weights on the host are up to date, so that a fetch need not wait for them.
     """
 
     def __init__(
@@ -39,13 +39,16 @@ class Prefetch:
         """The order of the running batch."""
 
     def follow(self, plan: Plan) -> None:
-        """Choose for another plan of the same layers."""
+        """Chooses for another plan of the same layers from now on."""
         self._plan = plan
         wanted = self._wanted if plan.experts else _absent
         self._wanted_in = [partial(wanted, ring) for ring in range(len(plan.rings))]
 
     def start(self, phase: str, *, training: bool) -> None:
-        """A batch begins: expect what the phase's last one did, or forward and, in training, backward."""
+        """Begins a batch, which is expected to do what the phase's last one did.
+
+        The first batch of a phase is expected to run forward and, in training, backward.
+        """
         self._training = training
         if phase not in self._traces:
             self._traces[phase] = Trace(self._schedule(training))
@@ -60,11 +63,11 @@ class Prefetch:
         return iter(self._schedule(False) if trace is None else trace.order())
 
     def transfers(self) -> Iterator[list[tuple[StreamedLayer, Slot]]]:
-        """The transfers that can begin now: layers and slots. Each must have been issued before the next is asked for."""
-        for ring, each in enumerate(self._plan.rings):
-            more = bool(each.slots)
+        """Yields the transfers that can begin now. Each has to be issued before the next one is asked for."""
+        for index, ring in enumerate(self._plan.rings):
+            more = bool(ring.slots)
             while more:
-                pairs, more = self._next(ring)
+                pairs, more = self._next(index)
                 if not pairs:
                     break
                 yield pairs
@@ -73,14 +76,20 @@ class Prefetch:
         return [self._layers[index] for index in schedule(self._plan, training=training)]
 
     def _wanted(self, ring: int, layer: StreamedLayer) -> bool:
-        """Most tokens of a training batch make it likely that an expert is used again; few, in generation, do not."""
+        """Whether a layer is worth a fetch ahead of time.
+
+        An expert is in training only: the many tokens of such a batch make it likely that it is used again. The few
+        tokens of a step of generation do not.
+        """
         return (self._training or not layer.expert) and _absent(ring, layer)
 
     def _next(self, ring: int) -> tuple[list[tuple[StreamedLayer, Slot]], bool]:
-        """The next k' absent layers of a ring and the slots for them, none while slots for all of them will come.
+        """The next transfer of a ring: its next k' absent layers, with the slots for them.
 
-        And whether there may be another transfer after that one: not where no other slot's layer is used later than the
-        last of these, for what comes then is needed later still.
+        Returns:
+            The pairs of layer and slot, none if it is better to wait until there are slots for all of these layers; and
+            whether another transfer may follow. None follows if no other slot's layer is used later than the last of
+            these layers, because what would come then is needed later still.
         """
         size = min(self._plan.k_prime, self._plan.rings[ring].slots)
         pairs: list[tuple[StreamedLayer, Slot]] = []
@@ -96,7 +105,7 @@ class Prefetch:
                     best, most, may_go = slot, gain, now
             more = free > 1
             if best is None:
-                break  # what is there is used sooner
+                break  # every layer that could be overwritten is used sooner
             if not may_go or not self._ready(layer):
                 return [], False
             slots.remove(best)
@@ -104,9 +113,13 @@ class Prefetch:
         return pairs, more
 
     def _gain(self, slot: Slot, needed: float) -> tuple[float, bool]:
-        """When what a slot holds is used again, if it goes for a layer that is ``needed``; and whether it may go now.
+        """What is gained by overwriting a slot for a layer that is used after ``needed`` other uses.
 
-        A layer that is used before counts with the use after that one, if another layer runs in between.
+        A layer that is used before that counts with its use after that one, if another layer runs in between.
+
+        Returns:
+            After how many uses the slot's present layer is used again (-1 if it has to stay), and whether the slot may be
+            overwritten now.
         """
         if slot.layer is None:
             return math.inf, not slot.lent
@@ -119,5 +132,5 @@ class Prefetch:
 
 
 def _absent(ring: int, layer: StreamedLayer) -> bool:
-    """Whether a layer that is not on the device passes through this ring."""
+    """Whether a layer passes through this ring and is not on the device."""
     return layer.slot is None and layer.planned.ring == ring

@@ -4,9 +4,9 @@ A slot's life::
 
     FREE ──fetch──▶ FILLED ──use──▶ LENT ──release──▶ FILLED or, while somebody still reads it, HELD ──▶ FREE
 
-A slot's memory is lent under a storage of its own. Once nobody holds that nobody can read it any more on the host's side,
-and an event recorded then covers the kernels that still run. Until then the slot is not overwritten, whatever happens:
-another one is used, or an extra one is made.
+A slot's memory is lent under a storage of its own. Once nobody holds that storage, no new kernel can be issued that reads it,
+and an event recorded then covers the kernels that still run. Until then the slot is never overwritten: another slot is
+used, or an extra one is made.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from sp_lightning.weights.layer import StreamedLayer
 
 
 class SlotState(enum.Enum):
-    """Which memory exists in each state."""
+    """What a slot's memory holds, and whether it may be overwritten."""
 
     FREE = enum.auto()
-    """The memory means nothing and may be overwritten after the event ``idle``."""
+    """It holds nothing of worth and may be overwritten after the event ``idle``."""
     FILLED = enum.auto()
-    """It holds, or after the event ``filled`` will hold, a layer that nobody uses; it may be overwritten."""
+    """It holds a layer that nobody uses, or will hold it after the event ``filled``. It may be overwritten."""
     LENT = enum.auto()
-    """A layer's weights, in use."""
+    """It holds a layer that is in use."""
     HELD = enum.auto()
-    """No longer in use, but some tensor still views it (an escaped view, a graph): not to be overwritten."""
+    """It is no longer in use, but some tensor still views it (an escaped view, a graph). It must not be overwritten."""
 
 
 Staged = tuple[Tensor, Any]
@@ -47,15 +47,17 @@ class Slot:
     """Device memory for one layer.
 
     Attributes:
-        memory: flat ``uint8``, as transfers write it.
-        lease: the same memory, as compute has it.
-        layer: whose weights are in it; None if they are out of date.
+        ring: the index of its ring in the plan.
+        memory: its memory as transfers write it, flat ``uint8``.
+        lease: the same memory as compute has it.
+        extra: whether it was made beyond the plan, because all others were in use or held.
+        layer: the layer whose weights are in it; None if they are out of date.
         lent: whether it is in use.
         escaped: whether views of it outlived its last use.
-        filled: event of the transfer into it.
-        idle: event after the last kernel that used it.
-        begun: mark of the timeline, if there is one: when its last use began.
-        backward: whether that was in backward.
+        filled: the event of the transfer into it.
+        idle: the event after the last kernel that used it.
+        begun: the mark in the timeline, if there is one, at which its last use began.
+        backward: whether that use was in backward.
     """
 
     ring: int
@@ -72,7 +74,7 @@ class Slot:
 
     @property
     def state(self) -> SlotState:
-        """The state now; HELD ends by itself, when the last view is dropped."""
+        """The present state. HELD ends by itself once the last view is dropped."""
         if self.lent:
             return SlotState.LENT
         if self.lease.in_use:
@@ -81,7 +83,7 @@ class Slot:
 
     @property
     def overwritable(self) -> bool:
-        """Whether another layer may come in."""
+        """Whether another layer may be fetched into it."""
         return self.state in (SlotState.FREE, SlotState.FILLED)
 
 
@@ -89,9 +91,9 @@ class Slots:
     """All slots of a plan.
 
     Args:
-        plan: its rings.
-        layers: what may be in a slot; the order does not matter.
-        device: the seam.
+        plan: says how many slots each ring has, and of what size.
+        layers: all layers that may be in a slot, in any order.
+        device: allocates the slots and copies into them.
     """
 
     def __init__(self, plan: Plan, layers: Sequence[StreamedLayer], device: Device) -> None:
@@ -102,17 +104,17 @@ class Slots:
         for layer in layers:
             layer.layout = layouts.setdefault(_layout(layer.planned), len(layouts))
         self.device_bytes = 0
-        """Bytes of all slots that exist now, extra ones included."""
+        """Bytes of all slots that exist, extra ones included."""
         self.all: list[Slot] = []
         self._latest: Any = None  # the event of the last transfer
         self.by_address: dict[int, Slot] = {}
-        """Every slot that has memory, by the address where it begins."""
+        """Every slot that has memory, by its address."""
         self._planned = [[self._make(index) for _ in range(ring.slots)] for index, ring in enumerate(plan.rings)]
         self.fetched_bytes = 0
         self.transfers = 0
         self.extra_slots = 0
         self.idle_since: Any = None
-        """Mark of the timeline: since when compute has used no layer; None at a batch's beginning."""
+        """The mark in the timeline since which compute has used no layer; None at the beginning of a batch."""
 
     def _make(self, ring: int, *, extra: bool = False) -> Slot:
         memory = self._device.empty(self._plan.rings[ring].nbytes)
@@ -130,12 +132,17 @@ class Slots:
         return slot.lease.views(layer.layout, layer.spans)
 
     def planned(self, ring: int) -> list[Slot]:
-        """The slots of a ring that layers may come to early: those aside that somebody holds after their use, and the
-        extra ones, which are given back at the batch's end."""
+        """The slots of a ring that layers may be fetched into ahead of time.
+
+        Slots that somebody holds after their use are left out, and so are extra ones, which are freed after the batch.
+        """
         return [slot for slot in self._planned[ring] if slot.lent or not slot.lease.in_use]
 
     def find(self, layer: StreamedLayer, next_use: Callable[[StreamedLayer], float]) -> Slot:
-        """The slot to overwrite for a layer that is needed at once: a free one, the farthest, or an extra one."""
+        """Returns the slot to overwrite for a layer that is needed at once.
+
+        This is a free slot, or else the one whose layer is used again last, or else an extra one.
+        """
         ring = layer.planned.ring
         candidates = [slot for slot in self.all if slot.ring == ring and slot.overwritable]
         if candidates:
@@ -144,15 +151,16 @@ class Slots:
         return self._make(ring, extra=True)
 
     def fetch(self, transfer: Sequence[tuple[StreamedLayer, Slot, Staged]]) -> None:
-        """Overwrite slots with layers: one transfer.
+        """Overwrites slots with layers, in one transfer.
 
-        The caller has chosen slots that may be overwritten. Upload waits until the last kernel that used them is
-        through, and until each layer's bytes are staged.
+        The caller has chosen slots that may be overwritten. The upload stream waits for the last kernels that used them,
+        and until each layer's bytes are staged.
         """
         for layer, slot, (source, staged) in transfer:
             if slot.layer is not None and slot.layer.slot is slot:
                 slot.layer.slot = None
-            # A slot that was held after its release has no event of its own: nobody knows when its last view went.
+            # A slot that was held after its release has no event of its own, because its last view may be dropped at any
+            # moment. An event that is recorded now comes after that.
             idle = slot.idle if slot.idle is not None else self._device.record(Stream.COMPUTE)
             self._device.wait(Stream.UPLOAD, idle, Wait.FETCH_AFTER_USE)
             if staged is not None:
@@ -172,7 +180,7 @@ class Slots:
         self.transfers += 1
 
     def use(self, layer: StreamedLayer, *, backward: bool = False) -> Slot:
-        """Lend a fetched layer's memory to compute, which waits for the transfer."""
+        """Lends a fetched layer's memory to compute, which waits for the transfer."""
         slot = layer.slot
         assert slot is not None
         self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
@@ -184,12 +192,12 @@ class Slots:
         return slot
 
     def resume(self) -> None:
-        """Compute comes to a layer, for which it may have to wait: what it did between layers is over."""
+        """Ends the interval between layers in the timeline: compute has come to a layer, and may have to wait for it."""
         self._device.note("between", None, self.idle_since, Stream.COMPUTE)
         self.idle_since = None
 
     def release(self, slot: Slot) -> None:
-        """The use is over. Device parameters have let go of the memory; others may still hold views of it."""
+        """Ends the use of a slot. Device parameters have dropped the memory; others may still hold views of it."""
         layer = None if slot.layer is None else slot.layer.index
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
         self._device.note("backward" if slot.backward else "forward", layer, slot.begun, Stream.COMPUTE)
@@ -200,8 +208,11 @@ class Slots:
             slot.idle = self._device.record(Stream.COMPUTE)
 
     def give_back_extra(self) -> None:
-        """Free the extra slots that nobody holds. They are fetched into on demand only, so compute has waited."""
-        for slot in [each for each in self.all if each.extra]:
+        """Frees the extra slots that nobody holds.
+
+        No transfer into one is under way: layers come to them on demand only, and compute has waited for those.
+        """
+        for slot in [slot for slot in self.all if slot.extra]:
             if slot.overwritable:
                 if slot.layer is not None and slot.layer.slot is slot:
                     slot.layer.slot = None
@@ -211,29 +222,29 @@ class Slots:
                 self.by_address.pop(slot.memory.data_ptr(), None)
 
     def synchronize(self, why: Wait, layer: StreamedLayer | None = None) -> None:
-        """The host waits until no transfer reads its weights any more: those of all layers, or of one.
+        """Lets the host wait until no transfer reads its weights any more, those of all layers or of one.
 
-        Transfers are done in their order, so the last one is the one to wait for.
+        Transfers finish in the order in which they were issued, so it waits for the last one.
         """
         self._device.synchronize(self._latest if layer is None else layer.transfer, why)
 
     def resize(self, plan: Plan) -> None:
-        """Between batches: the same layers get the slots of another plan.
+        """Gives the same layers the slots of another plan, between two batches.
 
-        A slot that somebody still holds stays until it is let go, as an extra one.
+        A slot that somebody still holds stays as an extra one until nobody does.
         """
         held = [slot for slot in self.all if not slot.overwritable]
         self.close()
         self._plan = plan
         for layer in self._layers:
-            layer.planned = plan.moving[layer.index]  # it lies as before, and may pass through another ring
+            layer.planned = plan.moving[layer.index]  # its parameters lie as before, but it may use another ring
         for slot in held:
             slot.extra = True
             self._keep(slot)
         self._planned[:] = [[self._make(index) for _ in range(ring.slots)] for index, ring in enumerate(plan.rings)]
 
     def close(self) -> None:
-        """Free all slots."""
+        """Frees all slots."""
         self.synchronize(Wait.CLOSE_AFTER_FETCH)
         for slot in self.all:
             self._device.access(slot.memory, Stream.COMPUTE, write=True)
@@ -246,10 +257,10 @@ class Slots:
 
 
 def _layout(layer: PlannedLayer) -> Hashable:
-    """What layers of one layout have in common: their parameters lie alike in a slot."""
+    """A key that is equal for layers whose parameters lie alike in a slot."""
     return tuple((span.offset, span.shape, span.stride, span.dtype) for span in (*layer.spans, *layer.casts))
 
 
 def _rank(slot: Slot, next_use: Callable[[StreamedLayer], float]) -> tuple[bool, float]:
-    """Belady's order of overwriting: what means nothing first, then what is used again last."""
+    """Belady's order of overwriting: slots without a layer first, then those whose layer is used again last."""
     return (True, 0.0) if slot.layer is None else (False, next_use(slot.layer))

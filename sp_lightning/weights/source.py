@@ -9,10 +9,10 @@ from sp_lightning.weights.slots import Staged
 
 
 class BlockSource(Protocol):
-    """Brings layers' bytes to host memory that a transfer can read: today they are there, as the host store.
+    """Brings layers' bytes to host memory that a transfer can read. With the one implementation they are always there.
 
-    "Ready" means updated *and* staged: a source that reads a disk, or gathers the shares of several processes, is ready
-    once that is done. The engine calls these methods from the thread that runs the model, with its lock held.
+    "Ready" means updated *and* staged. A source that reads a disk, or that gathers the shares of several processes, is
+    ready once that is done. The engine calls these methods from the thread that runs the model, and holds its lock.
     """
 
     def ready(self, layer: StreamedLayer) -> bool:
@@ -22,8 +22,8 @@ class BlockSource(Protocol):
         """Waits until the layer is ready.
 
         Raises:
-            BaseException: what its update raised in the background.
+            BaseException: what an update raised in the background.
         """
 
     def stage(self, layer: StreamedLayer) -> Staged:
-        """The layer's bytes, up to date, and the event after which they may be read (None: now)."""
+        """Returns the layer's bytes, up to date, and the event after which they may be read (None: at once)."""

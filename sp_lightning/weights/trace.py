@@ -12,28 +12,28 @@ L = TypeVar("L", bound=Hashable)
 
 
 class Trace(Generic[L]):
-    """One phase's order of layers, and how far the running batch has come along it.
+    """The order in which a phase uses layers, and how far the running batch has come along it.
 
-    A trace that turns out wrong (conditional layers, several forwards) costs demand fetches, never a result.
+    A trace that turns out wrong (conditional layers, several forwards) costs fetches on demand, never a result.
 
     Args:
-        order: the order expected for the first batch.
+        order: the order that is expected of the first batch.
     """
 
     def __init__(self, order: Iterable[L]) -> None:
         self._expected: list[L] = []
-        self._uses: dict[L, list[float]] = {}  # where in the order, and then never
-        self._around: dict[L, list[float]] = {}  # the same where the order goes round
+        self._uses: dict[L, list[float]] = {}  # the indices of each layer's uses in the order, then _NEVER
+        self._around: dict[L, list[float]] = {}  # the same for a cyclic order: those of the next round follow
         self._recorded: list[L] = list(order)
         self._at = 0
         self.cyclic = False
-        """Whether the order goes round: the next batch finds the copies of this one still valid, or this one has begun anew."""
+        """Whether the order repeats: the next batch finds the copies of this one valid, or this one has begun it again."""
         self.may_go_on = False
-        """Whether a batch that has come to the end of the order may begin it anew, as generation does with each token."""
+        """Whether a batch that has come to the end of the order may begin it again, as generation does for each token."""
         self.start()
 
     def start(self) -> None:
-        """Begin a batch: expect what the last one did."""
+        """Begins a batch, which is expected to do what the last one did."""
         if self._recorded and self._recorded != self._expected:
             self._expected = self._recorded
             self._uses = {layer: [] for layer in self._expected}
@@ -49,11 +49,11 @@ class Trace(Generic[L]):
         self._at = 0
 
     def order(self) -> list[L]:
-        """The batch's order as far as it is known: of the running one, or else of the one before."""
+        """The order of the running batch as far as it has come; that of the batch before if it has not begun."""
         return self._recorded or self._expected
 
     def visit(self, layer: L) -> None:
-        """A layer is used now."""
+        """Records that a layer is used now."""
         self._recorded.append(layer)
         uses = self._uses.get(layer, _NEVER)
         index = uses[bisect_left(uses, self._at)]
@@ -63,25 +63,25 @@ class Trace(Generic[L]):
             self._at = int(index) + 1
 
     def next_use(self, layer: L) -> float:
-        """Uses of other layers until ``layer`` is used again; infinite if it is not expected."""
+        """How many uses of other layers come before ``layer`` is used again; infinite if no use of it is expected."""
         return self.next_uses(layer)[0]
 
     def next_uses(self, layer: L) -> tuple[float, float]:
-        """As :meth:`next_use`, for the next use and the one after it."""
+        """Does what :meth:`next_use` does, for the next use and for the one after it."""
         uses = (self._around if self.cyclic else self._uses).get(layer, _NEVER)
         index = bisect_left(uses, self._at)
         return uses[index] - self._at, uses[index + 1] - self._at
 
     def coming(self, wanted: Callable[[L], bool], most: int) -> list[tuple[L, int]]:
-        """The ``most`` nearest of the layers that are ``wanted``, each once, with the uses of other layers until then."""
-        found: dict[L, int] = {}
+        """The next ``most`` layers that are ``wanted``, each once, with the number of uses of others before each."""
+        distances: dict[L, int] = {}
         ahead = islice(self._expected, self._at, None)
         for distance, layer in enumerate(chain(ahead, self._expected[: self._at]) if self.cyclic else ahead):
-            if layer not in found and wanted(layer):
-                found[layer] = distance
-                if len(found) == most:
+            if layer not in distances and wanted(layer):
+                distances[layer] = distance
+                if len(distances) == most:
                     break
-        return list(found.items())
+        return list(distances.items())
 
 
 _NEVER = [math.inf, math.inf]
