@@ -5,7 +5,7 @@
 hold in a step, ``swap`` puts them there; ``residents`` stay on the device, of ``embedding_rows`` only rows travel, ``casts``
 travel in place of float32 weights. ``gradients`` go back to the host.
 
-Comes in: host blocks (``store``), a plan. Goes out: device parameters for modules, ``param.grad``. It may import ``store``,
-``observe``, ``plan``, ``model``, ``device``, and knows neither steps nor backwards: what it needs of them it asks through
-the protocols ``Doors``, ``BlockSource``, ``WireFormat`` and ``GradientSink``.
+Host blocks (``store``) and a plan come in. Device parameters for modules and gradients in ``param.grad`` go out. The wing may
+import ``store``, ``observe``, ``plan``, ``model`` and ``device``. It knows neither steps nor backwards: what it needs of them
+it asks for through the protocols ``Doors``, ``BlockSource``, ``WireFormat`` and ``GradientSink``.
 """

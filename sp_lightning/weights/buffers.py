@@ -1,8 +1,9 @@
-"""Copies of a model's weights that a module keeps in buffers: averages, as latent diffusion's ``LitEma`` keeps them.
+"""Averages of weights that a module keeps in buffers, as latent diffusion's ``LitEma`` does.
 
-Between steps they are on the host, where the weights are: ``average.type_as(weight)`` makes a copy where the two are
-apart, and what is then written to it is lost. Within a step weights are the device's; so are such a module's buffers for
-its call, and, once somebody asks for one of them outside of a call (a method that updates them), until the step is over.
+Such buffers have to be where the weights are: ``average.type_as(weight)`` makes a copy if the two are on different devices,
+and what is written to that copy is lost. Between steps the buffers are on the host, as the weights are. Within a step
+the weights are on the device, and so are the buffers of such a module while it is called. Once somebody asks for one of them
+outside of a call (a method that updates them), they stay on the device until the step is over.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# Other modules have as many buffers as a small module has weights, too.
+# A module with so few buffers may have them for another purpose, and only by chance the shapes of a small module's weights.
 _FEW = 2
 
 
 def find_averages(root: nn.Module) -> list[nn.Module]:
-    """The modules without parameters whose buffers have the shapes of all weights, or all trained ones, of a module."""
+    """Finds the modules without parameters whose buffers have the shapes of all, or all trained, weights of a module."""
     bare = [module for module in root.modules() if not any(True for _ in module.parameters())]
     weights = {tuple(p.shape for p in module.parameters()) for module in root.modules()}
     weights |= {tuple(p.shape for p in module.parameters() if p.requires_grad) for module in root.modules()}
@@ -30,9 +31,9 @@ class OnTheDevice:
     """A gate's keeper: a module's buffers are on the device for a call within a step, and on the host after it.
 
     Args:
-        module: whose they are.
-        device: where they are to be.
-        in_step: whether modules hold device parameters now.
+        module: the module that has the buffers.
+        device: the device that they are to be on.
+        in_step: says whether modules hold device parameters now.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, in_step: Callable[[], bool]) -> None:
@@ -46,19 +47,19 @@ class OnTheDevice:
             owner._buffers = _Buffers(owner._buffers, self._ask)
 
     def enter(self, visits: Sequence[Any], inputs: Any) -> Sequence[Any]:
-        """The module is called."""
+        """Sends the buffers to the device, because the module is called."""
         self._depth += 1
         self._send()
         return visits
 
     def leave(self, visits: Sequence[Any], output: Any) -> None:
-        """The call has returned, or raised: what it has written is the host's."""
+        """Brings the buffers back to the host after the module's outermost call has returned or raised."""
         self._depth -= 1
         if not self._depth and not self._asked:
             self.send_back()
 
     def send_back(self) -> None:
-        """What was written on the device is the host's."""
+        """Brings the buffers back to the host, with what was written on the device."""
         self._asked = False
         sent, self._sent = self._sent, []
         with torch.no_grad():
@@ -70,7 +71,7 @@ class OnTheDevice:
                     place[name] = now.to(host.device)
 
     def close(self) -> None:
-        """The buffers are on the host for good."""
+        """Brings the buffers back to the host for good, and gives the modules plain dictionaries of buffers again."""
         self.send_back()
         for owner in self._module.modules():
             if isinstance(owner._buffers, _Buffers):
@@ -89,12 +90,12 @@ class OnTheDevice:
                 if host is not None and host.device != self._device:
                     sent = torch.empty_like(host, device=self._device).copy_(host)
                     self._sent.append(_Sent(owner._buffers, name, host, sent))
-        for each in self._sent:
-            each.place[each.name] = each.sent
+        for buffer in self._sent:
+            buffer.place[buffer.name] = buffer.sent
 
 
 class _Buffers(dict[str, Any]):
-    """A module's buffers, which tell whoever keeps them when somebody looks at one."""
+    """A module's dictionary of buffers that calls ``ask`` before somebody reads one of them."""
 
     def __init__(self, buffers: dict[str, Any], ask: Callable[[], None]) -> None:
         super().__init__(buffers)
@@ -117,16 +118,18 @@ class _Buffers(dict[str, Any]):
         return super().values()
 
     def plain(self) -> dict[str, Any]:
-        """As torch has it."""
+        """A plain dictionary of the same buffers, as torch has it."""
         return dict(dict.items(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is a plain module's."""
+        """Copies are plain dictionaries, because a copied module is a plain module."""
         self._ask()
         return dict, (self.plain(),)
 
 
 class _Sent(NamedTuple):
+    """A buffer that is on the device: the dictionary and the name that it has in its module, and both tensors."""
+
     place: dict[str, Tensor | None]
     name: str
     host: Tensor

@@ -1,9 +1,9 @@
-"""Casts: what travels in place of float32 weights wherever autocast would cast them anyway.
+"""Casts: they travel in place of float32 weights, the masters, wherever autocast would cast those anyway.
 
 The masters stay on the host, as the user's parameters. Their casts, in autocast's dtype, lie behind the layer's other
 weights in its host block (the *wire*) and in its slot. A stand-in that is given to a function which autocast runs in
-that dtype hands over its cast; given to anything else it brings its master, as a weight that is away does. So nobody sees
-a cast but the function itself, and what autograd saves of one is packed as its place in the slot.
+that dtype passes its cast to it. Given to anything else, it brings its master, as every weight does that is away. Only the
+function itself sees the cast, and what autograd saves of a cast is packed as its place in the slot.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ LOWERED_FUNCTIONS: frozenset[Any] = frozenset({
     torch.nn.functional.linear, torch.conv1d, torch.conv2d, torch.conv3d,
     torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
 })  # fmt: skip
-"""Functions whose every tensor autocast casts, on every device."""
+"""The functions for which autocast casts every tensor, on every device."""
 
 
 def autocast_would_cast(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether autocast casts weights to ``dtype`` now, anew for each use.
 
-    With autocast's cache, which outlives writes and sums the gradients of all uses in the lower precision, it is to work
-    on the masters; so are functorch's transforms, which take no autograd function of ours.
+    Autocast's cache outlives writes and sums the gradients of all uses in the lower precision. With it autocast has to
+    work on the masters, and so have functorch's transforms, which refuse an autograd function such as :class:`Cast`.
     """
     return (
         torch.is_autocast_enabled(device.type)
@@ -43,7 +43,7 @@ def autocast_would_cast(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class Cast(torch.autograd.Function):
-    """A master's cast that is there already: the node that autocast's own cast would be in the graph."""
+    """Stands for a cast that exists already: the node in the graph that autocast's own cast would be."""
 
     @staticmethod
     def forward(ctx: Any, master: Tensor, cast: Tensor) -> Tensor:
@@ -55,39 +55,39 @@ class Cast(torch.autograd.Function):
         if gradients[0] is None:
             return None, None
         wide = gradients[0].to(torch.float32)
-        wide.came_from_cast = wide._version  # the sum with another one would be another tensor, or version
+        wide.came_from_cast = wide._version  # a sum with another gradient would be another tensor, or another version
         return wide, None
 
 
 def came_from_cast(gradient: Tensor) -> bool:
-    """Whether a float32 gradient is what a single :class:`Cast` has sent: then the lower precision holds all of it."""
+    """Whether a float32 gradient came from a single :class:`Cast`, so that the lower precision holds all of it."""
     return getattr(gradient, "came_from_cast", None) == gradient._version
 
 
 class WireFormat(Protocol):
-    """What travels in place of a layer's masters. Today: their casts."""
+    """What travels in place of a layer's masters. The one implementation is their casts."""
 
     @property
     def current(self) -> bool:
-        """Whether what would travel is made of the masters as they are, as far as versions and :meth:`doubt` show it."""
+        """Whether what would travel agrees with the masters, as far as versions and :meth:`doubt` show it."""
 
     def doubt(self) -> None:
-        """Masters may have been written unseen."""
+        """Notes that masters may have been written in a way that no version shows."""
 
     def refresh(self, by: Stream | None = None) -> None:
-        """Makes anew what travels, unless it is :attr:`current`."""
+        """Makes what travels anew, unless it is :attr:`current`."""
 
     def edition(self, offset: int) -> Edition | None:
-        """For what a graph saves at ``offset`` of the slot: the present values, if they are made of masters."""
+        """The present values at ``offset`` of the slot, of which a graph saves some; None if masters have no part in them."""
 
 
 class Casts:
     """The casts of one layer, on the host: the :class:`WireFormat` of mixed precision.
 
     Args:
-        block: the layer's, whose wire has room for them.
+        block: the layer's block, which has room for the casts behind its weights.
         masters: the block of the float32 parameters.
-        device: the seam.
+        device: is told of reads and writes.
     """
 
     def __init__(self, block: HostBlock, masters: HostBlock, device: Device) -> None:
@@ -101,20 +101,20 @@ class Casts:
 
     @property
     def current(self) -> bool:
-        """Whether they are those of the masters, as far as versions and :meth:`doubt` show it."""
+        """Whether the casts agree with the masters, as far as versions and :meth:`doubt` show it."""
         return self._made_of is not None and self._made_of == self._state()
 
     def doubt(self) -> None:
-        """Masters may have been written unseen."""
+        """Notes that masters may have been written in a way that no version shows."""
         self._made_of = None
 
     def refresh(self, by: Stream | None = None) -> None:
-        """Cast all masters of the layer anew, unless :attr:`current`. Not while the layer is used on the device.
+        """Casts all masters of the layer anew, unless the casts are :attr:`current`.
 
-        The host has waited for the last transfer that reads them.
+        The caller has waited for the last transfer that reads the casts, and the layer is not in use on the device.
 
         Args:
-            by: the background; None for the host.
+            by: the stream that casts: the background's, or None for the host.
 
         Raises:
             RuntimeError: a master has another dtype or shape now; see :meth:`HostBlock.adopt`.
@@ -137,7 +137,7 @@ class Casts:
         self._made_of = state
 
     def edition(self, offset: int) -> Edition | None:
-        """For what a graph saves at ``offset`` of the slot: the present casts, if it lies among them."""
+        """The present values of the casts, if ``offset`` of the slot is among them; otherwise None."""
         return self._editions.now() if offset >= self._begin else None
 
     def _cast_into(self, wire: Tensor) -> None:

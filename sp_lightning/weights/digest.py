@@ -1,4 +1,4 @@
-"""What tells the values of one weight from those of another."""
+"""Digests of weights, by which equal values are known."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sp_lightning.model.wrapped import parts
 
 
 def digest(tensor: Tensor) -> str:
-    """Returns what tells a weight's values, shape and dtype from others. It reads the weight's memory once."""
-    found = hashlib.sha256(usedforsecurity=False)
+    """Returns a hexadecimal SHA-256 of a weight's values, shape and dtype. It reads the weight's memory once."""
+    result = hashlib.sha256(usedforsecurity=False)
     for _, part in parts("", tensor.detach()):
         memory = part.cpu().resolve_conj().resolve_neg().contiguous()
-        found.update(repr((part.dtype, tuple(part.shape))).encode())
+        result.update(repr((part.dtype, tuple(part.shape))).encode())
         if memory.nbytes:
-            found.update((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr()))
-    return found.hexdigest()
+            result.update((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr()))
+    return result.hexdigest()

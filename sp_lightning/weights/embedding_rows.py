@@ -1,8 +1,9 @@
-"""Tables: embeddings of which only the rows that are looked up travel, and only those rows' gradients come back.
+"""Embedding tables of which only the rows that are looked up travel, and only the gradients of those rows come back.
 
-The host gathers a batch's rows, each once, and sends them; on the device they are a small embedding, looked up by
-renumbered indices with torch's own functions. So values and gradients are summed as ever, in the same order. A table is
-to the engine a further layer, without a slot and without visits: whatever else reads its weight brings all of it.
+The host gathers the rows that a batch looks up, each once, and sends them. On the device they are a small embedding, in which
+torch's own functions look up renumbered indices, so values and gradients are summed in the same order as with the whole
+table. To the engine a table is a further layer without planned slots and visits: whatever else reads its weight brings all
+of it.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from sp_lightning.weights.layer import StreamedLayer
 
 
 class Table:
-    """One embedding.
+    """Looks up one embedding by its rows.
 
     Args:
-        module: the embedding; whether its gradients are to be sparse may change.
-        layer: its weight.
-        device: the seam.
-        pin: page-lock the memory that rows leave from.
-        compacted: the layers whose gradients leave as rows where they would be dense; it is added to them in backward.
+        module: the embedding. The user may change at any time whether its gradients are to be sparse.
+        layer: the layer of its weight.
+        device: sends the rows.
+        pin: whether the memory that rows are sent from is page-locked.
+        compacted: the layers whose gradients leave as rows although they are to be dense. Backward adds this layer.
     """
 
     def __init__(
@@ -49,11 +50,11 @@ class Table:
         self._compacted = compacted
         self.module = module
         self.used_whole = False
-        """Whether, in this step, anything has computed with the whole weight."""
+        """Whether anything has computed with the whole weight in this step."""
         self._leaving = PinnedMemory(device, 0, pin=pin)  # one page
         self._left: Any = None
         self.sent_bytes = 0
-        """Of all rows so far."""
+        """Bytes of all rows that were sent so far."""
         self.host_waits = 0
         """How often the host has waited for indices."""
 
@@ -67,15 +68,15 @@ class Table:
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Tensor | None:
-        """As ``torch.nn.functional.embedding(indices, weight, …)``; None where that needs the whole weight.
+        """Returns ``torch.nn.functional.embedding(indices, weight, …)``; None if that needs the whole weight.
 
         Raises:
-            IndexError: there is no such row.
+            IndexError: an index is not that of a row.
         """
         count = weight.shape[0]
-        odd = indices.dtype not in (torch.int32, torch.int64) or not -count <= (padding_idx or 0) < count
-        odd = odd or (sparse and not self.module.sparse)  # beside dense ones of the module's own
-        if odd or max_norm is not None or transforms_active():
+        unusual = indices.dtype not in (torch.int32, torch.int64) or not -count <= (padding_idx or 0) < count
+        unusual = unusual or (sparse and not self.module.sparse)  # the module's own gradients are dense beside it
+        if unusual or max_norm is not None or transforms_active():
             return None
         with self.layer.parameters.doors.reading_rows(self.layer) as possible:
             if not possible:
@@ -92,17 +93,20 @@ class Table:
             return _LookUp.apply(weight, self, indices, renumbered, numbers, (padding, scale_grad_by_freq, sparse))
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """Gather rows on the host and send them.
+        """Gathers rows on the host and sends them.
 
         Args:
-            numbers: on the host, int64, each once, ascending.
+            numbers: the numbers of the rows: int64 on the host, each once, ascending.
+
+        Returns:
+            The rows on the device, of shape ``(len(numbers), width)``. The compute stream waits for them.
         """
         span = self._block.planned.spans[0]
         width = span.shape[1]
         nbytes = len(numbers) * width * span.dtype.itemsize
         device, source = self._device, self._block.weights
-        # Compute has waited for the rows before, and look_up's blocking copy of indices for compute: this wait is needed
-        # where that copy is none, or where another thread's stream asks for it.
+        # Compute has waited for the rows that were sent before, and the blocking copy of indices in look_up for compute.
+        # This wait is needed if the indices are on the host already, or if the stream of another thread copies them.
         device.synchronize(self._left, Wait.GATHER_AFTER_SEND)
         with no_dispatch_modes(), no_inference_mode(), torch.no_grad():
             if self._leaving.bytes.nbytes < nbytes:
@@ -117,16 +121,16 @@ class Table:
             return strided(arrived, 0, span.dtype, (len(numbers), width), (width, 1))
 
     def leaves_as_rows(self) -> None:
-        """The gradient of this backward is sparse on the device, and dense once it is on the host."""
+        """Notes that the gradient of this backward is sparse on the device and becomes dense on the host."""
         self._compacted.add(self.layer)
 
     def unpin(self) -> None:
-        """Give the page lock back."""
+        """Releases the page lock."""
         self._leaving.unpin()
 
 
 class _LookUp(torch.autograd.Function):
-    """``embedding`` of the rows alone. Its gradient is sparse on its way to the host, which makes a dense one of it."""
+    """``embedding`` with the rows alone. Its gradient is sparse on the way to the host, where it becomes dense."""
 
     @staticmethod
     def forward(
@@ -138,7 +142,9 @@ class _LookUp(torch.autograd.Function):
         numbers: Tensor,
         how: tuple[int, bool, bool],
     ) -> Tensor:
-        ctx.save_for_backward(indices)  # as embedding does: a second forward (a checkpoint's) may have the whole weight
+        # embedding saves the indices, too. A checkpoint's second forward may run that in place of this function, because
+        # the whole weight is there, and has to save the same tensors.
+        ctx.save_for_backward(indices)
         ctx.weight, ctx.table, ctx.numbers, ctx.how = weight._of.hosts[weight._index], table, numbers, how
         return F.embedding(renumbered, table.rows(numbers))
 
@@ -146,27 +152,28 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,), (indices,) = gradients, ctx.saved_tensors
         padding, by_frequency, sparse = ctx.how
-        # With a gradient of another kind among them, sparse ones are summed in another order; some cannot be summed.
-        unlike = ctx.table.used_whole or ctx.table.module.sparse
-        unlike = unlike or (gradient.dtype is torch.float16 and gradient.device.type == "cpu")
+        # Sparse gradients are summed in another order if there is a gradient of another layout among them, and those in
+        # float16 cannot be summed on the CPU.
+        needs_whole = ctx.table.used_whole or ctx.table.module.sparse
+        needs_whole = needs_whole or (gradient.dtype is torch.float16 and gradient.device.type == "cpu")
         backward = torch.ops.aten.embedding_backward
-        if unlike or _is_looked_at(ctx):
-            found = backward(gradient, indices, len(ctx.weight), padding, by_frequency, sparse)
+        if needs_whole or _is_looked_at(ctx):
+            result = backward(gradient, indices, len(ctx.weight), padding, by_frequency, sparse)
         else:
             ctx.table.leaves_as_rows()
             numbers = ctx.numbers.to(gradient.device)
             renumbered = torch.searchsorted(numbers, indices.to(numbers.dtype).contiguous())
             padding = int(torch.searchsorted(ctx.numbers, padding)) if padding in ctx.numbers else -1
             rows = backward(gradient, renumbered, len(numbers), padding, by_frequency, False)
-            found = coalesced(numbers, rows, ctx.weight.shape)
-        return found, None, None, None, None, None
+            result = coalesced(numbers, rows, ctx.weight.shape)
+        return result, None, None, None, None, None
 
 
 def _is_looked_at(ctx: Any) -> bool:
-    """Whether somebody but the engine will see the gradient: it has a graph, a hook, or is what was asked for."""
+    """Whether user code will see the gradient: it has a graph of its own, a hook, or autograd was asked for it."""
     if torch.is_grad_enabled() or gradient_hooks(ctx.weight):
         return True
     try:
         return not will_execute_node(ctx.next_functions[0][0])
-    except RuntimeError:  # how torch says that torch.autograd.grad was called for this leaf
+    except RuntimeError:  # torch raises this if torch.autograd.grad was called for this leaf
         return True

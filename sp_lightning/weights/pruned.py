@@ -1,8 +1,9 @@
-"""Pruned modules: their masks are on the device within a step, and on the host, where the weights are, after it.
+"""Moves the masks of pruned modules: within a step they are on the device, after it on the host, where the weights are.
 
 ``torch.nn.utils.prune`` keeps a mask in a buffer, ``weight_mask``, and multiplies it before each forward with a parameter,
-``weight_orig``, which streams; the product stays, as a plain attribute, ``weight``. Pruning once more, between two steps,
-draws a mask from the product and the mask before, and multiplies it with the parameter: all three have to be on the host.
+``weight_orig``, which streams. The product stays in a plain attribute, ``weight``. When the user prunes again between two
+steps, torch computes a mask from the product and the mask before, and multiplies it with the parameter. All three then have
+to be on the host.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from sp_lightning.device.torch_private import forward_pre_hooks, pruned_attribut
 
 
 class PrunedWeights:
-    """The masks and products of all pruned modules; nothing, where the device is the host.
+    """The masks and products of all pruned modules; none are moved if the device is the host.
 
     Args:
         module: the root.
-        device: the seam.
+        device: copies them.
     """
 
     def __init__(self, module: nn.Module, device: Device) -> None:
@@ -34,18 +35,18 @@ class PrunedWeights:
         self.hold_host()
 
     def hold_device(self) -> None:
-        """A step begins, or goes on: masks that nobody has written or exchanged since are there already."""
+        """Puts the masks on the device, as a step begins or goes on. Those that were not written since are there already."""
         for module, name in self._pruned:
             host = module._buffers.get(f"{name}_mask")
             mask = self._masks.get((module, name))
-            if host is None:  # the pruning was made permanent
+            if host is None:  # the user has made the pruning permanent
                 continue
             if mask is None or mask.host is not host or mask.version != host._version:
                 mask = self._masks[module, name] = _Mask(host, host._version, self._send(host))
             module._buffers[f"{name}_mask"] = mask.device
 
     def hold_host(self) -> None:
-        """The step is over, or interrupted: what it has left on the device comes to the host."""
+        """Brings masks and products to the host, after a step that has ended or was interrupted."""
         for module, name in self._pruned:
             present = module._buffers.get(f"{name}_mask")
             if present is None:
@@ -59,13 +60,13 @@ class PrunedWeights:
 
     def _send(self, host: Tensor) -> Tensor:
         with no_inference_mode(), torch.no_grad():
-            whole = host.detach().clone()  # dense, whatever the user's is
+            whole = host.detach().clone()  # dense memory, whatever the strides of the user's tensor
             flat = strided(whole, 0, torch.uint8, (whole.nbytes,), (1,))
             return strided(self._device.send(flat), 0, whole.dtype, whole.shape, whole.stride())
 
 
 class _Mask(NamedTuple):
-    """A mask on the host, at a version of it, and its copy on the device."""
+    """A mask on the host, the version of it that was sent, and its copy on the device."""
 
     host: Tensor
     version: int
@@ -73,6 +74,7 @@ class _Mask(NamedTuple):
 
 
 def _find_pruned(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The modules with a pruned weight, and the name of that weight."""
     return [
         (child, pruned_attribute(hook))
         for child in module.modules()

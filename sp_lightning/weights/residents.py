@@ -1,4 +1,4 @@
-"""Residents: the weights outside all layers, which stay on the device, in one piece of memory, and come anew as one."""
+"""Residents: the weights outside all layers. They stay on the device in one piece of memory and are sent as one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Residents:
     """The device's copy of the resident weights.
 
     Args:
-        layer: their layer; its device parameters are attached from here on.
-        source: brings its bytes on the host up to date.
-        device: the seam.
-        write_back: called with indices and values of those that were written on the device.
-        stays: addresses of storages that never leave the device; the residents' is added, and follows them.
+        layer: the layer that they form. Its device parameters are attached from the beginning.
+        source: brings the layer's bytes on the host up to date.
+        device: allocates the memory and copies into it.
+        write_back: called with the index and the value of each weight that was written on the device.
+        stays: addresses of storages that never leave the device. That of the residents' memory is added and kept current.
 
     Attributes:
-        nbytes: device memory.
+        nbytes: bytes of device memory.
     """
 
     def __init__(
@@ -49,18 +49,20 @@ class Residents:
 
     @property
     def address(self) -> int:
-        """Of that memory."""
+        """The address of the residents' memory."""
         return self._memory.data_ptr()
 
     def refresh(self) -> None:
-        """The device's copy is up to date, for whatever is computed from here on."""
+        """Brings the device's copy up to date for everything that is computed from now on."""
         group = self.group
         self._source.wait(self.layer)
         if not group.hosts or (self._current and not group.stale):
             return
         if not group.stale:
             self.take_back_writes()
-        elif self.layer.block.displaced:  # param.data = other, of the host's: graphs keep what they have saved views of
+        elif self.layer.block.displaced:
+            # The user gave a host parameter other memory (param.data = other). Graphs keep the memory that they have saved
+            # views of, as they do with plain autograd.
             self._take_memory()
             self._attach()
         self._device.access(self._memory, Stream.COMPUTE, write=False)
@@ -79,27 +81,28 @@ class Residents:
         self._current = True
 
     def forget(self) -> None:
-        """Host weights have been or may have been written."""
+        """Marks the device's copy as out of date, because host weights were or may have been written."""
         self._current = False
 
     def take_back_writes(self) -> None:
-        """What was written on the device is the host's now."""
+        """Takes what was written on the device over to the host."""
         written = self.group.take_written()
         if written:
             values = [(index, self.group.value(index)) for index in written]
             if any(value.untyped_storage().data_ptr() != self.address for _, value in values):
-                # param.data = other: a graph that has saved a view keeps what it saw, as plain autograd does.
+                # A parameter was given other memory on the device (param.data = other). A graph that has saved a view
+                # keeps the values that it saw, as with plain autograd.
                 self._take_memory()
             self._write_back(self.layer, values)
             self._attach()
             self._current = False
 
     def synchronize(self) -> None:
-        """The host waits until no transfer reads its weights any more."""
+        """Lets the host wait until no transfer reads its weights any more."""
         self._device.synchronize(self.layer.transfer, Wait.UPDATE_AFTER_RESIDENTS)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Frees the device memory."""
         self._memory = self._device.empty(0)
         self.nbytes = 0
 

@@ -1,9 +1,9 @@
-"""Editions: the values of weights as a graph has saved them, where plain autograd would not follow the weight either.
+"""Keeps values of weights that a graph has saved and that are about to be replaced.
 
-What autograd saves of a weight is packed as its place, and comes from wherever the layer is at that moment: it follows
-the weight. That is right for the weight itself, and for what is written in place. It is wrong where plain autograd holds
-other memory: autocast's copies, and views of a weight (the transpose that a linear layer saves) that was given other memory
-since (``param.data = other``). Whoever is about to replace such values keeps them for the graph that needs them.
+What autograd saves of a weight is packed as its place, and unpacked from wherever the layer is at that moment. It therefore
+follows the weight. That is right for the weight itself and for what is written in place. It is wrong where plain autograd
+holds memory of its own: autocast's copies, and views (such as the transpose that a linear layer saves) of a weight that was
+given other memory since (``param.data = other``). Whoever is about to replace such values keeps them for the graph.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from sp_lightning.device.modes import no_inference_mode
 
 
 class Edition:
-    """Values at one place of a layer's memory, which a graph has saved some of; it lives as long as they do.
+    """Values at one place of a layer's memory, of which a graph has saved some. Only such graphs keep it alive.
 
     Args:
-        begin: bytes from the start of the slot to the first of the values; a multiple of :data:`ALIGNMENT`.
+        begin: bytes from the start of the slot to the first value; a multiple of :data:`ALIGNMENT`.
 
     Attributes:
-        kept: their bytes, flat, on the host, once others have taken their place; None while the slot has them.
+        kept: the values' bytes on the host, flat ``uint8``, once other values have taken their place; None before.
     """
 
     def __init__(self, begin: int) -> None:
@@ -36,9 +36,9 @@ class Edition:
     def recall(
         self, device: Device, offset: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
     ) -> Tensor:
-        """Some of the kept values, in memory of their own on the device; ``offset`` in bytes from the slot's start."""
+        """Returns some of the kept values in new device memory; ``offset`` counts bytes from the start of the slot."""
         assert self.kept is not None
-        ahead = offset % ALIGNMENT  # what is there has the alignment that it had: kernels choose by it
+        ahead = offset % ALIGNMENT  # the values keep the alignment that they had, because kernels are chosen by it
         last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         source = self.kept[offset - ahead - self._begin :][: ahead + (last + 1) * dtype.itemsize]
         memory = device.send(source)
@@ -47,10 +47,10 @@ class Edition:
 
 
 class Editions:
-    """The present edition of one place, if a graph has saved some of it.
+    """The present values of one place of a layer's memory.
 
     Args:
-        begin: of the place; see :class:`Edition`.
+        begin: bytes from the start of the slot to the place; see :class:`Edition`.
     """
 
     def __init__(self, begin: int) -> None:
@@ -59,11 +59,11 @@ class Editions:
 
     @property
     def saved(self) -> bool:
-        """Whether a graph that lives has saved some of the present values."""
+        """Whether a graph that is still alive has saved some of the present values."""
         return self._now is not None and self._now() is not None
 
     def now(self) -> Edition:
-        """For what a graph saves now."""
+        """The present values, for a graph that saves some of them."""
         edition = self._now() if self._now is not None else None
         if edition is None:
             edition = Edition(self._begin)
@@ -71,7 +71,11 @@ class Editions:
         return edition
 
     def keep(self, values: Tensor) -> None:
-        """Other values come: whoever has saved some of the present ones finds these, which nobody else writes."""
+        """Keeps the present values for the graphs that have saved some of them, before others take their place.
+
+        Args:
+            values: the bytes of the present values, flat ``uint8`` on the host. Nobody else writes this memory.
+        """
         edition = self._now() if self._now is not None else None
         if edition is not None:
             edition.kept = values

@@ -1,4 +1,4 @@
-"""The places where parameters sit in the module tree, which hold the host's or the device's."""
+"""Swaps the parameters in the module tree: modules hold either the host's or the device's."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from sp_lightning.weights.layer import StreamedLayer
 
 
 class Places:
-    """All places of all streamed and resident parameters of a module.
+    """Swaps all streamed and resident parameters of a module.
 
     Args:
         module: the root.
-        places: parameter → where it sits; a shared parameter has several places.
-        layers: with host's and device's parameters in the same order.
-        wrapped: of parameters that consist of several, which sit in the module's places: the host's and its stand-in.
+        places: the places of each parameter in the module tree. A shared parameter has several.
+        layers: the layers, whose host and device parameters are in the same order.
+        wrapped: the stand-in of each wrapped parameter, which takes its place in the module.
     """
 
     def __init__(
@@ -43,31 +43,32 @@ class Places:
         """Whether the modules hold device parameters now."""
 
     def hold_device(self) -> None:
-        """Device parameters into the modules."""
+        """Puts the device parameters into the modules."""
         self.on_device = True
         _swap(self._swaps)
 
     def hold_host(self) -> None:
-        """The host's parameters into the modules."""
+        """Puts the host's parameters into the modules."""
         _swap((place, host, device) for place, device, host in self._swaps)
-        for module in self._modules:  # user code may have tied weights meanwhile: b.weight = a.weight
+        for module in self._modules:  # user code may have tied weights since (b.weight = a.weight)
             parameters: dict[str, Any] = module._parameters
             for attribute, parameter in parameters.items():
-                # Not isinstance, which is slow for a Parameter: its metaclass asks in Python.
+                # isinstance is slow: the metaclass of Parameter checks in Python.
                 if issubclass(type(parameter), (DeviceParameter, StandInForWrapped)):
                     parameters[attribute] = parameter.host
-        self.on_device = False  # now: who was interrupted before this does it again
+        self.on_device = False  # set last, so that a call that was interrupted is repeated
 
     def changed(self) -> bool:
-        """Whether modules or parameters were exchanged or renamed, or parameters changed their dtype, shape or strides."""
+        """Whether modules or parameters were replaced or renamed, or parameters changed their dtype, shape or strides."""
         return self._take_fingerprint() != self._fingerprint
 
     def close(self) -> None:
-        """Let go of the device parameters."""
+        """Drops the device parameters."""
         self._swaps.clear()
 
     def _take_fingerprint(self) -> list[tuple[object, ...]]:
-        with DisableTorchFunctionSubclass():  # neither weights nor gradients are read: no update need be waited for
+        # Updates may be under way. Neither weights nor gradients are read here, so nothing is to wait for them.
+        with DisableTorchFunctionSubclass():
             return [
                 (
                     id(module),
@@ -78,10 +79,10 @@ class Places:
 
 
 def _swap(swaps: Iterable[tuple[Place, nn.Parameter, nn.Parameter]]) -> None:
-    """Put ``new`` wherever ``old`` sits; a place that holds something else belongs to somebody else."""
+    """Puts ``new`` into every place that holds ``old``. User code has put something else into the other places."""
     for (module, attribute), new, old in swaps:
         parameters = module._parameters
         if parameters.get(attribute) is old:
             parameters[attribute] = new
-            if isinstance(module, nn.RNNBase):  # it keeps a list beside them
+            if isinstance(module, nn.RNNBase):  # it keeps a list of its weights, which its __setattr__ renews
                 setattr(module, attribute, new)

@@ -1,4 +1,4 @@
-"""What nobody shows: weights of the host that were written within a step where torch bumps no version."""
+"""Finds host weights that were written within a step in a way that no version shows (``check_writes=True``)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _Look = tuple[int, int, str]
 
 
 class WeightWatch:
-    """Compares the host's weights with what they were when somebody looked last, by a pass over them.
+    """Compares the digests of the host's weights with those of the last look, by a pass over all weights.
 
     Args:
-        blocks: the host store. What is written on the device is not looked at here.
+        blocks: the host store. What is written on the device is not compared here.
     """
 
     def __init__(self, blocks: Sequence[HostBlock]) -> None:
@@ -26,29 +26,29 @@ class WeightWatch:
         self._looks: dict[tuple[HostBlock, int], _Look] = {}
 
     def look(self) -> None:
-        """What the weights are now is right."""
+        """Takes the present values of all weights for right."""
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             self._looks = dict(zip(self._places, threads.map(_look, self._places), strict=True))
 
     def look_away(self) -> None:
-        """Whoever comes next may write the host's weights."""
+        """Forgets the last look, because what comes next may write the host's weights."""
         self._looks = {}
 
     def look_at(self, block: HostBlock, index: int) -> None:
-        """The engine has written a weight."""
+        """Takes the present value of one weight for right, because the engine has written it."""
         self._looks[block, index] = _look((block, index))
 
     def compare(self) -> None:
-        """Whoever has looked last, and nobody since, has to be right.
+        """Compares all weights with the last look, if there was one.
 
         Raises:
-            RuntimeError: a weight has other values under the version and the address that it had.
+            RuntimeError: a weight has other values although its version and its address are the same.
         """
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             for (block, index), now in zip(self._places, threads.map(_look, self._places), strict=True):
                 before = self._looks.get((block, index), now)
-                if now[:2] == before[:2] and now != before:  # an exchange, or a version, is seen without us
-                    self._looks = {}  # said once
+                if now[:2] == before[:2] and now != before:  # other versions and addresses are noticed elsewhere
+                    self._looks = {}  # the error is raised only once
                     name = block.planned.spans[index].name
                     raise RuntimeError(
                         f"Parameter {name!r} was written within a step by a way that torch shows no sign of: the .data of a "
