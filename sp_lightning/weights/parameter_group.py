@@ -1,4 +1,4 @@
-"""The device parameters of one layer: there while the layer is used, stand-ins while it is away."""
+"""The device parameters of one layer. They are stand-ins while the layer is away."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ if TYPE_CHECKING:
 
 
 class Doors(Protocol):
-    """The ways by which what modules do with weights reaches the engine: the one way up from here."""
+    """The calls by which uses of weights reach the engine: the only way up from this wing."""
 
     def on_demand(self, parameters: Sequence[DeviceParameter], *, casts: bool = False) -> AbstractContextManager[None]:
         """A context during which these device parameters, or their ``casts``, are on the device."""
 
     def saves_raw(self) -> bool:
-        """Whether autograd would save tensors as they are now, and not as the engine's hooks pack them."""
+        """Whether autograd would now save tensors as they are, without the engine's hooks packing them."""
 
     def gradient_arrived(self, layer: StreamedLayer, index: int, parameter: Tensor) -> None:
-        """Autograd has put a gradient on a device parameter."""
+        """Called after autograd has put a gradient on a device parameter."""
 
     def gradients_complete(self, layer: StreamedLayer) -> None:
-        """All parameters of a layer, and of its masters, have got their gradients in this backward."""
+        """Called when all parameters of a layer and of its masters have their gradients in this backward."""
 
     def replacing(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
-        """``param.data = value`` follows; the layer is on the device."""
+        """Called before ``param.data = value``, while the layer is on the device."""
 
     def settle_writes(self, layer: StreamedLayer) -> None:
-        """Somebody asks which weights of a layer were written: the host takes over what was."""
+        """Has the host take over what was written on the device, because somebody asks which weights were written."""
 
     def reading_rows(self, layer: StreamedLayer) -> AbstractContextManager[bool]:
-        """A context in which a table's host weight is up to date and nobody writes it. It yields whether its rows will do."""
+        """A context in which a table's host weight is up to date and nobody writes it; yields whether rows will do."""
 
 
 class ParameterGroup:
@@ -67,20 +67,20 @@ class ParameterGroup:
     Args:
         spans: where each parameter lies in the layer's memory.
         hosts: the user's parameters, in the same order.
-        device: of the slots.
+        device: the device of the slots.
         autocast: the dtype of these parameters' casts, if they are masters.
 
     Attributes:
-        layer, doors: whose they are, and who is asked for it; from :meth:`connect` on.
-        shared: whether several threads use them.
-        casts: of masters, what their functions are given in their place while the layer has the right ones.
-        look_up: of a table, ``embedding`` without the whole weight.
-        editions: what graphs have saved views of.
-        exposed: the weights whose ``.data`` was handed out: nobody knows when it is written.
-        apart: the weights that were given another dtype, in device memory of their own.
-        outside: the weights that were given other memory (``param.data = other``), which somebody else holds and may write.
-        unseen: how often each weight was found to have been written where no version shows it.
-        steps: a number that rises with each optimizer's step; a fused step bumps no version.
+        layer, doors: the layer, and the engine that is asked for it; set by :meth:`connect`.
+        shared: whether several threads use the parameters.
+        casts: the casts that functions are given in place of masters, while the layer is on the device and has them.
+        look_up: ``embedding`` with the rows alone, if the parameter is that of an embedding table.
+        editions: for each weight, the values that graphs have saved views of.
+        exposed: indices of the weights whose ``.data`` was handed out. Nobody knows when they are written.
+        apart: by index, the weights that were given another dtype; they have device memory of their own.
+        outside: by index, the weights that were given other memory (``param.data = other``). Others may hold and write it.
+        unseen: how often each weight was found to have been written without a change of its version.
+        steps: a number that rises with each step of an optimizer, because a fused step changes no version.
     """
 
     layer: StreamedLayer
@@ -101,7 +101,7 @@ class ParameterGroup:
         self.autocast = autocast
         self.casts: Sequence[Tensor] | None = None
         self.look_up: Callable[..., Tensor | None] | None = None
-        self._lossless: tuple[int, int, int] | None = None  # index, address, version of the gradient under way
+        self._lossless: tuple[int, int, int] | None = None  # index, address and version of a gradient on its way
         self.editions = [Editions(span.offset) for span in spans]
         self.exposed: set[int] = set()
         self.apart: dict[int, Tensor] = {}
@@ -116,26 +116,27 @@ class ParameterGroup:
         with no_inference_mode():
             self._away = [_nothing_like(span, device) for span in spans]
             self.all = [self._make(index) for index in range(len(spans))]
-        # An accumulator that lives keeps the count of references the same, whether a graph is alive or not.
+        # An accumulator holds a reference to its parameter: kept alive, it adds one whether a graph is alive or not.
         self._accumulators: list[GradientEdge | None] = [None] * len(spans)
         self._synced: list[bool] | None = None
-        self._references: dict[int, int] = {}  # to each, at the beginning of its layer's forward
-        self._kept: dict[int, int] = {}  # by somebody, since then
-        with no_inference_mode(), Untouched():  # they count versions with the parameters, and have no class of ours
+        self._references: dict[int, int] = {}  # references to each parameter when its layer's forward began
+        self._kept: dict[int, int] = {}  # the same, for those that somebody has kept since then
+        with no_inference_mode(), Untouched():  # these share the parameters' versions, and are read without a call
             self._counters = [parameter.detach() for parameter in self.all]
         self._versions = versions(self._counters)
         self._host_versions = versions(hosts)
         self._addresses = addresses(hosts)
 
     def connect(self, layer: StreamedLayer, doors: Doors) -> None:
-        """From here on they can be used."""
+        """Sets the layer, and the engine that is asked for it. The parameters can be used from now on."""
         self.layer = layer
         self.doors = doors
 
     def _make(self, index: int) -> DeviceParameter:
         host = self.hosts[index]
         takes_gradient = host.is_floating_point() or host.is_complex()
-        away = self._away[index].new_empty(()).expand_as(self._away[index])  # not _away: it would share its version
+        # The data is set afterwards, because a parameter that was made of _away would share its version.
+        away = self._away[index].new_empty(()).expand_as(self._away[index])
         parameter: Any = nn.Parameter(away, requires_grad=takes_gradient)
         tensor_data.__set__(parameter, self._away[index])
         if takes_gradient:
@@ -153,22 +154,22 @@ class ParameterGroup:
         return parameter
 
     def _hooked(self, index: int, gradient: Tensor) -> Tensor | None:
-        hooks = gradient_hooks(self.hosts[index])  # they may write it where no version shows that
+        hooks = gradient_hooks(self.hosts[index])  # they may write the gradient without a change of its version
         if self.autocast is not None:
             lossless = not hooks and came_from_cast(gradient)
             self._lossless = (index, gradient.data_ptr(), gradient._version) if lossless else None
         return _run(hooks, gradient) if hooks else None
 
     def lossless(self, index: int, gradient: Tensor) -> bool:
-        """Whether the dtype of the casts holds all of a gradient that has arrived, unchanged by anybody's hooks."""
+        """Whether the casts' dtype can represent a gradient that has arrived, because no hook has changed it."""
         return self._lossless is not None and self._lossless == (index, gradient.data_ptr(), gradient._version)
 
     def away(self, index: int) -> Tensor:
-        """What a parameter's data is while its layer is away."""
+        """The data that a parameter has while its layer is away."""
         return self._away[index]
 
     def attach(self, views: Sequence[Tensor]) -> None:
-        """The layer is on the device: every parameter becomes what ``views`` has for it, on lent memory."""
+        """Gives every parameter its view of the slot, because the layer is on the device."""
         if self.outside:
             views = [self.outside.get(index, value) for index, value in enumerate(views)]
         if self.apart:
@@ -181,13 +182,13 @@ class ParameterGroup:
         self.attached = True
 
     def set_apart(self, index: int, value: Tensor) -> None:
-        """A weight was given another dtype: the layer's memory has no place for it."""
+        """Keeps a weight that was given another dtype, for which the layer's memory has no place."""
         with no_inference_mode():
             self.apart[index] = value
             self._away[index] = _nothing_like(value, self.device)
 
     def refuse_exchanged(self, index: int) -> None:
-        """Autograd saved a weight in its layer's memory, where it is no more if it was given another dtype since."""
+        """Raises a RuntimeError if a weight that autograd saved in its layer's memory was given another dtype since."""
         with Untouched():
             now = self.all[index].dtype
         if now is not self.spans[index].dtype:
@@ -198,30 +199,30 @@ class ParameterGroup:
 
     def _with_those_apart(self, views: Sequence[Tensor]) -> Sequence[Tensor]:
         with no_inference_mode(), torch.no_grad():
-            apart = {index: mine.copy_(self.hosts[index]) for index, mine in self.apart.items()}
+            apart = {index: weight.copy_(self.hosts[index]) for index, weight in self.apart.items()}
         return [apart.get(index, value) for index, value in enumerate(views)]
 
     def share(self, shared: bool) -> None:
-        """Whether several threads use weights: each use is noticed then, so that none leaves under another's hands."""
+        """Sets whether several threads use weights. If so, each use is noticed, so that none leaves while it is used."""
         self.shared = shared
         if self.attached:
             self.ask(before_use=shared)
 
     def ask(self, before_use: bool) -> None:
-        """Whether each use of what is there is to be noticed all the same, as that of a stand-in is."""
+        """Sets whether each use of the weights is noticed although they are on the device, as a stand-in's use is."""
         for parameter, kind in zip(self.all, self._absent if before_use else self._present, strict=True):
             set_class(parameter, kind)
 
     def watch(self) -> None:
-        """The layer's own forward begins: whoever keeps a device parameter from here on may be autograd's hooks."""
+        """Counts references as the layer's forward begins, because hooks of autograd may keep device parameters in it."""
         self._references = dict(enumerate(self._count_references())) | self._still_kept()
 
     def detach(self) -> None:
-        """The layer's slot may be reused, once :meth:`let_go` says so.
+        """Turns the parameters into stand-ins. The layer's slot may be reused once :meth:`let_go` says so.
 
-        A device parameter that somebody has kept since :meth:`watch` stays a view of the slot's memory: a checkpoint's
-        recompute keeps frozen weights so, and so do saved-tensor hooks that return what they are given. Autograd would
-        read it without asking. Whoever else uses it is noticed, as with all that are away.
+        A device parameter that somebody has kept since :meth:`watch` stays a view of the slot's memory, because autograd
+        would read it without a call. A checkpoint's recompute keeps frozen weights in this way, and so do saved-tensor
+        hooks that return what they are given. Every other use is noticed, as it is of all stand-ins.
         """
         self._kept, self._references = self._references or self._kept, {}
         self._kept = self._still_kept()
@@ -233,7 +234,7 @@ class ParameterGroup:
         self.attached = False
 
     def let_go(self) -> bool:
-        """Take the memory from what nobody keeps any more. Returns whether nothing is kept."""
+        """Takes the memory from the parameters that nobody keeps any more. Returns whether none are kept now."""
         if self._kept and not self.attached:
             before, self._kept = self._kept, self._still_kept()
             with Untouched():
@@ -242,12 +243,12 @@ class ParameterGroup:
         return not self._kept
 
     def _still_kept(self) -> dict[int, int]:
-        """Which device parameters have more references than they had without whoever keeps them, and how many that was."""
+        """The parameters that still have more references than before somebody kept them, with the number before."""
         now = self._count_references() if self._kept else []
         return {index: before for index, before in self._kept.items() if now[index] > before}
 
     def at(self, offset: int) -> int | None:
-        """The parameter that lies ``offset`` bytes into the layer's memory; None between them, and for a cast."""
+        """The index of the parameter at ``offset`` bytes of the layer's memory; None between parameters, and in casts."""
         index = bisect_right(self._offsets, offset) - 1
         if index < 0:
             return None
@@ -255,26 +256,26 @@ class ParameterGroup:
         return index if offset < span.offset + max(span.nbytes, 1) else None
 
     def version(self, index: int) -> int:
-        """How often a weight was written, on the host or on the device, as far as versions show it."""
+        """The version of a weight: how often it was written on the host or on the device, as far as torch counts."""
         return self._counters[index]._version
 
     def version_once_fetched(self, index: int) -> int:
-        """As :meth:`version`, once :meth:`fetched` has taken in what the host has written since."""
+        """What :meth:`version` will be once :meth:`fetched` has counted what was written on the host since."""
         return self.version(index) + (self.hosts[index]._version != self._host_versions[index])
 
     def _count_references(self) -> list[int]:
         return list(map(sys.getrefcount, self.all))
 
     def writes(self, index: int) -> int:
-        """A number that rises with each write of a weight by anybody, shown by a version or not."""
+        """A number that rises with each write of a weight that the engine knows of, whether a version shows it or not."""
         if index in self.exposed or self.version(index) != self._versions[index]:
             self.doors.settle_writes(self.layer)
         return self.version_once_fetched(index) + self.steps + self.unseen[index]
 
     def take_written(self) -> list[int]:
-        """The weights that were, or through ``.data`` may have been, written since the last call.
+        """The indices of the weights that were written on the device since the last call, or may have been by ``.data``.
 
-        Written while the layer was there, or afterwards through a view that somebody still holds.
+        They were written while the layer was there, or afterwards through a view that somebody still holds.
         """
         now = versions(self._counters)
         before, self._versions = self._versions, now
@@ -284,17 +285,17 @@ class ParameterGroup:
         return sorted(changed | self.exposed)
 
     def alias(self, index: int) -> Tensor:
-        """As :meth:`value`, with the device parameter's own version: writes of it show."""
+        """Returns :meth:`value` with the version of the device parameter itself, so that writes to it show."""
         with Untouched():
             return self.all[index].detach()
 
     def value(self, index: int) -> Tensor:
-        """What a device parameter is now; attached."""
+        """The data of a device parameter, while the layer is attached."""
         with Untouched():
             return tensor_data.__get__(self.all[index])
 
     def sync_requires_grad(self) -> None:
-        """Follow the user, who may freeze and unfreeze between two forwards."""
+        """Follows the host's parameters, which the user may freeze and unfreeze between two forwards."""
         wanted = [host.requires_grad for host in self.hosts]
         if wanted == self._synced:
             return
@@ -330,11 +331,11 @@ class ParameterGroup:
         self._host_versions = now
 
     def written_back(self) -> None:
-        """The host's parameters have taken over what was written on the device: no change from outside."""
+        """Notes that the host's versions have changed because the host took over what was written on the device."""
         self._host_versions = versions(self.hosts)
 
     def close(self) -> None:
-        """Let go of everything: autograd holds hooks where the garbage collector does not look."""
+        """Drops everything, because autograd holds hooks where the garbage collector does not see them."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -343,21 +344,22 @@ class ParameterGroup:
         self.all.clear()
 
     def expose(self) -> None:
-        """Any weight of the layer may be written at any time, where no version shows it."""
+        """Notes that any weight of the layer may be written at any time without a change of its version."""
         self.exposed.update(range(len(self.all)))
 
     def present(self, parameter: DeviceParameter) -> AbstractContextManager[None]:
-        """A context in which a parameter's layer is there."""
+        """A context in which a parameter's layer is on the device."""
         return self.doors.on_demand([parameter]) if isinstance(parameter, StandIn) else nullcontext()
 
 
 @cache
-def _with_user_class(ours: type[DeviceParameter], theirs: type[nn.Parameter]) -> type[DeviceParameter]:
-    """Our class, which is also the user's own subclass of ``Parameter`` if there is one."""
-    return ours if theirs in (nn.Parameter, Tensor) else type(f"{ours.__name__}{theirs.__name__}", (ours, theirs), {})
+def _with_user_class(kind: type[DeviceParameter], users: type[nn.Parameter]) -> type[DeviceParameter]:
+    """A class of device parameters that also derives from the user's subclass of ``Parameter``, if there is one."""
+    return kind if users in (nn.Parameter, Tensor) else type(f"{kind.__name__}{users.__name__}", (kind, users), {})
 
 
 def _run(hooks: dict[int, Callable[..., Any]], gradient: Tensor) -> Tensor:
+    """Runs hooks on a gradient, which each of them may replace."""
     for hook in list(hooks.values()):
         replaced = hook(gradient)
         gradient = gradient if replaced is None else replaced
@@ -365,5 +367,6 @@ def _run(hooks: dict[int, Callable[..., Any]], gradient: Tensor) -> Tensor:
 
 
 def _nothing_like(value: Span | Tensor, device: torch.device) -> Tensor:
+    """A scalar, NaN if the dtype has it, that is expanded to the shape of ``value``."""
     fill = float("nan") if value.dtype.is_floating_point or value.dtype.is_complex else 0
     return torch.full((), fill, dtype=value.dtype, device=device).expand(value.shape)
