@@ -1,4 +1,4 @@
-"""Assembly: a module's layers, with their memory on the host, their device parameters and their tables."""
+"""Assembly: builds a module's layers, with their memory on the host, their device parameters and their tables."""
 
 from __future__ import annotations
 
@@ -21,31 +21,30 @@ from sp_lightning.weights.parameter_group import ParameterGroup
 
 
 def make_layers(found: Found, plan: Plan, device: Device, staging: Staging, *, pin: bool) -> list[StreamedLayer]:
-    """The layers of a plan in the order of :attr:`Plan.moving`, then the residents.
+    """Makes the layers of a plan, in the order of :attr:`Plan.moving`; the residents come last.
 
     The module's parameters become views of the layers' memory on the host.
 
     Args:
-        found: what the plan was made for.
-        plan: where everything lies.
-        device: the seam.
+        found: the layers of the module, for which the plan was made.
+        plan: says where everything lies.
+        device: allocates memory.
         staging: host memory for gradients.
-        pin: page-lock host memory.
+        pin: whether host memory is page-locked.
     """
     kinds = list(_kinds(plan))
     found_layers = (*found.layers, *found.masters, *found.tables, found.residents)
     blocks = [
-        HostBlock(each, planned, device, staging, pin=pin, fetched_seldom=kind in (Kind.MASTERS, Kind.TABLE))
-        for each, planned, kind in zip(found_layers, (*plan.moving, plan.residents), kinds, strict=True)
+        HostBlock(layer, planned, device, staging, pin=pin, fetched_seldom=kind in (Kind.MASTERS, Kind.TABLE))
+        for layer, planned, kind in zip(found_layers, (*plan.moving, plan.residents), kinds, strict=True)
     ]
     if pin:
         _warn_unpinned(
             [block for block, kind in zip(blocks, kinds, strict=True) if kind in (Kind.BLOCK, Kind.RESIDENTS)]
         )
     layers: dict[int, StreamedLayer] = {}
-    for index in sorted(
-        range(len(blocks)), key=lambda index: kinds[index] is Kind.BLOCK
-    ):  # masters before their owners
+    # Blocks come last, because masters have to exist before their owners.
+    for index in sorted(range(len(blocks)), key=lambda index: kinds[index] is Kind.BLOCK):
         block, kind = blocks[index], kinds[index]
         masters = None if block.planned.masters is None else layers[block.planned.masters]
         autocast = found.autocast if kind is Kind.MASTERS else None
@@ -65,10 +64,11 @@ def make_layers(found: Found, plan: Plan, device: Device, staging: Staging, *, p
 def make_tables(
     found: Found, layers: Sequence[StreamedLayer], device: Device, *, pin: bool, compacted: set[StreamedLayer]
 ) -> list[Table]:
-    """Every embedding of which rows travel; its layer knows it from here on."""
+    """Makes the tables, one for each embedding of which only rows travel, and gives them to their layers."""
     tables = []
-    for layer, each in zip([each for each in layers if each.kind is Kind.TABLE], found.tables, strict=True):
-        embedding: Any = found.places[each.parameters[0][1]][0].module
+    table_layers = [layer for layer in layers if layer.kind is Kind.TABLE]
+    for layer, found_layer in zip(table_layers, found.tables, strict=True):
+        embedding: Any = found.places[found_layer.parameters[0][1]][0].module
         table = layer.table = Table(embedding, layer, device, pin=pin, compacted=compacted)
         layer.parameters.look_up = table.look_up
         tables.append(table)
@@ -76,7 +76,7 @@ def make_tables(
 
 
 def stand_ins_for_wrapped(found: Found, layers: Sequence[StreamedLayer]) -> dict[nn.Parameter, Any]:
-    """What modules hold in a step for each parameter that consists of several plain tensors, which the layers have."""
+    """Makes a stand-in for each wrapped parameter, whose parts are in the layers. Modules hold it during a step."""
     where = {
         id(part): (layer.parameters, index) for layer in layers for index, part in enumerate(layer.block.parameters)
     }
@@ -89,13 +89,13 @@ def stand_ins_for_wrapped(found: Found, layers: Sequence[StreamedLayer]) -> dict
 
 
 def _bring(members: Sequence[tuple[ParameterGroup, int]]) -> list[Tensor]:
-    """What a wrapped parameter consists of, on the device: the slot is held while somebody holds that."""
+    """Returns the parts of a wrapped parameter on the device. Whoever holds them holds their slots."""
     with members[0][0].doors.on_demand([group.all[index] for group, index in members]):
         return [group.alias(index) for group, index in members]
 
 
 def _expose(members: Sequence[tuple[ParameterGroup, int]]) -> None:
-    """They have been written, or may be at any time, where no version shows it."""
+    """Notes that the parts of a wrapped parameter may be written at any time without a change of their versions."""
     for group, index in members:
         group.exposed.add(index)
 

@@ -1,4 +1,4 @@
-"""What modules hold: the host's parameters between steps, the device's while a step runs."""
+"""Exchanges what modules hold: the host's parameters between steps, the device's while a step runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Exchange:
     """Exchanges parameters, and the buffers that are beside them. The caller holds the engine's lock.
 
     Args:
-        places: where parameters sit.
-        residents: up to date whenever modules hold the device's parameters.
+        places: swaps the parameters.
+        residents: the residents, which are up to date whenever modules hold the device's parameters.
         lent: is told that residents may be written.
-        pruned, averages: buffers that are on the device only within a step.
-        watch: looks at the host's weights, where ``check_writes`` asks for it.
+        pruned, averages: the buffers that are on the device only within a step.
+        watch: looks for writes of the host's weights, if ``check_writes`` asks for it; otherwise None.
     """
 
     def __init__(
@@ -46,11 +46,15 @@ class Exchange:
 
     @property
     def changed(self) -> bool:
-        """Whether the user exchanged or renamed modules or parameters, or gave a parameter another dtype or shape."""
+        """Whether the user replaced or renamed modules or parameters, or gave a parameter another dtype or shape."""
         return self._places.changed()
 
     def to_device(self) -> bool:
-        """Device parameters into the modules; residents up to date. Returns whether the modules held the host's."""
+        """Puts the device's parameters into the modules, and brings residents up to date.
+
+        Returns:
+            Whether the modules held the host's parameters before.
+        """
         was_away = not self._places.on_device
         if was_away:
             self._residents.group.ask(before_use=False)
@@ -61,7 +65,7 @@ class Exchange:
         return was_away
 
     def to_host(self) -> None:
-        """The host's parameters into the modules."""
+        """Puts the host's parameters into the modules."""
         if self._places.on_device:
             self._residents.group.ask(before_use=True)
             self._places.hold_host()
@@ -72,7 +76,7 @@ class Exchange:
                 average.send_back()
 
     def close(self) -> None:
-        """Lets go of the device parameters; buffers stay on the host for good."""
+        """Drops the device parameters. Buffers stay on the host for good."""
         self._places.close()
         for average in self._averages:
             average.close()

@@ -1,4 +1,4 @@
-"""The host store as the source of layers' bytes: updated, cast anew, with what the user put under the parameters."""
+"""The host store as the source of layers' bytes: updated, cast anew, and with the memory that users gave to parameters."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class HostSource:
     """The :class:`~sp_lightning.weights.source.BlockSource` of one device. The caller holds the engine's lock.
 
     Args:
-        layers: all of them.
-        slots: what transfers read the host's memory into.
-        updates: what may be under way to it.
-        device: the seam.
-        watch: notes what is adopted, where ``check_writes`` looks for writes.
+        layers: all layers.
+        slots: the slots, whose transfers read the host's memory.
+        updates: the updates that may be under way.
+        device: is told of reads and writes.
+        watch: is told which weights were adopted, if ``check_writes`` looks for writes; otherwise None.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class HostSource:
         self._updates.wait(layer, Wait.FETCH_AFTER_UPDATE)
 
     def stage(self, layer: StreamedLayer) -> Staged:
-        """The layer's block, with casts of its masters as they are now."""
+        """Returns the bytes of the layer's block, in which the casts are those of the present masters."""
         self.wait(layer)
         self._adopt(layer)
         if layer.masters is not None and layer.casts is not None:
@@ -54,24 +54,25 @@ class HostSource:
         return layer.block.weights, None
 
     def synchronize(self) -> None:
-        """The host waits until no transfer reads its weights any more: whatever comes now may write them."""
+        """Lets the host wait until no transfer reads its weights any more, because what comes now may write them."""
         self._slots.synchronize(Wait.UPDATE_AFTER_FETCH)
         for layer in self._layers:
             if layer.kind is Kind.RESIDENTS:
                 self._device.synchronize(layer.transfer, Wait.UPDATE_AFTER_RESIDENTS)
-            if not self._updates.under_way(layer):  # written by whatever comes now: optimizer, hooks, callbacks
+            if not self._updates.under_way(layer):  # an optimizer, a hook or a callback may write it now
                 self._device.access(layer.block.weights, None, write=True)
 
     def doubt(self, layers: Sequence[StreamedLayer]) -> None:
-        """The host's weights of these layers may have been written unseen: their copies are out of date."""
+        """Marks the copies of these layers as out of date, because their weights may have been written on the host."""
         for layer in layers:
             layer.invalidate()
-            # Whoever writes weights waits for updates first, so that what is being updated was not written.
+            # User code that writes weights waits for their updates first. A layer whose update is under way was therefore
+            # not written.
             if layer.casts is not None and not self._updates.under_way(layer):
                 layer.casts.doubt()
 
     def _adopt(self, layer: StreamedLayer) -> None:
-        """Takes in what the user put under the layer's parameters (``param.data = other``)."""
+        """Absorbs the memory that the user gave to the layer's parameters (``param.data = other``)."""
         block = layer.block
         displaced = block.displaced
         if not displaced:
@@ -83,26 +84,24 @@ class HostSource:
             keep_saved(layer, index)
             layer.parameters.unseen[index] += 1
         block.adopt()
-        if (
-            layer.owner is not layer and layer.owner.casts is not None
-        ):  # the block's memory is the same, its values are others
-            layer.owner.casts.doubt()
+        if layer.owner is not layer and layer.owner.casts is not None:
+            layer.owner.casts.doubt()  # the masters have other values although their block has the same memory
         if self._watch is not None:
             for index in displaced:
                 self._watch.look_at(block, index)
 
     def _refuse_tied(self, block: HostBlock, displaced: Sequence[int]) -> None:
-        mine = {block.parameters[index].data_ptr(): block.planned.spans[index].name for index in displaced}
+        names = {block.parameters[index].data_ptr(): block.planned.spans[index].name for index in displaced}
         for other in self._layers:
             block = other.block
             for span, parameter, address in zip(block.planned.spans, block.parameters, block.addresses, strict=True):
-                name = mine.get(address)
+                name = names.get(address)
                 if name is not None and name != span.name and parameter.data_ptr() == address and parameter.numel():
                     raise RuntimeError(tied(name, span.name))
 
 
 def tied(name: str, other: str) -> str:
-    """What to say where one parameter was given another one's memory."""
+    """The error message for a parameter that was given another parameter's memory."""
     return (
         f"Parameter {name!r} was given the memory of {other!r} (param.data = other.data); moving them would part them "
         f"silently. Tie them by sharing one object (module_b.weight = module_a.weight), or give it a copy: "

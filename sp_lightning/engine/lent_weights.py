@@ -1,4 +1,4 @@
-"""Lent weights: what modules have of the layers in use, and what the host takes back of what they wrote there."""
+"""Lent weights: gives modules the weights of the layers in use, and takes back to the host what they wrote there."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class LentWeights:
     """The :class:`~sp_lightning.engine.residency.Tenants` of a real model. The caller holds the engine's lock.
 
     Args:
-        slots: whose memory is lent.
-        device: the seam.
-        stays: addresses of storages that never leave the device; what weights are given in a step is added for that step.
-        watch: notes the writes of the engine itself, where ``check_writes`` looks for those of others.
+        slots: the slots, whose memory is lent.
+        device: waits for compute, and is told of reads and writes.
+        stays: addresses of storages that never leave the device. Memory that weights are given in a step is added for it.
+        watch: is told which weights the engine itself has written, if ``check_writes`` looks for writes; otherwise None.
 
     Attributes:
         write_backs: how often the host has waited to take back a weight.
@@ -36,29 +36,29 @@ class LentWeights:
         self._device = device
         self._stays = stays
         self._watch = watch
-        self._given: set[int] = set()  # addresses of memory that weights were given in this step
-        self._kept: set[StreamedLayer] = set()  # released, and some weights may still be kept as they were
-        self._outside: set[StreamedLayer] = set()  # released, and somebody holds memory that some weights were given
+        self._given: set[int] = set()  # addresses of the memory that weights were given in this step
+        self._kept: set[StreamedLayer] = set()  # released layers of which somebody may keep device parameters
+        self._outside: set[StreamedLayer] = set()  # released layers with weights in memory that somebody else holds
         self.write_backs = 0
 
     # ------------------------------------------------------------------ a use begins
 
     def before_use(self, layer: StreamedLayer) -> None:
-        """What was written of the layer outside of its slot is the host's before the layer comes."""
+        """Takes back what was written outside of the layer's slot, before the layer comes."""
         if self._outside:
             for member in layer.family:
                 self._take_back_outside(member)
 
     def before_fetch(self, slots: Sequence[Slot]) -> None:
-        """Views that outlived their layers' releases may have been written: the last moment to see it."""
+        """Takes back what was written through views that outlived their layers' releases. Afterwards it would be lost."""
         self.take_back_late(slots)
 
     def fetched(self, layer: StreamedLayer) -> None:
-        """The device's copy is that of the host's parameters as they are now."""
+        """Notes that the device's copy is that of the host's present parameters."""
         layer.parameters.fetched()
 
     def move_in(self, layer: StreamedLayer, slot: Slot) -> None:
-        """The layer's device parameters become views of its slot."""
+        """Makes the layer's device parameters views of its slot."""
         group = layer.parameters
         views = self._slots.views(layer, slot)
         if not group.attached:
@@ -69,12 +69,12 @@ class LentWeights:
             self._offer_casts(layer, views[len(group.all) :])
 
     def suspect(self, group: ParameterGroup) -> None:
-        """With ``check_writes`` every weight that is on the device may have been written there."""
+        """With ``check_writes``, treats every weight that is on the device as one that may have been written there."""
         if self._watch is not None:
             group.expose()
 
     def _offer_casts(self, layer: StreamedLayer, casts: Sequence[Tensor]) -> None:
-        """The layer's casts stand for its masters, unless those are on the device and may be written."""
+        """Lets the layer's casts stand for its masters, unless those are on the device, where they may be written."""
         assert layer.masters is not None
         assert layer.casts is not None
         masters = layer.masters.parameters
@@ -84,11 +84,10 @@ class LentWeights:
     # ------------------------------------------------------------------ a use ends
 
     def move_out(self, layer: StreamedLayer, slot: Slot) -> None:
-        """The host takes back what was written, and the device parameters let go of the slot."""
+        """Takes back what was written, and has the device parameters drop the slot's memory."""
         group = layer.parameters
-        if (
-            not group.attached
-        ):  # only autograd has used it; a view that had outlived the use before may have been written
+        if not group.attached:
+            # Only autograd has used the layer. A view that had outlived an earlier use may have been written meanwhile.
             self._take_back_escaped(slot)
             return
         written = {index: group.value(index) for index in group.take_written()}
@@ -98,17 +97,17 @@ class LentWeights:
         group.detach()
         if not group.let_go():
             self._kept.add(layer)
-        if outside:  # param.data = another tensor: the slot does not have it
+        if outside:  # param.data = other: the slot does not have these values
             layer.invalidate()
             self._keep_outside(layer, outside)
 
     def moved_out(self, layer: StreamedLayer, slot: Slot) -> None:
-        """What comes on demand leaves with its use, unless somebody still views it."""
+        """Invalidates a layer that comes on demand after its use, unless somebody still views it."""
         if layer.masters is not None:
             layer.masters.parameters.casts = None
         if layer.on_demand:
             group = layer.parameters
-            if slot.escaped:  # views of them may be written at any time
+            if slot.escaped:  # the weights may be written through a view at any time
                 group.casts = None
             else:
                 layer.invalidate()
@@ -123,10 +122,10 @@ class LentWeights:
     # ------------------------------------------------------------------ the host takes back
 
     def write_back(self, layer: StreamedLayer, written: Iterable[tuple[int, Tensor]]) -> None:
-        """Weights that were, or may have been, written on the device become the host's."""
+        """Copies weights that were written on the device, or may have been, to the host."""
         group = layer.parameters
         for index, value in written:
-            # The blocking copy in write() implies this wait; it would be needed were the copy none.
+            # The blocking copy in write() implies this wait. On a device where write() copies nothing, it is needed.
             self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
             self.write_backs += 1
             if layer.block.write(index, value):
@@ -139,7 +138,7 @@ class LentWeights:
                     self._watch.look_at(layer.block, index)
 
     def take_back_late(self, slots: Iterable[Slot]) -> None:
-        """A view that outlived its layer's release may have been written since; its memory is still the slot's."""
+        """Takes back what was written since their layers' release through views that outlived it."""
         for slot in slots:
             if not slot.lent:
                 self._take_back_escaped(slot)
@@ -157,7 +156,7 @@ class LentWeights:
             self.write_back(layer, ((index, group.apart.get(index, value)) for index, value in values.items()))
 
     def settle(self, layer: StreamedLayer) -> None:
-        """What may have been written of a layer through ``.data`` is the host's now."""
+        """Takes back what may have been written of a layer through ``.data``."""
         group = layer.parameters
         if group.attached:
             self.write_back(layer, ((index, group.value(index)) for index in group.take_written()))
@@ -166,7 +165,7 @@ class LentWeights:
             self.take_back_late([slot for slot in self._slots.all if slot.layer is layer])
 
     def take_back_all(self) -> None:
-        """The step is over, or interrupted: whatever was written on the device is the host's. No layer is in use."""
+        """Takes back everything that was written on the device, after a step or in its midst. No layer is in use."""
         for layer in list(self._outside):
             self._take_back_outside(layer)
             self._keep_outside(layer, {})
@@ -177,21 +176,21 @@ class LentWeights:
     # ------------------------------------------------------------------ weights that are given other memory
 
     def replace(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
-        """``param.data = value`` follows, with the layer in use: graphs that saved views of the weight keep the old.
+        """Prepares ``param.data = value`` of a layer in use: graphs that saved views of the weight keep its old values.
 
         Raises:
-            RuntimeError: the other memory has other strides.
+            RuntimeError: the value has other strides than the weight.
         """
         group = layer.parameters
         _refuse_other_order(group.spans[index], value)
         self._given |= {value.untyped_storage().data_ptr()} - self._stays  # a weight may get its own memory back
         self._stays |= self._given
         if group.editions[index].saved:
-            self.write_back(layer, [(index, group.value(index))])  # earlier writes through .data are theirs, too
+            self.write_back(layer, [(index, group.value(index))])  # the graphs see earlier writes through .data, too
             keep_saved(layer, index)
 
     def _keep_outside(self, layer: StreamedLayer, outside: Mapping[int, Tensor]) -> None:
-        """Whoever else holds the other memory of a weight may write it later: until then it is the weight's."""
+        """Remembers the other memory of weights as long as somebody else holds it, who may write it later."""
         group = layer.parameters
         group.outside = {i: value for i, value in outside.items() if i not in group.apart and shared(value)}
         group.exposed.intersection_update(group.outside)
@@ -201,11 +200,11 @@ class LentWeights:
             self._outside.discard(layer)
 
     def _take_back_outside(self, layer: StreamedLayer) -> None:
-        """What was written of a layer that is away, in memory that it was given, is the host's now."""
+        """Takes back what was written, while a layer is away, in other memory that its weights were given."""
         group = layer.parameters
         if group.outside and not group.attached:
             before = list(group.unseen)
-            self._slots.synchronize(Wait.UPDATE_AFTER_FETCH, layer)  # it may be coming already, as it was
+            self._slots.synchronize(Wait.UPDATE_AFTER_FETCH, layer)  # a transfer of the old values may be under way
             self.write_back(layer, group.outside.items())
             if group.unseen != before:
                 layer.invalidate()
@@ -213,13 +212,13 @@ class LentWeights:
 
 
 def keep_saved(layer: StreamedLayer, index: int) -> None:
-    """Graphs that saved views of a weight keep its present values, which are about to be replaced."""
+    """Keeps the present values of a weight, which are about to be replaced, for graphs that saved views of it."""
     layer.parameters.editions[index].keep(layer.block.copy_of(index))
 
 
 def _refuse_other_order(span: Span, value: Tensor) -> None:
     strides = zip(span.shape, span.stride, value.stride(), strict=False)
-    if value.shape == span.shape and any(size > 1 and mine != theirs for size, mine, theirs in strides):
+    if value.shape == span.shape and any(size > 1 and old != new for size, old, new in strides):
         raise RuntimeError(
             f"Parameter {span.name!r} has strides {span.stride} and was given memory with strides {value.stride()} inside a step "
             "(param.data = other, module.to(memory_format=…)); kernels choose by them. Give it the same order, param.data = "

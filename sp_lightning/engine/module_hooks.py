@@ -1,4 +1,4 @@
-"""Hooks on modules: a gate tells the streamer when a module that uses layers is entered and left."""
+"""Hooks on modules, by which the engine knows when a module that uses layers is called and when it returns."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Visits = Sequence[StreamedLayer]
 
 
 class Gatekeeper(Protocol):
-    """Who is told."""
+    """Is told of calls of modules."""
 
     def enter(self, visits: Visits, inputs: Any) -> Visits:
-        """A module is called that uses these layers. Returns those that it is to leave."""
+        """Called before a module that uses these layers. Returns the layers that :meth:`leave` is to get."""
 
     def leave(self, visits: Visits, output: Any) -> None:
-        """The call has returned, or raised (``output`` is None)."""
+        """Called after the module has returned, or has raised (``output`` is then None)."""
 
 
 class Gate:
@@ -32,9 +32,9 @@ class Gate:
         self._keeper = keeper
         self._module = module
         self._visits = visits
-        self._entered: list[Visits] = []  # by calls under way; a call that was refused is not left
+        self._entered: list[Visits] = []  # what enter has returned, for each running call; nothing if it has raised
 
-    @torch.compiler.disable  # the engine is no part of a graph
+    @torch.compiler.disable  # transfers cannot be part of a compiled graph
     def before(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook."""
         if module is self._module and self._keeper is not None:
@@ -42,7 +42,7 @@ class Gate:
 
     @torch.compiler.disable
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook, called after an exception too."""
+        """Forward hook, which is called after an exception as well."""
         if module is self._module and self._keeper is not None and self._entered:
             self._keeper.leave(self._entered.pop(), output)
 
@@ -82,7 +82,10 @@ def attach_gates(keeper: Gatekeeper, visits: dict[nn.Module, tuple[StreamedLayer
 
 
 def _peeking(visits: dict[nn.Module, tuple[StreamedLayer, ...]]) -> dict[nn.Module, tuple[StreamedLayer, ...]]:
-    """``nn.TransformerEncoder`` reads its first layer's weights to choose its path, before it calls the layer."""
+    """Adds the layers that a module reads before it calls them.
+
+    ``nn.TransformerEncoder`` reads the weights of its first layer to choose its path, before it calls that layer.
+    """
     peeking = dict(visits)
     for module in visits:
         if isinstance(module, nn.TransformerEncoder) and len(module.layers) and module.layers[0] in visits:

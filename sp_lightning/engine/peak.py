@@ -1,4 +1,4 @@
-"""The most device memory that weights and gradients have taken."""
+"""Measures the most device memory that weights and gradients have taken."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from sp_lightning.weights.slots import Slots
 
 
 class Peak:
-    """Keeps the largest sum of what slots, residents and gradients take.
+    """Keeps the largest sum of the memory of slots, residents and gradients.
 
     Attributes:
-        most: bytes.
+        most: that sum in bytes.
     """
 
     def __init__(self, slots: Slots, residents: Residents, gradients: Gradients) -> None:
@@ -21,7 +21,7 @@ class Peak:
         self._gradients = gradients
 
     def note(self) -> None:
-        """More memory may be in use than ever."""
+        """Measures; called whenever more memory may be in use than ever before."""
         now = self._slots.device_bytes + self._residents.nbytes + self._gradients.device_bytes
         if now > self.most:
             self.most = now

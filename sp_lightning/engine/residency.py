@@ -1,7 +1,7 @@
-"""Residency: which layers are on the device, and which of them are in use; when the others come and go.
+"""Residency: which layers are on the device, which of them are in use, and when the others come and go.
 
-Here is the schedule, and nothing else: what a slot's memory means to the modules is the business of its
-:class:`Tenants`, where bytes come from that of a :class:`~sp_lightning.weights.source.BlockSource`. The simulator drives
+This file holds the schedule and nothing else. What a slot's memory means to the modules is the concern of its
+:class:`Tenants`; where bytes come from, that of a :class:`~sp_lightning.weights.source.BlockSource`. The simulator drives
 this very class with a device of clocks. The caller holds the engine's lock.
 """
 
@@ -18,43 +18,43 @@ from sp_lightning.weights.source import BlockSource
 
 
 class Tenants(Protocol):
-    """Who has a layer's memory while the layer is in use."""
+    """The users of a layer's memory while the layer is in use."""
 
     def before_use(self, layer: StreamedLayer) -> None:
-        """The layer is about to be used; what is on the host of it has to be right."""
+        """Called before a layer is used. Its weights on the host have to be up to date afterwards."""
 
     def before_fetch(self, slots: Sequence[Slot]) -> None:
-        """These slots are about to be overwritten."""
+        """Called before slots are overwritten."""
 
     def fetched(self, layer: StreamedLayer) -> None:
-        """The layer is on its way to the device."""
+        """Called when the transfer of a layer to the device was issued."""
 
     def move_in(self, layer: StreamedLayer, slot: Slot) -> None:
-        """A call uses the layer: the modules have its weights on the device."""
+        """Called when a call uses a layer: gives the modules its weights on the device."""
 
     def move_out(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Nobody uses the layer any more: the modules let go of it."""
+        """Called when nobody uses a layer any more: takes its memory from the modules."""
 
     def moved_out(self, layer: StreamedLayer, slot: Slot) -> None:
-        """The slot was released."""
+        """Called after the slot was released."""
 
     def let_go(self) -> bool:
-        """Takes the memory from what nobody keeps any more. Returns whether there was any."""
+        """Takes the memory from device parameters that nobody keeps any more. Returns whether there were any."""
 
 
 class Residency:
     """The layers that are on the device.
 
     Args:
-        slots: where they are.
-        prefetch: which come before anybody asks.
-        source: where their bytes come from.
-        tenants: who has them while they are in use.
-        noted: called where a layer may have taken an extra slot: more memory may be in use than ever.
+        slots: the slots that they are in.
+        prefetch: chooses the layers that come before anybody asks for them.
+        source: the source of their bytes.
+        tenants: the users of their memory.
+        noted: called after a layer may have taken an extra slot, so that more memory may be in use than ever before.
 
     Attributes:
         used: the layers in use, in the order in which they came into use, with their slots.
-        demand_fetches: how often a layer was needed that was not there.
+        demand_fetches: how often a layer was needed that was not on the device.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Residency:
     # ------------------------------------------------------------------ what a batch does
 
     def begin_call(self, layers: Sequence[StreamedLayer], *, backward: bool = False) -> None:
-        """A module that uses these layers is called, or an operation: they are there until :meth:`end_call`."""
+        """Makes layers resident for the call of a module, or for one operation, until :meth:`end_call`."""
         if layers:
             self.release_unpinned(keep=layers)
         for layer in layers:
@@ -81,19 +81,19 @@ class Residency:
             self._tenants.move_in(layer, self.used[layer])
 
     def end_call(self, layers: Sequence[StreamedLayer], *, release: bool = True) -> None:
-        """The call has returned: layers that no other call uses may go, if they are to."""
+        """Ends a call. If ``release`` is set, layers that no other call uses are released."""
         for layer in layers:
             layer.pins -= 1
             if layer.pins <= 0 and layer in self.used and release:
                 self.release(layer)
 
     def pre_backward(self, layers: Collection[StreamedLayer]) -> None:
-        """Backward comes to these layers: those above them are done."""
+        """Releases the other layers, because backward has come to these: it is done with those above them."""
         if self.release_unpinned(keep=layers):
             self.fetch_ahead()
 
     def unpack(self, layer: StreamedLayer) -> bool:
-        """Autograd needs a layer's weights. Returns whether the layer was not in use before."""
+        """Makes a layer resident for autograd, which needs its weights. Returns whether it was not in use before."""
         if layer in self.used:
             return False
         released = self.release_unpinned()
@@ -105,7 +105,11 @@ class Residency:
     # ------------------------------------------------------------------ layers come
 
     def require(self, layer: StreamedLayer, *, backward: bool = False) -> Slot:
-        """Makes the layer resident, and takes it into use."""
+        """Makes a layer resident and takes it into use.
+
+        Raises:
+            RuntimeError: the running backward has updated the layer already.
+        """
         if layer in self.used:
             return self.used[layer]
         self._tenants.before_use(layer)
@@ -128,12 +132,12 @@ class Residency:
         return slot
 
     def fetch_ahead(self) -> None:
-        """Fetches along the trace what there are slots for."""
+        """Fetches the next layers of the trace for which there are slots."""
         for pairs in self.prefetch.transfers():
             self._fetch(pairs)
 
     def release_exchanged(self, layer: StreamedLayer) -> None:
-        """A layer that the user exchanged on the host is to be staged: what the device has of it is not written back."""
+        """Releases a layer that is about to be staged, if the user has given its host parameters other memory."""
         for member in layer.family:
             if member in self.used and not member.pins and member.block.displaced:
                 self.release(member)
@@ -152,27 +156,27 @@ class Residency:
     # ------------------------------------------------------------------ layers go
 
     def release(self, layer: StreamedLayer) -> None:
-        """Nobody uses the layer any more: its slot may be overwritten, unless somebody still views it."""
+        """Releases a layer that nobody uses any more. Its slot may be overwritten, unless somebody still views it."""
         slot = self.used.pop(layer)
         self._tenants.move_out(layer, slot)
         self.slots.release(slot)
         self._tenants.moved_out(layer, slot)
 
     def release_unpinned(self, keep: Collection[StreamedLayer] = ()) -> bool:
-        """Releases what no running call pins. Returns whether there was anything."""
+        """Releases the layers that no running call pins, but for ``keep``. Returns whether any memory became free."""
         loose = [layer for layer in self.used if not layer.pins and layer not in keep]
         for layer in loose:
             self.release(layer)
         return self._tenants.let_go() or bool(loose)
 
     def resize(self, plan: Plan) -> None:
-        """Between batches: the same layers get the slots of another plan."""
+        """Gives the same layers the slots of another plan, between two batches."""
         self.prefetch.follow(plan)
         self.slots.resize(plan)
 
 
 def needed_again(layer: StreamedLayer, why: str) -> str:
-    """What to say where a layer is needed that the running backward has updated."""
+    """The error message for a layer that is needed although the running backward has updated it."""
     return (
         f'optimizer_overlap="backward" had updated layer {layer.name!r} when, in the same backward, '
         f'{why}: some weights are those of the next step now. Use SuperpipelineStrategy(optimizer_overlap="forward").'

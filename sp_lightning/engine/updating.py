@@ -23,13 +23,13 @@ from sp_lightning.weights.layer import Kind, StreamedLayer
 
 
 class Updating:
-    """What may be done to which layer when: :class:`~sp_lightning.optim.layerwise.Updatable`.
+    """The engine's side of updates: :class:`~sp_lightning.optim.layerwise.Updatable`.
 
     Args:
-        lock: the engine's.
-        layers: all of them.
+        lock: the engine's lock.
+        layers: all layers.
         residency, lent, source, step, backward, gradients, updates: the engine's parts.
-        device: the seam.
+        device: the device.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Updating:
 
     @property
     def in_flight(self) -> int:
-        """How many layers' updates may be under way in backward, with the gradients that wait for them."""
+        """How many layers' updates may be under way in backward. The gradients of as many wait for them."""
         return self._gradients.drains.in_flight
 
     @property
     def on_complete(self) -> Callable[[StreamedLayer], None] | None:
-        """Called in the backward that was announced, with each layer whose gradients are all in ``param.grad``."""
+        """Called in the backward that was announced, for each layer whose gradients are all in ``param.grad``."""
         return self._backward.on_complete
 
     @on_complete.setter
@@ -72,22 +72,23 @@ class Updating:
         self._backward.on_complete = call
 
     def layer_of(self, parameter: nn.Parameter) -> StreamedLayer | None:
-        """The layer that a host parameter is updated with; None if it is none of the module's."""
+        """The layer that a host parameter is updated with; None if the parameter is not one of the module's."""
         layer = self._layer_of.get(id(parameter))
         return None if layer is None else layer.owner
 
     def order(self) -> Iterator[StreamedLayer]:
-        """What is needed first: residents, tables, then the layers as the next forward needs them."""
+        """All layers: first residents and tables, then the others in the order in which the next forward needs them."""
         residents = [layer for layer in self._layers if layer.kind is Kind.RESIDENTS]
         tables = [layer for layer in self._layers if layer.kind is Kind.TABLE]
         return iter(dict.fromkeys((*residents, *tables, *self._residency.prefetch.order("train"), *self._layers)))
 
     def before(self, *, deferred: bool, parameters: Iterable[Tensor] = ()) -> None:
-        """An optimizer's step begins; nothing may read host weights while it writes them.
+        """Prepares an optimizer's step: afterwards nothing reads the host's weights while the step writes them.
 
         Args:
-            deferred: whether updates may go on meanwhile: the step only submits some, or has submitted some already.
-            parameters: that it steps; if some are the device's, they are written where no version shows it (fused).
+            deferred: whether updates may go on meanwhile, because the step only submits some or has submitted some.
+            parameters: the parameters that it steps. A fused step writes device parameters without a change of their
+                versions.
         """
         if not deferred:
             self.updates.finish()
@@ -103,33 +104,33 @@ class Updating:
         if issubclass(type(parameter), DeviceParameter):
             parameter._of.exposed.add(parameter._index)
             host = parameter.host
-        with Untouched():  # its update may be under way, and goes on
+        with Untouched():  # the parameter's update may be under way; nothing here has to wait for it
             layer = self._layer_of.get(id(host))
             if layer is not None and host.grad is not None:
                 layer.parameters.steps += 1
 
     def before_early(self, layer: StreamedLayer) -> None:
-        """A layer is about to be updated in the middle of backward; a fetch of it that nobody used may be under way."""
+        """Prepares the update of a layer in the middle of backward. A fetch of it that nobody has used may be under way."""
         layer.updated_early = True
         for member in layer.family:
             self._residency.slots.synchronize(Wait.UPDATE_AFTER_FETCH, member)
             if member.parameters.exposed:
                 with self._lock, no_dispatch_modes():
                     self._lent.settle(member)
-                member.parameters.exposed.clear()  # what the device has is not to be written over the update
+                member.parameters.exposed.clear()  # otherwise the device's values would overwrite the update later
 
     def after(self, layer: StreamedLayer) -> None:
-        """In the background: a layer's weights are updated; its casts are made anew before anybody waits for them."""
+        """Casts a layer's masters anew, in the background after their update, before anybody waits for them."""
         if layer.casts is not None:
             layer.casts.doubt()
             layer.casts.refresh(by=Stream.UPDATE)
 
     def over(self) -> None:
-        """The step has submitted everything."""
+        """Allows uses of layers that backward has updated, because the step has submitted all updates."""
         self._backward.forget_early_updates()
 
     def release_gradients(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> None:
-        """These parameters of a layer are updated and nobody needs their gradients any more."""
+        """Frees the gradients of these parameters of a layer, which are updated."""
         for parameter in parameters:
             parameter.grad = None
         for member in layer.family:
