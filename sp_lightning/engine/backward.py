@@ -1,4 +1,4 @@
-"""Backward: autograd's graph tasks, the gradients that arrive in them, and their end."""
+"""Backward: follows autograd's graph tasks, takes the gradients that arrive in them, and notices their end."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from sp_lightning.weights.layer import StreamedLayer
 
 
 class Backward:
-    """The graph tasks under way.
+    """The graph tasks that are under way.
 
     Args:
-        lock: the engine's.
-        layers: all of them.
+        lock: the engine's lock.
+        layers: all layers.
         residency, lent, source, activations, step: the engine's parts below.
-        sink: where gradients go.
-        noted: called when a gradient has arrived, when more memory may be in use than ever.
+        sink: takes the gradients.
+        noted: called after a gradient has arrived, so that more memory may be in use than ever before.
 
     Attributes:
-        tasks: the graph tasks under way, outermost first.
-        on_complete: called in the backward that was announced, with each layer whose gradients are all in ``param.grad``.
+        tasks: the identifiers of the graph tasks under way, outermost first.
+        on_complete: called in the backward that was announced, for each layer whose gradients are all in ``param.grad``.
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class Backward:
         self._noted = noted
         self.tasks: list[int] = []
         self.on_complete: Callable[[StreamedLayer], None] | None = None
-        self._nested = False
+        self._nested = False  # whether a graph task has run inside another one
         self._announced = False  # whether the running backward is that of the loss
-        self._accumulates = False  # whether gradients are accumulated, and not only asked for (torch.autograd.grad)
+        self._accumulates = False  # whether gradients are accumulated; torch.autograd.grad only returns them
         self._closed = False
 
     # ------------------------------------------------------------------ it begins
 
     def announce(self, loss: Tensor, *, quiet: bool) -> None:
-        """``backward`` of a loss follows: once it has ended all gradients are to be on the host, before anyone reads them.
+        """Announces the ``backward`` of a loss, at whose end all gradients have to be on the host.
 
         Args:
-            loss: what ``backward`` is called on.
+            loss: the tensor that ``backward`` is called on.
             quiet: whether nothing can write weights between forward and backward.
         """
         if loss.requires_grad:
@@ -81,7 +81,7 @@ class Backward:
         with self._lock:
             residency = self._residency
             for layer in [layer for layer in residency.used if not layer.pins and layer.outdated]:
-                residency.release(layer)  # somebody has written or exchanged the host's
+                residency.release(layer)  # the host's weights were written or given other memory
             self._step.compare_writes()
             if not quiet:
                 self._lent.take_back_late(residency.slots.all)
@@ -112,17 +112,19 @@ class Backward:
     # ------------------------------------------------------------------ gradients arrive
 
     def gradient_arrived(self, layer: StreamedLayer, index: int, parameter: Tensor) -> None:
-        """(7) Autograd has put a gradient on a device parameter; (8) it leaves for the host.
+        """Takes a gradient that autograd has put on a device parameter (7), and sends it to the host (8).
 
         Raises:
-            RuntimeError: the layer was updated already.
+            RuntimeError: the running backward has updated the layer already.
         """
         gradient = take_gradient(parameter)
         if gradient is None:
             return
         group = layer.parameters
-        if gradient.dtype is not group.hosts[index].dtype:  # param.data = other: the host's follows before it gets this
-            self._lent.settle(layer)
+        if gradient.dtype is not group.hosts[index].dtype:
+            self._lent.settle(
+                layer
+            )  # param.data = other: the host's parameter takes the other dtype before the gradient
         if group.autocast is not None and group.lossless(index, gradient):
             gradient = gradient.to(group.autocast)
         self.join()
@@ -135,22 +137,22 @@ class Backward:
             self.sink.drain(layer)
 
     def complete(self, layer: StreamedLayer) -> None:
-        """All of a layer's gradients are in ``param.grad``."""
-        # Where backwards are nested (a reentrant checkpoint's), several may give one layer gradients.
+        """Tells an optimizer's step that all gradients of a layer are in ``param.grad``."""
+        # Nested backwards (a reentrant checkpoint's) may each give the same layer gradients, so none is the last.
         if self.on_complete is not None and self._announced and not self._nested:
             self.on_complete(layer)
 
     # ------------------------------------------------------------------ it ends
 
     def abandon(self) -> None:
-        """A backward that failed leaves no gradients behind on their way."""
+        """Drops a backward that failed, with the gradients that are on their way."""
         self.tasks.clear()
         self._nested = self._announced = self._accumulates = False
         self.forget_early_updates()
         self.sink.drop()
 
     def forget_early_updates(self) -> None:
-        """The step is over: the layers that backward has updated may be used again."""
+        """Allows uses of the layers that backward has updated, because the step is over."""
         for layer in self._layers:
             layer.updated_early = False
 
@@ -159,7 +161,7 @@ class Backward:
         self._closed = True
 
     def _ends(self, task: int) -> None:
-        """(9) All gradients are on the host; after the outermost one the modules hold the host's parameters again."""
+        """Brings all gradients to the host as a graph task ends (9), and ends the backward with the outermost one."""
         if task not in self.tasks:  # without the lock: the garbage collector may call this in any thread
             return
         with self._lock:
@@ -169,7 +171,7 @@ class Backward:
             self._residency.release_unpinned()
         try:
             self.sink.settle()
-        finally:  # where a user's hook raised, plain autograd would have computed no further either
+        finally:  # if a user's hook has raised, plain autograd would not have computed the other gradients either
             self.sink.drop()
             if not self.tasks:
                 self._outermost_has_ended()
@@ -188,9 +190,10 @@ class Backward:
 
 
 class _GraphTaskEnd:
-    """What autograd calls when a graph task ends. If the task fails, autograd drops it instead: that is an end too.
+    """The callback that autograd calls when a graph task ends.
 
-    Gradients that had arrived by then are in ``param.grad``, as after any failed backward.
+    If the task fails, autograd drops the callback without calling it. That is treated as an end as well: gradients that
+    had arrived by then are in ``param.grad``, as after any backward that fails.
     """
 
     def __init__(self, ends: Callable[[int], None], task: int) -> None:
@@ -201,4 +204,4 @@ class _GraphTaskEnd:
         self._ends(self._task)
 
     def __del__(self) -> None:
-        self._ends(self._task)  # does nothing the second time
+        self._ends(self._task)  # a second call does nothing

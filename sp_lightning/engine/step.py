@@ -1,4 +1,4 @@
-"""A step: from the first layer's fetch until the host's parameters are back in the modules."""
+"""A step: it lasts from the first layer's fetch until the host's parameters are back in the modules."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from sp_lightning.weights.weight_watch import WeightWatch
 
 
 class StepKind(enum.Enum):
-    """What is expected of a step."""
+    """What a step is expected to do."""
 
     INFERENCE = enum.auto()
-    """No backward."""
+    """It has no backward."""
     AUTOMATIC = enum.auto()
-    """A loss, whose backward and update Lightning calls."""
+    """It computes a loss, whose backward and update Lightning calls."""
     MANUAL = enum.auto()
-    """User code reads gradients and writes weights within the step (manual optimization)."""
+    """User code calls backward, reads gradients and writes weights within it (manual optimization)."""
 
 
 class Step:
     """The running step, or the last one.
 
     Args:
-        layers: all of them.
+        layers: all layers.
         residency, lent, source, residents, exchange, activations, updates: the engine's parts below.
-        watch: compares the host's weights, where ``check_writes`` asks for it.
+        watch: compares the host's weights, if ``check_writes`` asks for it; otherwise None.
 
     Attributes:
         running: whether a step runs.
-        kind: of the step that runs, or ran last.
+        kind: the kind of the step that runs, or ran last.
         ends_with_backward: whether the step is over once a backward has ended.
-        thread: which thread's step it is.
+        thread: the identifier of the thread that has begun the step.
         shared: whether other threads use weights in it, too.
     """
 
@@ -80,11 +80,11 @@ class Step:
     # ------------------------------------------------------------------ it begins
 
     def begin(self, phase: str, kind: StepKind, *, quiet: bool) -> None:
-        """Device parameters go into the modules, the first layers are fetched.
+        """Begins a step: puts device parameters into the modules and fetches the first layers.
 
         Args:
-            phase: name of the trace to follow.
-            kind: what is expected.
+            phase: the name of the trace that is followed.
+            kind: what the step is expected to do.
             quiet: whether nothing can have written weights since the last step or :meth:`expect`.
         """
         if not quiet:
@@ -108,61 +108,61 @@ class Step:
         self._residency.fetch_ahead()
 
     def expect(self, phase: str, *, training: bool) -> None:
-        """Nothing will write weights before the next step, which is of ``phase``: its first layers may come now."""
+        """Fetches the first layers of the next step, which is of ``phase``. Nothing writes weights before it begins."""
         self._residency.prefetch.start(phase, training=training)
         self._expected = phase
         self._residency.fetch_ahead()
 
     def begin_outside(self) -> None:
-        """A module is called outside any step: nobody knows what was written since."""
+        """Prepares for the call of a module outside any step. Nobody knows what was written since the last step."""
         self.forget()
         self.thread = threading.get_ident()
         self._residency.prefetch.start("outside", training=False)
 
     def activate(self) -> None:
-        """Device parameters into the modules."""
+        """Puts device parameters into the modules, if they are not there."""
         if self._exchange.to_device():
             self._look_at_weights()
 
     def share(self, shared: bool) -> None:
-        """Whether several threads use weights: then every use is noticed, so that none leaves under another's hands."""
+        """Sets whether several threads use weights. If so, each use is noticed, so that none leaves while it is used."""
         self.shared = shared
         for layer in self._layers:
-            if layer.kind is not Kind.RESIDENTS:  # they do not leave
+            if layer.kind is not Kind.RESIDENTS:  # residents never leave
                 layer.parameters.share(shared)
 
     # ------------------------------------------------------------------ weights may be written
 
     def forget(self) -> None:
-        """Host weights have been or may have been written: copies on the device are out of date."""
+        """Marks all copies on the device as out of date, because host weights were or may have been written."""
         self._residency.release_unpinned()
         self.forget_copies()
         self._residents.forget()
         self._expected = None
         if self.running and self.kind is StepKind.MANUAL:
-            self.activate()  # the step goes on after the optimizer's
+            self.activate()  # this step goes on after the optimizer's step
             self._look_at_weights()
 
     def forget_copies(self) -> None:
-        """What no running call uses is out of date."""
+        """Marks the copies of all layers that are not in use as out of date."""
         used = self._residency.used
-        self._source.doubt([each for each in self._layers if each.kind is not Kind.RESIDENTS and each not in used])
+        self._source.doubt([layer for layer in self._layers if layer.kind is not Kind.RESIDENTS and layer not in used])
 
     def settle(self) -> None:
-        """Between steps: user code may write weights now, which no transfer may be reading, and none has read."""
+        """Prepares for user code that may write weights between steps: no transfer reads them, and no copy is trusted."""
         if not self.running:
             self.forget()
             self._source.synchronize()
 
     def pause(self) -> None:
-        """Within a step of manual optimization, after a backward: user code reads gradients and writes weights now."""
+        """Prepares for user code that reads gradients and writes weights, after a backward in manual optimization."""
         self.take_back_writes()
         self._exchange.to_host()
         self.forget_copies()
         self._residents.forget()
 
     def take_back_writes(self) -> None:
-        """Every weight that was written on the device is the host's now."""
+        """Takes every weight that was written on the device back to the host."""
         self._residency.release_unpinned()
         self._lent.take_back_all()
         self._residents.take_back_writes()
@@ -170,20 +170,20 @@ class Step:
             layer.parameters.exposed.clear()
 
     def stop_expecting(self) -> None:
-        """What has been expected may not be what comes: another window, say."""
+        """Drops the expectation of :meth:`expect`, because the window has changed, for example."""
         self._expected = None
 
     # ------------------------------------------------------------------ it ends
 
     def end(self, *, settle: bool = False, compare: bool = True) -> None:
-        """The host's parameters are back in the modules.
+        """Ends the step: puts the host's parameters back into the modules.
 
         Args:
-            settle: whether user code may write weights next, which no transfer may be reading then.
-            compare: whether ``check_writes`` is to look; not where there is an error already.
+            settle: whether user code may write weights next, so that no transfer may be reading them.
+            compare: whether ``check_writes`` looks for writes. It should not if there is an error already.
 
         Raises:
-            RuntimeError: weights were written by a way that only ``check_writes`` sees.
+            RuntimeError: weights were written in a way that only ``check_writes`` sees.
         """
         if compare:
             self.compare_writes()
@@ -195,7 +195,7 @@ class Step:
         self._activations.remove()
         self._activations.settle()
         if self.training:
-            self.forget()  # from here on hooks and optimizers may write weights unseen, through .data
+            self.forget()  # from now on hooks and optimizers may write weights through .data, which no version shows
         self._residency.slots.give_back_extra()
         if self.shared:
             self.share(False)
@@ -205,10 +205,10 @@ class Step:
     # ------------------------------------------------------------------ check_writes
 
     def compare_writes(self) -> None:
-        """With ``check_writes``: the host's weights are what they were when somebody looked last.
+        """With ``check_writes``, checks that the host's weights have the values that they had at the last look.
 
         Raises:
-            RuntimeError: a weight was written by a way that torch shows no sign of.
+            RuntimeError: a weight was written in a way that torch does not show.
         """
         if self._watch is not None and self.running:
             self._watch.compare()

@@ -1,4 +1,4 @@
-"""The streamer: the engine's face. It builds the parts and hands every call to one of them."""
+"""The streamer: the facade of the engine. It builds the parts and passes every call to one of them."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ class Streamer:
     """Streams the layers of one module.
 
     Args:
-        module: the root; its parameters become views of the host store, its modules get hooks.
-        found: its layers.
-        plan: made for ``found``.
-        device: the seam.
-        pin: page-lock host memory.
-        modes: what becomes of the activations of each unit; None keeps all.
-        host_room: bytes of host memory that activations may take; None for no end.
+        module: the root. Its parameters become views of the host store, and its modules get hooks.
+        found: the module's layers.
+        plan: the plan that was made for ``found``.
+        device: the device.
+        pin: whether host memory is page-locked.
+        modes: the mode of each unit's activations; None keeps all.
+        host_room: the most bytes of host memory that activations may take; None for no limit.
         averages: modules whose buffers are on the device only for their calls within a step.
-        check_writes: look for writes of weights that torch shows no sign of.
-        around_rerun: a context for a forward that is run again, in backward: nobody but autograd is to see it.
-        log: where the engine's warnings go; None for Lightning's log.
+        check_writes: whether to look for writes of weights that torch does not show.
+        around_rerun: a context for a forward that runs again in backward, of which only autograd is to know.
+        log: the logger for the engine's warnings; None for Lightning's.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class Streamer:
         self.found = found
         self.device = device
         self._module = module
-        self._lock = threading.RLock()  # backward's hooks run on autograd's threads; it is never held across user code
+        # Hooks in backward run on autograd's threads. The lock is never held while user code runs.
+        self._lock = threading.RLock()
         self._closed = False
         self._build_weights(pin, check_writes)
         ring = HostRing(device, pin=pin, limit=host_room)
@@ -89,7 +90,7 @@ class Streamer:
     # ------------------------------------------------------------------ the parts, from below
 
     def _build_weights(self, pin: bool, check_writes: bool) -> None:
-        """Host memory, slots, gradients, updates."""
+        """Builds host memory, slots, gradients and updates."""
         device, plan = self.device, self.plan
         self._staging = Staging(device, pin=pin)
         self._layers = make_layers(self.found, plan, device, self._staging, pin=pin)
@@ -124,7 +125,7 @@ class Streamer:
         )
 
     def _build_step(self, averages: Sequence[nn.Module]) -> None:
-        """What modules hold, the step and its backward."""
+        """Builds what modules hold, the step and its backward."""
         module, device, layers = self._module, self.device, self._layers
         places = Places(module, self.found.places, layers, stand_ins_for_wrapped(self.found, layers))
         self._averages = {each: OnTheDevice(each, device.device, lambda: places.on_device) for each in averages}
@@ -142,7 +143,7 @@ class Streamer:
         )
 
     def _open_doors(self, around_rerun: Callable[[], AbstractContextManager[None]]) -> None:
-        """Modules, autograd and device parameters reach the engine from here on."""
+        """Lets modules, autograd and device parameters reach the engine from now on."""
         found, layers = self.found, self._layers
         visits = {module: tuple(layers[index] for index in used) for module, used in found.visits.items()}
         self._access = Access(
@@ -171,10 +172,10 @@ class Streamer:
     # ------------------------------------------------------------------ a step
 
     def begin(self, phase: str, *, training: bool, manual: bool = False, quiet: bool = False) -> None:
-        """A step begins: device parameters go into the modules, the first layers are fetched.
+        """Begins a step: puts device parameters into the modules and fetches the first layers.
 
         Args:
-            phase: name of the trace to follow.
+            phase: the name of the trace that is followed.
             training: whether a backward is expected.
             manual: whether user code reads gradients and writes weights within the step (manual optimization).
             quiet: whether nothing can have written weights since the last step or :meth:`expect`.
@@ -185,35 +186,35 @@ class Streamer:
             self._step.begin(phase, kind, quiet=quiet)
 
     def expect(self, phase: str, *, training: bool) -> None:
-        """Nothing will write weights before the next step, which is of ``phase``: its first layers may come now."""
+        """Fetches the first layers of the next step, which is of ``phase``. Nothing writes weights before it begins."""
         with self._lock:
             self._step.expect(phase, training=training)
 
     def saving(self) -> AbstractContextManager[None]:
-        """Around user code that builds a graph: saved weights are packed, so that the graph holds no slot."""
+        """A context for user code that builds a graph: saved weights are packed, so that the graph holds no slot."""
         return self._access.packing.hooks() if self._moving else nullcontext()
 
     def await_backward(self) -> None:
-        """User code has returned a loss; the step is over once its backward has ended (automatic optimization)."""
+        """Has the step end with the next backward, because user code has returned a loss (automatic optimization)."""
         self._step.ends_with_backward = True
 
     def announce_backward(self, loss: Tensor, *, quiet: bool) -> None:
-        """``backward`` of a loss follows; ``quiet``: nothing can write weights between forward and backward."""
+        """Announces the ``backward`` of a loss; see :meth:`Backward.announce`."""
         self._backward.announce(loss, quiet=quiet)
 
     def end_without_backward(self) -> None:
-        """A step that was to end with its backward had none."""
+        """Ends a step that was to end with its backward and had none."""
         with self._lock:
             if self._step.running and self._step.ends_with_backward and not self._backward.tasks:
                 self._step.end()
 
     def end(self, *, settle: bool = False) -> None:
-        """The step is over: host parameters are back in the modules; see :meth:`Step.end`."""
+        """Ends the step: puts the host's parameters back into the modules; see :meth:`Step.end`."""
         with self._lock:
             self._step.end(settle=settle)
 
     def abort(self) -> None:
-        """The step failed: as :meth:`end`, and gradients that were on their way are dropped."""
+        """Ends a step that has failed, and drops the gradients that were on their way."""
         with self._lock:
             if self._closed:
                 return
@@ -225,7 +226,7 @@ class Streamer:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Around code that reads the module from outside, in the middle of a step, too: it finds the host's parameters."""
+        """A context for code that reads the module, even in the middle of a step: it finds the host's parameters."""
         self.updates.finish()
         step = self._step
         with self._lock:
@@ -243,20 +244,20 @@ class Streamer:
     # ------------------------------------------------------------------ between steps
 
     def forget(self) -> None:
-        """Host weights have been or may have been written: copies on the device are out of date."""
+        """Marks all copies on the device as out of date, because host weights were or may have been written."""
         with self._lock:
             self._step.forget()
 
     def settle(self) -> None:
-        """User code may write weights now, which no transfer may be reading, and none has read."""
+        """Prepares for user code that may write weights between steps: no transfer reads them, and no copy is trusted."""
         with self._lock:
             self._step.settle()
 
     def resize(self, plan: Plan) -> None:
-        """Stream the same layers through the slots of another plan.
+        """Streams the same layers through the slots of another plan.
 
         Raises:
-            torch.OutOfMemoryError: the device has no memory for them; there are no slots then, until this succeeds.
+            torch.OutOfMemoryError: the device has no memory for the slots. There are none then, until this succeeds.
         """
         with self._lock:
             self._step.take_back_writes()
@@ -267,7 +268,7 @@ class Streamer:
             self._peak.note()
 
     def recount(self, plan: Plan) -> None:
-        """Takes a plan of the same layers and slots that counts other gradients: layers have been unfrozen."""
+        """Takes a plan of the same layers and slots that counts other gradients, because layers were unfrozen."""
         self.plan = plan
 
     def limit_activations(self, nbytes: int | None) -> None:
@@ -275,31 +276,31 @@ class Streamer:
         self.activations.ring.limit = nbytes
 
     def changed(self) -> bool:
-        """Whether modules or parameters were exchanged behind our back, or changed their dtype or shape."""
+        """Whether the user replaced or renamed modules or parameters, or gave a parameter another dtype or shape."""
         return self._exchange.changed
 
     def thawed(self) -> bool:
-        """Whether gradients are expected that the plan did not count: layers have been unfrozen."""
-        planned = (*self.plan.moving, self.plan.residents)
+        """Whether gradients are expected that the plan does not count, because layers were unfrozen."""
+        planned_layers = (*self.plan.moving, self.plan.residents)
         return any(
-            not each.gradient_bytes and any(parameter.requires_grad for parameter in layer.block.parameters)
-            for layer, each in zip(self._layers, planned, strict=True)
+            not planned.gradient_bytes and any(parameter.requires_grad for parameter in layer.block.parameters)
+            for layer, planned in zip(self._layers, planned_layers, strict=True)
         )
 
     # ------------------------------------------------------------------ what it has done
 
     @property
     def run_again(self) -> str:
-        """The unit whose forward was run in backward last."""
+        """The unit whose forward was the last to run again in backward."""
         return self._access.run_again
 
     @property
     def weight_bytes(self) -> int:
-        """Device memory of slots and residents, now."""
+        """Bytes of device memory that slots and residents take now."""
         return self._slots.device_bytes + self._residents.nbytes
 
     def stats(self) -> Stats:
-        """The counters now."""
+        """The present counters."""
         self._peak.note()
         stalled, offload = self.device.stall_seconds, self.activations.offload
         return Stats(
@@ -328,7 +329,7 @@ class Streamer:
     # ------------------------------------------------------------------ it is over
 
     def close(self) -> None:
-        """Host parameters stay in the modules as ordinary CPU parameters; device memory and hooks are gone."""
+        """Frees device memory and removes hooks. The host's parameters stay in the modules as ordinary CPU parameters."""
         with self._lock:
             self.abort()
             self.updates.close()
