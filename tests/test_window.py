@@ -24,7 +24,7 @@ from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.trainer.retry import Snapshot
 from sp_lightning.tune.simulator import predict
-from sp_lightning.tune.tuner import Tuning
+from sp_lightning.tune.tuner import Tuner
 from sp_lightning.tune.visits import Rates, measured, schedule_visits
 from sp_lightning.tune.window import Window
 from tests.support.models import Module
@@ -80,7 +80,7 @@ def train(capacity: int | None, batches: list[Tensor], make: Any = None, **optio
 @pytest.fixture
 def slow_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a simulated device a copy takes no time: the more layers stay, the faster must be said otherwise."""
-    monkeypatch.setattr(Tuning, "_seconds", lambda self, plan: 1 / plan.k)
+    monkeypatch.setattr(Tuner, "_seconds", lambda self, plan: 1 / plan.k)
 
 
 @pytest.mark.usefixtures("slow_fetches")

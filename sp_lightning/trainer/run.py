@@ -37,7 +37,7 @@ from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.trainer.buffers import move_to_device
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.retry import Snapshot
-from sp_lightning.tune.tuner import Tuning
+from sp_lightning.tune.tuner import Tuner
 from sp_lightning.tune.window import Window
 from sp_lightning.weights.buffers import find_averages
 
@@ -78,7 +78,7 @@ class Run:
         self._parted: list[Parted] = []
         self._host_room: int | None = None
         self.streamer: Streamer | None = None
-        self.tuning: Tuning | None = None
+        self.tuning: Tuner | None = None
         self._build()
 
     # ------------------------------------------------------------------ what a user reads
@@ -177,7 +177,7 @@ class Run:
         self._parted += found.parted
         self.tuning = None
         if self._window.auto or self._balanced:
-            self.tuning = Tuning(self._window, self.streamer, device, self._log, balanced=self._balanced)
+            self.tuning = Tuner(self._window, self.streamer, device, self._log, balanced=self._balanced)
 
     @property
     def _balanced(self) -> bool:

@@ -28,7 +28,7 @@ from sp_lightning.tune.window import Window
 _TIMED = 1
 
 
-class Tuning:
+class Tuner:
     """Chooses a streamer's window, and what becomes of activations.
 
     Args:
