@@ -30,7 +30,7 @@ from sp_lightning.engine.backward import _GraphTaskEnd
 from sp_lightning.engine.saved_tensors import packs
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.optim import background
-from sp_lightning.optim.layerwise import LayeredStep
+from sp_lightning.optim.layerwise import LayerwiseStep
 from sp_lightning.plan.units import parse_bytes
 from sp_lightning.weights import swap
 from tests.support.engine import streamer_of
@@ -750,7 +750,7 @@ def half_swapped(number: int) -> Any:
 
 INTERRUPTED: dict[str, Callable[[], Any]] = {
     "while layers are submitted": lambda: mock.patch.object(
-        LayeredStep, "_submit", at(LayeredStep._submit, 10, KeyboardInterrupt())
+        LayerwiseStep, "_submit", at(LayerwiseStep._submit, 10, KeyboardInterrupt())
     ),
     "while one is handed over": lambda: mock.patch.object(Device, "later", at(Device.later, 12, KeyboardInterrupt())),
     "when one has been waited for": lambda: mock.patch.object(

@@ -30,7 +30,7 @@ from sp_lightning.device.device import Device
 from sp_lightning.engine.access import Access
 from sp_lightning.optim import layerwise
 from sp_lightning.optim.background import Updates
-from sp_lightning.optim.layerwise import LayeredStep
+from sp_lightning.optim.layerwise import LayerwiseStep
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.slots import Slots
 from tests.support.engine import streamer_of
@@ -308,9 +308,9 @@ def _gradients_of(module: nn.Module) -> int:
 
 def test_the_norms_are_measured_while_backward_goes_on() -> None:
     measured: list[int] = []
-    measure = LayeredStep._measure_layer
+    measure = LayerwiseStep._measure_layer
 
-    def noted(self: LayeredStep, layer: StreamedLayer) -> None:
+    def noted(self: LayerwiseStep, layer: StreamedLayer) -> None:
         measured.append(layer.index)
         measure(self, layer)
 
@@ -323,7 +323,7 @@ def test_the_norms_are_measured_while_backward_goes_on() -> None:
         return total(norms)
 
     with (
-        mock.patch.object(LayeredStep, "_measure_layer", noted),
+        mock.patch.object(LayerwiseStep, "_measure_layer", noted),
         mock.patch.object(layerwise, "get_total_norm", note_total),
         mock.patch.object(Device, "later", at_once),
     ):

@@ -83,7 +83,7 @@ class OnHost:
         """The state stays on the host."""
 
 
-class LayeredStep:
+class LayerwiseStep:
     """Runs the steps of one fused optimizer layer by layer.
 
     torch's fused kernels treat each tensor by itself and give the same bits on any number of threads, so it does not

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from sp_lightning.optim.fused import FusedStep
-from sp_lightning.optim.layerwise import LayeredStep
+from sp_lightning.optim.layerwise import LayerwiseStep
 from sp_lightning.plan.ledger import Ledger, make_ledger
 from sp_lightning.plan.options import Overlap
 from sp_lightning.trainer.compat import base_of
@@ -44,7 +44,7 @@ class OptimizerSteps:
         self._options = options
         self._log = log
         self._fused: dict[Optimizer, FusedStep] = {}
-        self._layerwise: dict[Optimizer, LayeredStep] = {}
+        self._layerwise: dict[Optimizer, LayerwiseStep] = {}
         self._deferring: Optimizer | None = None
         self._trainer: Any = None
         self._ledger: Ledger | None = None
@@ -103,7 +103,7 @@ class OptimizerSteps:
             self.overlap, why = choose_overlap(self._options.optimizer_overlap, trainer, trainer.optimizers)
         early, measure = self.overlap == "backward", may_measure_early(trainer)
         self._layerwise = {
-            optimizer: LayeredStep(optimizer, streamer.updating, early=early, measure=measure)
+            optimizer: LayerwiseStep(optimizer, streamer.updating, early=early, measure=measure)
             for optimizer in (trainer.optimizers if self.overlap != "off" else ())
         }
         self._ledger = self._count()
@@ -194,7 +194,9 @@ class OptimizerSteps:
                 fused.hide()
 
     @contextmanager
-    def _in_background(self, optimizer: Optimizer, layerwise: LayeredStep, plugin: Any) -> Generator[None, None, None]:
+    def _in_background(
+        self, optimizer: Optimizer, layerwise: LayerwiseStep, plugin: Any
+    ) -> Generator[None, None, None]:
         """While this is active the optimizer's step, and the clipping before it, are submitted to the background."""
         clips = (type(plugin).clip_grad_by_norm, type(plugin).clip_grad_by_value)
         base = base_of(plugin, Precision)
