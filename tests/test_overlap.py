@@ -29,7 +29,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device
 from sp_lightning.engine.access import Access
 from sp_lightning.optim import layerwise
-from sp_lightning.optim.background import Updates
+from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.optim.layerwise import LayerwiseStep
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.slots import Slots
@@ -74,13 +74,13 @@ def overlapping(mode: Any, **options: Any) -> SuperpipelineStrategy:
 def taken_apart() -> Iterator[list[int]]:
     """The layers that are updated by themselves, in order."""
     layers: list[int] = []
-    submit = Updates.submit
+    submit = BackgroundUpdates.submit
 
-    def noted(self: Updates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
+    def noted(self: BackgroundUpdates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
         layers.append(layer.index)
         submit(self, layer, work, *then)
 
-    with mock.patch.object(Updates, "submit", noted):
+    with mock.patch.object(BackgroundUpdates, "submit", noted):
         yield layers
 
 
@@ -244,9 +244,9 @@ def at_once(self: Device, work: Callable[[], None]) -> Future[None]:
 def test_updates_run_under_the_next_forward_and_each_fetch_waits_for_its_own() -> None:
     """On the simulated device, where updates are done as late as somebody waits for them."""
     happened: list[str] = []
-    submit, fetch, enter = Updates.submit, Slots.fetch, Access.enter
+    submit, fetch, enter = BackgroundUpdates.submit, Slots.fetch, Access.enter
 
-    def note_submit(self: Updates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
+    def note_submit(self: BackgroundUpdates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
         def noted() -> None:
             happened.append(f"update {layer.index}")
             work()
@@ -264,7 +264,7 @@ def test_updates_run_under_the_next_forward_and_each_fetch_waits_for_its_own() -
 
     with (
         simulated(),
-        mock.patch.object(Updates, "submit", note_submit),
+        mock.patch.object(BackgroundUpdates, "submit", note_submit),
         mock.patch.object(Slots, "fetch", note_fetch),
         mock.patch.object(Access, "enter", note_enter),
     ):
@@ -280,10 +280,10 @@ def test_updates_run_under_the_next_forward_and_each_fetch_waits_for_its_own() -
 def test_early_updates_run_under_backward_and_free_their_gradients() -> None:
     """At most k' + 1 layers' gradients wait; nothing is left when the step is over."""
     alive: list[int] = []
-    submit = Updates.submit
+    submit = BackgroundUpdates.submit
     module = Module(Stack())
 
-    def noted(self: Updates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
+    def noted(self: BackgroundUpdates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
         submit(self, layer, work, *then)
         self.bound(2)
         alive.append(_gradients_of(module))
@@ -292,7 +292,7 @@ def test_early_updates_run_under_backward_and_free_their_gradients() -> None:
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             assert all(p.grad is None for p in pl_module.parameters())
 
-    with mock.patch.object(Updates, "submit", noted):
+    with mock.patch.object(BackgroundUpdates, "submit", noted):
         strategy = overlapping("backward")
         trainer = trainer_for(strategy, callbacks=[NothingLeft()])
         trainer.fit(module, loader(vectors()))
@@ -488,10 +488,10 @@ def test_step_hooks_and_counters_fire_once_per_step() -> None:
 @contextmanager
 def failing(step: int, layer: int) -> Iterator[list[int]]:
     """The update of a layer raises in a step; the layers that are updated after it."""
-    submit = Updates.submit
+    submit = BackgroundUpdates.submit
     seen: dict[int, int] = {}
 
-    def noted(self: Updates, which: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
+    def noted(self: BackgroundUpdates, which: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
         seen[which.index] = seen.get(which.index, 0) + 1
 
         def fails() -> None:
@@ -506,7 +506,7 @@ def failing(step: int, layer: int) -> Iterator[list[int]]:
 
     failed: list[int] = []
     after: list[int] = []
-    with mock.patch.object(Updates, "submit", noted):
+    with mock.patch.object(BackgroundUpdates, "submit", noted):
         yield after
 
 
@@ -647,16 +647,16 @@ def test_the_thread_leaves_one_core_and_ends(monkeypatch: pytest.MonkeyPatch) ->
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     threads: set[int] = set()
-    submit = Updates.submit
+    submit = BackgroundUpdates.submit
 
-    def noted(self: Updates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
+    def noted(self: BackgroundUpdates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
         def counted() -> None:
             threads.add(torch.get_num_threads())
             work()
 
         submit(self, layer, counted, *then)
 
-    monkeypatch.setattr(Updates, "submit", noted)
+    monkeypatch.setattr(BackgroundUpdates, "submit", noted)
     try:
         fit(lambda: Module(Stack()), vectors(), overlapping("forward"), gradients=False)
         elsewhere: list[int] = []
@@ -914,13 +914,13 @@ def test_a_users_thread_that_reads_weights_waits_too() -> None:
     threads = [threading.Thread(target=read) for _ in range(3)]
     for thread in threads:
         thread.start()
-    submit = Updates.submit
+    submit = BackgroundUpdates.submit
 
-    def slow(self: Updates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
+    def slow(self: BackgroundUpdates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
         submit(self, layer, lambda: (time.sleep(0.002), work())[1], *then)  # type: ignore[func-returns-value]
 
     try:
-        with mock.patch.object(Updates, "submit", slow):
+        with mock.patch.object(BackgroundUpdates, "submit", slow):
             trainer_for(overlapping("forward")).fit(module, loader(vectors() * 3))
     finally:
         stop.set()
@@ -996,13 +996,13 @@ class Reads(torch.utils.data.Dataset[Tensor]):
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_workers_that_are_forked_while_updates_are_under_way() -> None:
     module = Module(Stack())
-    submit = Updates.submit
+    submit = BackgroundUpdates.submit
 
-    def slow(self: Updates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
+    def slow(self: BackgroundUpdates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
         submit(self, layer, lambda: (time.sleep(0.02), work())[1], *then)  # type: ignore[func-returns-value]
 
     batches = torch.utils.data.DataLoader(Reads(module), batch_size=None, num_workers=1)
-    with mock.patch.object(Updates, "submit", slow):
+    with mock.patch.object(BackgroundUpdates, "submit", slow):
         trainer_for(overlapping("forward"), max_epochs=2).fit(module, batches)
 
 

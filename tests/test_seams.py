@@ -17,7 +17,7 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.layout import part, versions
 from sp_lightning.device.waits import Stream
 from sp_lightning.engine.host_source import HostSource
-from sp_lightning.optim.background import Updates
+from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.gradients import Gradients
 from sp_lightning.weights.layer import StreamedLayer
@@ -163,7 +163,7 @@ def test_the_optimizer_s_state_is_elsewhere(mode: Any) -> None:
 # ---------------------------------------------------------------------- the update of a layer
 
 
-class AtOnce(Updates):
+class AtOnce(BackgroundUpdates):
     """Each layer is updated where it is submitted."""
 
     order: list[int]
@@ -178,7 +178,7 @@ class AtOnce(Updates):
 
 def test_updates_of_layers_are_done_by_somebody_else() -> None:
     order: list[int] = []
-    with mock.patch("sp_lightning.engine.streamer.Updates", type("AtOnceHere", (AtOnce,), {"order": order})):
+    with mock.patch("sp_lightning.engine.streamer.BackgroundUpdates", type("AtOnceHere", (AtOnce,), {"order": order})):
         strategy = SuperpipelineStrategy(k=1, optimizer_overlap="backward")
         ours = fit(fused(lambda: Module(Stack())), vectors(), strategy, gradients=False)
     assert_same(ours, fit(fused(lambda: Module(Stack())), vectors(), gradients=False))

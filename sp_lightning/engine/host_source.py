@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sp_lightning.device.device import Device
 from sp_lightning.device.waits import Wait
 from sp_lightning.engine.lent_weights import keep_saved
-from sp_lightning.optim.background import Updates
+from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.slots import Slots, Staged
@@ -26,7 +26,12 @@ class HostSource:
     """
 
     def __init__(
-        self, layers: Sequence[StreamedLayer], slots: Slots, updates: Updates, device: Device, watch: WeightWatch | None
+        self,
+        layers: Sequence[StreamedLayer],
+        slots: Slots,
+        updates: BackgroundUpdates,
+        device: Device,
+        watch: WeightWatch | None,
     ) -> None:
         self._layers = layers
         self._slots = slots

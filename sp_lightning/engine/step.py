@@ -11,7 +11,7 @@ from sp_lightning.engine.exchange import Exchange
 from sp_lightning.engine.host_source import HostSource
 from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.residency import Residency
-from sp_lightning.optim.background import Updates
+from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.weight_watch import WeightWatch
@@ -53,7 +53,7 @@ class Step:
         residents: Residents,
         exchange: Exchange,
         activations: Activations,
-        updates: Updates,
+        updates: BackgroundUpdates,
         watch: WeightWatch | None,
     ) -> None:
         self._layers = layers

@@ -26,7 +26,7 @@ from sp_lightning.engine.step import Step, StepKind
 from sp_lightning.engine.updating import Updating
 from sp_lightning.model.found import Found
 from sp_lightning.observe.stats import Stats
-from sp_lightning.optim.background import Updates
+from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.plan import Plan
 from sp_lightning.store.block import Staging
@@ -100,7 +100,7 @@ class Streamer:
         self._slots = Slots(plan, self._moving, device)
         self._gradients = Gradients(device, self._staging, in_flight=plan.k_prime + 1)
         self._tables = make_tables(self.found, self._layers, device, pin=pin, compacted=self._gradients.compacted)
-        self.updates = Updates(self._layers, device)
+        self.updates = BackgroundUpdates(self._layers, device)
         self._lent = LentWeights(self._slots, device, self._stays, self._watch)
         self._source = HostSource(self._layers, self._slots, self.updates, device, self._watch)
         self._residents = Residents(

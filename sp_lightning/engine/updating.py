@@ -16,7 +16,7 @@ from sp_lightning.engine.host_source import HostSource
 from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.residency import Residency
 from sp_lightning.engine.step import Step
-from sp_lightning.optim.background import Updates
+from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.weights.device_parameter import DeviceParameter, Untouched
 from sp_lightning.weights.gradients import Gradients
 from sp_lightning.weights.layer import Kind, StreamedLayer
@@ -42,7 +42,7 @@ class Updating:
         step: Step,
         backward: Backward,
         gradients: Gradients,
-        updates: Updates,
+        updates: BackgroundUpdates,
         device: Device,
     ) -> None:
         self._lock = lock

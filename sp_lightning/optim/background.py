@@ -24,7 +24,7 @@ from sp_lightning.weights.device_parameter import DeviceParameter
 from sp_lightning.weights.layer import StreamedLayer
 
 
-class Updates:
+class BackgroundUpdates:
     """The updates that are under way.
 
     Args:
@@ -173,7 +173,7 @@ def _restore_classes(layers: Iterable[StreamedLayer]) -> None:
                 parameter.__class__ = type(parameter).__bases__[1]
 
 
-_all: WeakSet[Updates] = WeakSet()
+_all: WeakSet[BackgroundUpdates] = WeakSet()
 
 
 def _before_fork() -> None:
@@ -189,7 +189,7 @@ if hasattr(os, "register_at_fork"):
 class _BeingUpdated(nn.Parameter):
     """A host parameter whose update is under way. Whoever computes with it, or reads its gradient, waits first."""
 
-    _updates: Updates
+    _updates: BackgroundUpdates
 
     @classmethod
     def __torch_function__(

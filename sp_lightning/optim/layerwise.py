@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from sp_lightning.device.device import Device
 from sp_lightning.device.torch_private import accumulation_hooks, run_first_after_step, tree_map
 from sp_lightning.device.waits import Stream
-from sp_lightning.optim.background import Updates
+from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.weights.layer import StreamedLayer
 
 Clip = Callable[[Sequence[nn.Parameter]], Any]
@@ -33,7 +33,7 @@ class Updatable(Protocol):
     """The engine as a step that is taken apart sees it: which layers there are, and when each may be updated."""
 
     device: Device
-    updates: Updates
+    updates: BackgroundUpdates
     on_complete: Callable[[StreamedLayer], None] | None
     """Called in the backward that was announced, for each layer whose gradients are all in ``param.grad``."""
 
