@@ -43,7 +43,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.activations.offload import Offload
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.block import HostBlock
-from sp_lightning.weights.embedding_rows import Table
+from sp_lightning.weights.embedding_rows import EmbeddingRows
 from sp_lightning.weights.gradients import Gradients
 from tests.support.engine import choose
 from tests.support.models import CASES, Module, Stack, vectors
@@ -298,7 +298,7 @@ def as_a_device_does() -> Iterator[None]:
     A copy to the host that is not told otherwise is done in the order of compute, and the host waits for it. And memory
     that compute has done with is written by the next kernel, which may come after another wait, not at once.
     """
-    write, look_up, dispatch = HostBlock.write, Table.look_up, Watch.__torch_dispatch__
+    write, look_up, dispatch = HostBlock.write, EmbeddingRows.look_up, Watch.__torch_dispatch__
     freed: list[Tensor] = []
 
     def block(device: Any) -> None:
@@ -308,7 +308,7 @@ def as_a_device_does() -> Iterator[None]:
         block(self._device)
         return write(self, index, value)
 
-    def looked_up(self: Table, *args: Any, **options: Any) -> Any:
+    def looked_up(self: EmbeddingRows, *args: Any, **options: Any) -> Any:
         block(self._device)  # the indices come to the host
         return look_up(self, *args, **options)
 
@@ -331,7 +331,7 @@ def as_a_device_does() -> Iterator[None]:
 
     with (
         mock.patch.object(HostBlock, "write", written),
-        mock.patch.object(Table, "look_up", looked_up),
+        mock.patch.object(EmbeddingRows, "look_up", looked_up),
         mock.patch.object(Gradients, "_free", freeing(Gradients._free)),
         mock.patch.object(Offload, "retire", freeing(Offload.retire)),
         mock.patch.object(Offload, "_drop", freeing(Offload._drop)),

@@ -15,7 +15,7 @@ from sp_lightning.model.wrapped import parts, stand_in
 from sp_lightning.plan.plan import Plan
 from sp_lightning.store.block import HostBlock, Staging
 from sp_lightning.weights.casts import Casts
-from sp_lightning.weights.embedding_rows import Table
+from sp_lightning.weights.embedding_rows import EmbeddingRows
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.parameter_group import ParameterGroup
 
@@ -63,13 +63,13 @@ def make_layers(found: Found, plan: Plan, device: Device, staging: Staging, *, p
 
 def make_tables(
     found: Found, layers: Sequence[StreamedLayer], device: Device, *, pin: bool, compacted: set[StreamedLayer]
-) -> list[Table]:
+) -> list[EmbeddingRows]:
     """Makes the tables, one for each embedding of which only rows travel, and gives them to their layers."""
     tables = []
     table_layers = [layer for layer in layers if layer.kind is Kind.TABLE]
     for layer, found_layer in zip(table_layers, found.tables, strict=True):
         embedding: Any = found.places[found_layer.parameters[0][1]][0].module
-        table = layer.table = Table(embedding, layer, device, pin=pin, compacted=compacted)
+        table = layer.table = EmbeddingRows(embedding, layer, device, pin=pin, compacted=compacted)
         layer.parameters.look_up = table.look_up
         tables.append(table)
     return tables

@@ -23,7 +23,7 @@ from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.weights.layer import StreamedLayer
 
 
-class Table:
+class EmbeddingRows:
     """Looks up one embedding by its rows.
 
     Args:
@@ -136,7 +136,7 @@ class _LookUp(torch.autograd.Function):
     def forward(
         ctx: Any,
         weight: Any,
-        table: Table,
+        table: EmbeddingRows,
         indices: Tensor,
         renumbered: Tensor,
         numbers: Tensor,

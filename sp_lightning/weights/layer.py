@@ -10,7 +10,7 @@ from sp_lightning.store.block import HostBlock
 
 if TYPE_CHECKING:
     from sp_lightning.weights.casts import WireFormat
-    from sp_lightning.weights.embedding_rows import Table
+    from sp_lightning.weights.embedding_rows import EmbeddingRows
     from sp_lightning.weights.parameter_group import ParameterGroup
     from sp_lightning.weights.slots import Slot
 
@@ -82,7 +82,7 @@ class StreamedLayer:
             masters.owner = self
         self.spans = (*planned.spans, *planned.casts)
         self.on_demand = kind in (Kind.MASTERS, Kind.TABLE)
-        self.table: Table | None = None
+        self.table: EmbeddingRows | None = None
         self.slot: Slot | None = None
         self.transfer: Any = None
         self.fetches = 0
