@@ -8,7 +8,7 @@ from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.weights.buffers import OnTheDevice
 from sp_lightning.weights.pruned import PrunedWeights
 from sp_lightning.weights.residents import Residents
-from sp_lightning.weights.swap import Places
+from sp_lightning.weights.swap import Swap
 from sp_lightning.weights.weight_watch import WeightWatch
 
 
@@ -16,7 +16,7 @@ class Exchange:
     """Exchanges parameters, and the buffers that are beside them. The caller holds the engine's lock.
 
     Args:
-        places: swaps the parameters.
+        swap: swaps the parameters.
         residents: the residents, which are up to date whenever modules hold the device's parameters.
         lent: is told that residents may be written.
         pruned, averages: the buffers that are on the device only within a step.
@@ -25,14 +25,14 @@ class Exchange:
 
     def __init__(
         self,
-        places: Places,
+        swap: Swap,
         residents: Residents,
         lent: LentWeights,
         pruned: PrunedWeights,
         averages: Sequence[OnTheDevice],
         watch: WeightWatch | None,
     ) -> None:
-        self._places = places
+        self._swap = swap
         self._residents = residents
         self._lent = lent
         self._pruned = pruned
@@ -42,12 +42,12 @@ class Exchange:
     @property
     def on_device(self) -> bool:
         """Whether the modules hold device parameters."""
-        return self._places.on_device
+        return self._swap.on_device
 
     @property
     def changed(self) -> bool:
         """Whether the user replaced or renamed modules or parameters, or gave a parameter another dtype or shape."""
-        return self._places.changed()
+        return self._swap.changed()
 
     def to_device(self) -> bool:
         """Puts the device's parameters into the modules, and brings residents up to date.
@@ -55,10 +55,10 @@ class Exchange:
         Returns:
             Whether the modules held the host's parameters before.
         """
-        was_away = not self._places.on_device
+        was_away = not self._swap.on_device
         if was_away:
             self._residents.group.ask(before_use=False)
-            self._places.hold_device()
+            self._swap.hold_device()
             self._pruned.hold_device()
         self._residents.refresh()
         self._lent.suspect(self._residents.group)
@@ -66,9 +66,9 @@ class Exchange:
 
     def to_host(self) -> None:
         """Puts the host's parameters into the modules."""
-        if self._places.on_device:
+        if self._swap.on_device:
             self._residents.group.ask(before_use=True)
-            self._places.hold_host()
+            self._swap.hold_host()
             self._pruned.hold_host()
             if self._watch is not None:
                 self._watch.look_away()
@@ -77,6 +77,6 @@ class Exchange:
 
     def close(self) -> None:
         """Drops the device parameters. Buffers stay on the host for good."""
-        self._places.close()
+        self._swap.close()
         for average in self._averages:
             average.close()

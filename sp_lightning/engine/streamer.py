@@ -38,7 +38,7 @@ from sp_lightning.weights.prefetch import Prefetch
 from sp_lightning.weights.pruned import PrunedWeights
 from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.slots import Slots
-from sp_lightning.weights.swap import Places
+from sp_lightning.weights.swap import Swap
 from sp_lightning.weights.weight_watch import WeightWatch
 
 
@@ -126,13 +126,11 @@ class Streamer:
 
     def _build_step(self, averages: Sequence[nn.Module]) -> None:
         """Builds what modules hold, the step and its backward."""
-        module, device, layers = self._module, self.device, self._layers
-        places = Places(module, self.found.places, layers, stand_ins_for_wrapped(self.found, layers))
-        self._averages = {each: OnTheDevice(each, device.device, lambda: places.on_device) for each in averages}
-        pruned = PrunedWeights(module, device)
-        self._exchange = Exchange(
-            places, self._residents, self._lent, pruned, list(self._averages.values()), self._watch
-        )
+        root, device, layers = self._module, self.device, self._layers
+        swap = Swap(root, self.found.places, layers, stand_ins_for_wrapped(self.found, layers))
+        self._averages = {module: OnTheDevice(module, device.device, lambda: swap.on_device) for module in averages}
+        pruned = PrunedWeights(root, device)
+        self._exchange = Exchange(swap, self._residents, self._lent, pruned, list(self._averages.values()), self._watch)
         below = (self._residency, self._lent, self._source)
         self._step = Step(layers, *below, self._residents, self._exchange, self.activations, self.updates, self._watch)
         self._backward = Backward(

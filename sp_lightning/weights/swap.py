@@ -13,7 +13,7 @@ from sp_lightning.weights.device_parameter import DeviceParameter
 from sp_lightning.weights.layer import StreamedLayer
 
 
-class Places:
+class Swap:
     """Swaps all streamed and resident parameters of a module.
 
     Args:
