@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.engine.module_hooks import attach_gates
+from sp_lightning.engine.module_hooks import attach_module_hooks
 from sp_lightning.model.find import find_layers
 from sp_lightning.trainer.buffers import move_to_device
 from sp_lightning.weights.buffers import OnTheDevice, find_averages
@@ -130,11 +130,11 @@ def test_what_a_step_has_sent_is_back_after_it(within: str, monkeypatch: pytest.
     class Watched(Diffusion):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
-            sent.append(sum(len(keeper._sent) for keeper in keepers))
+            sent.append(sum(len(listener._sent) for listener in keepers))
             return loss
 
         def on_train_batch_end(self, *args: Any) -> None:
-            assert not any(keeper._sent for keeper in keepers)
+            assert not any(listener._sent for listener in keepers)
 
     plain = fit(lambda: Watched(within=within), vectors(3), val=vectors(2))
     sent.clear()
@@ -149,7 +149,7 @@ def test_a_method_within_a_step_is_on_the_device() -> None:
     average = Average(Stack())
     host = dict(average.named_buffers())
     step = [True]
-    keeper = OnTheDevice(average, torch.device("cpu:0"), lambda: step[0])
+    listener = OnTheDevice(average, torch.device("cpu:0"), lambda: step[0])
     name = next(iter(average.names.values()))
     sent = getattr(average, name)
     assert sent is not host[name]
@@ -158,10 +158,10 @@ def test_a_method_within_a_step_is_on_the_device() -> None:
     sent.add_(1)
     assert not torch.equal(host[name], sent)
     step[0] = False
-    keeper.send_back()
+    listener.send_back()
     assert average.get_buffer(name) is host[name]
     assert torch.equal(host[name], sent)
-    keeper.close()
+    listener.close()
     assert type(average._buffers) is dict
     assert type(copy.deepcopy(average)._buffers) is dict
 
@@ -203,7 +203,7 @@ def test_a_call_within_a_step_is_on_the_device() -> None:
     host = dict(average.named_buffers())
     before = {name: buffer.clone() for name, buffer in host.items()}
     step = [True]
-    handles = attach_gates(OnTheDevice(average, torch.device("cpu:0"), lambda: step[0]), {average: ()})
+    handles = attach_module_hooks(OnTheDevice(average, torch.device("cpu:0"), lambda: step[0]), {average: ()})
     average.register_forward_pre_hook(
         lambda *_: seen.append([buffer is host[n] for n, buffer in average.named_buffers()])
     )

@@ -286,7 +286,7 @@ class FrozenAndCheckpointed(Module):
 
 
 class InsideReentrant(Stack):
-    """No gate is passed when this is recomputed, and no hooks are active."""
+    """No module hook runs when this is recomputed, and no hooks are active."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -401,7 +401,7 @@ class SelectiveAround(Stack):
 
 
 def with_checkpointed_forwards() -> pl.LightningModule:
-    """As transformers does it: no gate tells of the recompute, which brings every weight by its stand-in."""
+    """As transformers does it: no module hook tells of the recompute, which brings every weight by its stand-in."""
     module = llama(dropout=0.0)
     for layer in module.net.model.layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=_saves_products)
@@ -689,7 +689,7 @@ class ThawsWithinStep(Module):
 
 
 class FunctionalCall(Module):
-    """Weights that are computed lie in no slot, and no gate tells that a layer's backward begins."""
+    """Weights that are computed lie in no slot, and no module hook tells that a layer's backward begins."""
 
     def loss(self, batch: Any) -> Tensor:
         weights = {name: p * 2 for name, p in self.net.named_parameters()}
@@ -918,7 +918,7 @@ def test_backward_with_inputs_brings_no_layer() -> None:
     assert strategy.stats().extra_slots == 0
 
 
-def test_bounds_hold_without_gates() -> None:
+def test_bounds_hold_without_module_hooks() -> None:
     strategy = superpipeline(k=1)
     bare(lambda: FunctionalCall(Stack()), strategy)
     assert strategy.stats().peak_device_bytes <= strategy.plan.peak_device_bytes

@@ -15,7 +15,7 @@ from sp_lightning.weights.layer import StreamedLayer
 Visits = Sequence[StreamedLayer]
 
 
-class Gatekeeper(Protocol):
+class Listener(Protocol):
     """Is told of calls of modules."""
 
     def enter(self, visits: Visits, inputs: Any) -> Visits:
@@ -25,11 +25,11 @@ class Gatekeeper(Protocol):
         """Called after the module has returned, or has raised (``output`` is then None)."""
 
 
-class Gate:
-    """The hooks of one module. A copy of the module is a plain module: the gate ignores every module but its own."""
+class ModuleHooks:
+    """The hooks of one module. A copy of the module is a plain module, so these ignore every module but their own."""
 
-    def __init__(self, keeper: Gatekeeper | None, module: nn.Module | None, visits: Visits) -> None:
-        self._keeper = keeper
+    def __init__(self, listener: Listener | None, module: nn.Module | None, visits: Visits) -> None:
+        self._listener = listener
         self._module = module
         self._visits = visits
         self._entered: list[Visits] = []  # what enter has returned, for each running call; nothing if it has raised
@@ -37,36 +37,38 @@ class Gate:
     @torch.compiler.disable  # transfers cannot be part of a compiled graph
     def before(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook."""
-        if module is self._module and self._keeper is not None:
-            self._entered.append(self._keeper.enter(self._visits, args))
+        if module is self._module and self._listener is not None:
+            self._entered.append(self._listener.enter(self._visits, args))
 
     @torch.compiler.disable
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook, which is called after an exception as well."""
-        if module is self._module and self._keeper is not None and self._entered:
-            self._keeper.leave(self._entered.pop(), output)
+        if module is self._module and self._listener is not None and self._entered:
+            self._listener.leave(self._entered.pop(), output)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHooks:
         return self
 
     def __reduce__(self) -> Any:
-        return Gate, (None, None, ())
+        return ModuleHooks, (None, None, ())
 
 
-def attach_gates(keeper: Gatekeeper, visits: dict[nn.Module, tuple[StreamedLayer, ...]]) -> list[RemovableHandle]:
-    """Attach a gate to every module. Ours run first before, and last after the module.
+def attach_module_hooks(
+    listener: Listener, visits: dict[nn.Module, tuple[StreamedLayer, ...]]
+) -> list[RemovableHandle]:
+    """Attaches hooks to every module. They run before all other pre-hooks, and after all other hooks.
 
-    ``nn.TransformerEncoderLayer`` leaves its fast path when a module has hooks, which changes the last bits in
-    evaluation; where one is among the modules, all gates are global hooks, which it does not see.
+    ``nn.TransformerEncoderLayer`` leaves its fast path if a module has hooks, which changes the last bits in evaluation.
+    If there is one among the modules, the hooks are therefore global ones, which it does not see.
     """
-    gates = {module: Gate(keeper, module, used) for module, used in _peeking(visits).items()}
+    hooks_of = {module: ModuleHooks(listener, module, used) for module, used in _peeking(visits).items()}
     if any(isinstance(module, nn.TransformerEncoderLayer) for root in visits for module in root.modules()):
 
         def dispatch(method: str) -> Callable[..., None]:
             def hook(module: nn.Module, *args: Any) -> None:
-                gate = gates.get(module)
-                if gate is not None:
-                    getattr(gate, method)(module, *args)
+                hooks = hooks_of.get(module)
+                if hooks is not None:
+                    getattr(hooks, method)(module, *args)
 
             return hook
 
@@ -75,9 +77,9 @@ def attach_gates(keeper: Gatekeeper, visits: dict[nn.Module, tuple[StreamedLayer
             register_module_forward_hook(dispatch("after"), always_call=True),
         ]
     handles = []
-    for module, gate in gates.items():
-        handles.append(module.register_forward_pre_hook(gate.before, prepend=True))
-        handles.append(module.register_forward_hook(gate.after, always_call=True))
+    for module, hooks in hooks_of.items():
+        handles.append(module.register_forward_pre_hook(hooks.before, prepend=True))
+        handles.append(module.register_forward_hook(hooks.after, always_call=True))
     return handles
 
 

@@ -18,7 +18,7 @@ from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.exchange import Exchange
 from sp_lightning.engine.host_source import HostSource
 from sp_lightning.engine.lent_weights import LentWeights
-from sp_lightning.engine.module_hooks import attach_gates
+from sp_lightning.engine.module_hooks import attach_module_hooks
 from sp_lightning.engine.peak import Peak
 from sp_lightning.engine.residency import Residency
 from sp_lightning.engine.saved_tensors import Packing
@@ -163,9 +163,11 @@ class Streamer:
         )
         for layer in layers:
             layer.parameters.connect(layer, self._access)
-        self._gates = attach_gates(self._access, {**visits, **{table.module: (table.layer,) for table in self._tables}})
-        for module, keeper in self._averages.items():
-            self._gates += attach_gates(keeper, {module: ()})
+        self._module_hooks = attach_module_hooks(
+            self._access, {**visits, **{table.module: (table.layer,) for table in self._tables}}
+        )
+        for module, listener in self._averages.items():
+            self._module_hooks += attach_module_hooks(listener, {module: ()})
 
     # ------------------------------------------------------------------ a step
 
@@ -334,7 +336,7 @@ class Streamer:
             self._closed = True
             self._backward.close()
             self._access.close()
-            for handle in self._gates:
+            for handle in self._module_hooks:
                 handle.remove()
             self._slots.close()
             self.activations.offload.close()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sp_lightning.activations.forward_state import TRUSTED
 from sp_lightning.device.torch_private import forward_hooks, forward_pre_hooks, tree_leaves
-from sp_lightning.engine.module_hooks import Gate
+from sp_lightning.engine.module_hooks import ModuleHooks
 from sp_lightning.trainer.compat import MODULE_ATTRIBUTES, logged_counts, random_states, restore_random_states
 
 # Modules of these packages keep no state in a forward but buffers, and count it.
@@ -72,7 +72,7 @@ class Snapshot:
         weights = found["parameters"] = []
         for name, child in module.named_modules():
             for hook in (*forward_hooks(child).values(), *forward_pre_hooks(child).values()):
-                if not isinstance(getattr(hook, "__self__", None), Gate):
+                if not isinstance(getattr(hook, "__self__", None), ModuleHooks):
                     raise Unwatched(f"what a forward hook of {name!r} does")
             weights += [(id(each), each._version) for each in child._parameters.values() if each is not None]
             found.update(_state(name, child))

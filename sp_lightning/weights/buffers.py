@@ -28,7 +28,7 @@ def find_averages(root: nn.Module) -> list[nn.Module]:
 
 
 class OnTheDevice:
-    """A gate's keeper: a module's buffers are on the device for a call within a step, and on the host after it.
+    """A listener of module hooks: the module's buffers are on the device for a call within a step, and on the host after it.
 
     Args:
         module: the module that has the buffers.
