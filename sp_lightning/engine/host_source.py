@@ -87,7 +87,7 @@ class HostSource:
         layer.invalidate()
         for index in displaced:
             keep_saved(layer, index)
-            layer.parameters.unseen[index] += 1
+            layer.parameters.unversioned_writes[index] += 1
         block.adopt()
         if layer.owner is not layer and layer.owner.casts is not None:
             layer.owner.casts.doubt()  # the masters have other values although their block has the same memory

@@ -131,7 +131,7 @@ class LentWeights:
             if layer.block.write(index, value):
                 if index in layer.block.apart:
                     group.set_apart(index, value)
-                group.unseen[index] += 1
+                group.unversioned_writes[index] += 1
                 group.written_back()
                 group.casts = None
                 if self._watch is not None:
@@ -203,10 +203,10 @@ class LentWeights:
         """Takes back what was written, while a layer is away, in other memory that its weights were given."""
         group = layer.parameters
         if group.outside and not group.attached:
-            before = list(group.unseen)
+            before = list(group.unversioned_writes)
             self._slots.synchronize(Wait.UPDATE_AFTER_FETCH, layer)  # a transfer of the old values may be under way
             self.write_back(layer, group.outside.items())
-            if group.unseen != before:
+            if group.unversioned_writes != before:
                 layer.invalidate()
             self._keep_outside(layer, group.outside)
 

@@ -79,7 +79,7 @@ class ParameterGroup:
         exposed: indices of the weights whose ``.data`` was handed out. Nobody knows when they are written.
         apart: by index, the weights that were given another dtype; they have device memory of their own.
         outside: by index, the weights that were given other memory (``param.data = other``). Others may hold and write it.
-        unseen: how often each weight was found to have been written without a change of its version.
+        unversioned_writes: how often each weight was found to have been written without a change of its version.
         steps: a number that rises with each step of an optimizer, because a fused step changes no version.
     """
 
@@ -106,7 +106,7 @@ class ParameterGroup:
         self.exposed: set[int] = set()
         self.apart: dict[int, Tensor] = {}
         self.outside: dict[int, Tensor] = {}
-        self.unseen = [0] * len(spans)
+        self.unversioned_writes = [0] * len(spans)
         self.steps = 0
         self.attached = False
         self.shared = False
@@ -270,7 +270,7 @@ class ParameterGroup:
         """A number that rises with each write of a weight that the engine knows of, whether a version shows it or not."""
         if index in self.exposed or self.version(index) != self._versions[index]:
             self.doors.settle_writes(self.layer)
-        return self.version_once_fetched(index) + self.steps + self.unseen[index]
+        return self.version_once_fetched(index) + self.steps + self.unversioned_writes[index]
 
     def take_written(self) -> list[int]:
         """The indices of the weights that were written on the device since the last call, or may have been by ``.data``.
