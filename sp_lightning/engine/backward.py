@@ -85,7 +85,7 @@ class Backward:
             self._step.compare_writes()
             if not quiet:
                 self._lent.take_back_late(residency.slots.all)
-                self._step.forget_copies()
+                self._step.invalidate_unused()
 
     def join(self) -> None:
         """Has autograd call :meth:`_ends` when the present graph task, which may be a nested one, ends.
@@ -148,10 +148,10 @@ class Backward:
         """Drops a backward that failed, with the gradients that are on their way."""
         self.tasks.clear()
         self._nested = self._announced = self._accumulates = False
-        self.forget_early_updates()
+        self.clear_early_updates()
         self.sink.drop()
 
-    def forget_early_updates(self) -> None:
+    def clear_early_updates(self) -> None:
         """Allows uses of the layers that backward has updated, because the step is over."""
         for layer in self._layers:
             layer.updated_early = False

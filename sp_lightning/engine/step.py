@@ -88,7 +88,7 @@ class Step:
             quiet: whether nothing can have written weights since the last step or :meth:`expect`.
         """
         if not quiet:
-            self.forget()
+            self.invalidate()
         training = kind is not StepKind.INFERENCE
         if self._expected != phase:
             self._residency.prefetch.start(phase, training=training)
@@ -115,7 +115,7 @@ class Step:
 
     def begin_outside(self) -> None:
         """Prepares for the call of a module outside any step. Nobody knows what was written since the last step."""
-        self.forget()
+        self.invalidate()
         self.thread = threading.get_ident()
         self._residency.prefetch.start("outside", training=False)
 
@@ -133,17 +133,17 @@ class Step:
 
     # ------------------------------------------------------------------ weights may be written
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Marks all copies on the device as out of date, because host weights were or may have been written."""
         self._residency.release_unpinned()
-        self.forget_copies()
-        self._residents.forget()
+        self.invalidate_unused()
+        self._residents.invalidate()
         self._expected = None
         if self.running and self.kind is StepKind.MANUAL:
             self.activate()  # this step goes on after the optimizer's step
             self._look_at_weights()
 
-    def forget_copies(self) -> None:
+    def invalidate_unused(self) -> None:
         """Marks the copies of all layers that are not in use as out of date."""
         used = self._residency.used
         self._source.doubt([layer for layer in self._layers if layer.kind is not Kind.RESIDENTS and layer not in used])
@@ -151,15 +151,15 @@ class Step:
     def settle(self) -> None:
         """Prepares for user code that may write weights between steps: no transfer reads them, and no copy is trusted."""
         if not self.running:
-            self.forget()
+            self.invalidate()
             self._source.synchronize()
 
     def pause(self) -> None:
         """Prepares for user code that reads gradients and writes weights, after a backward in manual optimization."""
         self.take_back_writes()
         self._exchange.to_host()
-        self.forget_copies()
-        self._residents.forget()
+        self.invalidate_unused()
+        self._residents.invalidate()
 
     def take_back_writes(self) -> None:
         """Takes every weight that was written on the device back to the host."""
@@ -195,7 +195,7 @@ class Step:
         self._activations.remove()
         self._activations.settle()
         if self.training:
-            self.forget()  # from now on hooks and optimizers may write weights through .data, which no version shows
+            self.invalidate()  # from now on hooks and optimizers may write weights through .data, which no version shows
         self._residency.slots.give_back_extra()
         if self.shared:
             self.share(False)

@@ -222,7 +222,7 @@ class Streamer:
             self._access.reset()
             self._backward.abandon()
             self._step.end(compare=False)  # there is an error already
-            self._step.forget()
+            self._step.invalidate()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -243,10 +243,10 @@ class Streamer:
 
     # ------------------------------------------------------------------ between steps
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Marks all copies on the device as out of date, because host weights were or may have been written."""
         with self._lock:
-            self._step.forget()
+            self._step.invalidate()
 
     def settle(self) -> None:
         """Prepares for user code that may write weights between steps: no transfer reads them, and no copy is trusted."""

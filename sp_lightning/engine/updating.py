@@ -127,7 +127,7 @@ class Updating:
 
     def over(self) -> None:
         """Allows uses of layers that backward has updated, because the step has submitted all updates."""
-        self._backward.forget_early_updates()
+        self._backward.clear_early_updates()
 
     def release_gradients(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> None:
         """Frees the gradients of these parameters of a layer, which are updated."""

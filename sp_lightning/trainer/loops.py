@@ -81,7 +81,7 @@ class Loops:
         self._renew()
         assert self._run.streamer is not None
         if self._hooks.may_write_weights("train"):
-            self._run.streamer.forget()
+            self._run.streamer.invalidate()
         self._tune("train", batch)
         if not self._hooks.may_write_before_training_step():
             self._run.streamer.expect("train", training=True)

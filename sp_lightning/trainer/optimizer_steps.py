@@ -222,7 +222,7 @@ class OptimizerSteps:
     def _after_step(self, *_: Any) -> None:
         """A hook of torch's after every optimizer's step in this process."""
         if self._run.streamer is not None:
-            self._run.streamer.forget()
+            self._run.streamer.invalidate()
 
 
 def _hold_hosts(optimizer: Any) -> None:

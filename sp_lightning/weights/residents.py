@@ -80,7 +80,7 @@ class Residents:
         group.sync_requires_grad()
         self._current = True
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Marks the device's copy as out of date, because host weights were or may have been written."""
         self._current = False
 

@@ -59,7 +59,7 @@ def update(streamer: Streamer, optimizer: torch.optim.Optimizer) -> None:
     """An optimizer's step, as the strategy's hooks on it do."""
     streamer.updating.before(deferred=False)
     optimizer.step()
-    streamer.forget()
+    streamer.invalidate()
 
 
 @contextmanager
