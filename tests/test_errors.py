@@ -810,7 +810,7 @@ def test_after_an_error_between_two_batches_nothing_is_under_way() -> None:
 
     strategy = SuperpipelineStrategy(k=1, optimizer_overlap="forward")
     trainer = trainer_for(strategy, callbacks=[Looks()])
-    failing = mock.patch.object(Streamer, "expect", at(Streamer.expect, 4, KeyError("between")))
+    failing = mock.patch.object(Streamer, "prefetch_for", at(Streamer.prefetch_for, 4, KeyError("between")))
     with failing, pytest.raises(KeyError, match="between"):
         trainer.fit(Module(Stack()), loader(vectors()))
     assert seen == [{nn.Parameter}]

@@ -85,7 +85,7 @@ class Step:
         Args:
             phase: the name of the trace that is followed.
             kind: what the step is expected to do.
-            quiet: whether nothing can have written weights since the last step or :meth:`expect`.
+            quiet: whether nothing can have written weights since the last step or :meth:`prefetch_for`.
         """
         if not quiet:
             self.invalidate()
@@ -107,7 +107,7 @@ class Step:
         self.activate()
         self._residency.fetch_ahead()
 
-    def expect(self, phase: str, *, training: bool) -> None:
+    def prefetch_for(self, phase: str, *, training: bool) -> None:
         """Fetches the first layers of the next step, which is of ``phase``. Nothing writes weights before it begins."""
         self._residency.prefetch.start(phase, training=training)
         self._expected = phase
@@ -170,7 +170,7 @@ class Step:
             layer.parameters.exposed.clear()
 
     def stop_expecting(self) -> None:
-        """Drops the expectation of :meth:`expect`, because the window has changed, for example."""
+        """Drops the expectation of :meth:`prefetch_for`, because the window has changed, for example."""
         self._expected = None
 
     # ------------------------------------------------------------------ it ends

@@ -178,17 +178,17 @@ class Streamer:
             phase: the name of the trace that is followed.
             training: whether a backward is expected.
             manual: whether user code reads gradients and writes weights within the step (manual optimization).
-            quiet: whether nothing can have written weights since the last step or :meth:`expect`.
+            quiet: whether nothing can have written weights since the last step or :meth:`prefetch_for`.
         """
         kind = StepKind.INFERENCE if not training else StepKind.MANUAL if manual else StepKind.AUTOMATIC
         with self._lock:
             self._backward.abandon()
             self._step.begin(phase, kind, quiet=quiet)
 
-    def expect(self, phase: str, *, training: bool) -> None:
+    def prefetch_for(self, phase: str, *, training: bool) -> None:
         """Fetches the first layers of the next step, which is of ``phase``. Nothing writes weights before it begins."""
         with self._lock:
-            self._step.expect(phase, training=training)
+            self._step.prefetch_for(phase, training=training)
 
     def saving(self) -> AbstractContextManager[None]:
         """A context for user code that builds a graph: saved weights are packed, so that the graph holds no slot."""

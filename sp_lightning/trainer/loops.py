@@ -84,7 +84,7 @@ class Loops:
             self._run.streamer.invalidate()
         self._tune("train", batch)
         if not self._hooks.may_write_before_training_step():
-            self._run.streamer.expect("train", training=True)
+            self._run.streamer.prefetch_for("train", training=True)
 
     def step(self, phase: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs Lightning's step of a batch.
@@ -116,7 +116,7 @@ class Loops:
         """A training batch is over: where nothing writes weights before the next one, its first layers come now."""
         if self._run.streamer is not None and not self._hooks.may_write_weights("train"):
             with self._run.whole_after_failure():
-                self._run.streamer.expect("train", training=True)
+                self._run.streamer.prefetch_for("train", training=True)
 
     def _renew(self) -> None:
         if self._run.renew():
