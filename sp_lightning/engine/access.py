@@ -134,7 +134,7 @@ class Access:
             self._residency.end_call(visits, release=sys.exception() is None)
             self._pop_hooks()
             if self.depth == 0 and not step.running and not self._backward.tasks:
-                step.end(settle=True)
+                step.end(writes_follow=True)
             elif visits:
                 self._residency.fetch_ahead()
 
@@ -248,10 +248,10 @@ class Access:
 
     # ------------------------------------------------------------------ weights are written through .data
 
-    def settle_writes(self, layer: StreamedLayer) -> None:
+    def take_back_writes(self, layer: StreamedLayer) -> None:
         """What may have been written of a layer through ``.data`` is the host's now."""
         with self._lock, no_dispatch_modes():
-            self._lent.settle(layer)
+            self._lent.take_back(layer)
 
     def replacing(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
         """``param.data = value`` follows; graphs that saved views of the weight keep the old memory."""

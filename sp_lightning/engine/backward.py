@@ -122,7 +122,7 @@ class Backward:
             return
         group = layer.parameters
         if gradient.dtype is not group.hosts[index].dtype:
-            self._lent.settle(
+            self._lent.take_back(
                 layer
             )  # param.data = other: the host's parameter takes the other dtype before the gradient
         if group.autocast is not None and group.lossless(index, gradient):
@@ -170,7 +170,7 @@ class Backward:
             self.tasks = self.tasks[: self.tasks.index(task)]
             self._residency.release_unpinned()
         try:
-            self.sink.settle()
+            self.sink.flush()
         finally:  # if a user's hook has raised, plain autograd would not have computed the other gradients either
             self.sink.drop()
             if not self.tasks:

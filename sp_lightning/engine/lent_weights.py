@@ -155,7 +155,7 @@ class LentWeights:
             values = {index: view(slot.memory, group.spans[index]) for index in written}
             self.write_back(layer, ((index, group.apart.get(index, value)) for index, value in values.items()))
 
-    def settle(self, layer: StreamedLayer) -> None:
+    def take_back(self, layer: StreamedLayer) -> None:
         """Takes back what may have been written of a layer through ``.data``."""
         group = layer.parameters
         if group.attached:

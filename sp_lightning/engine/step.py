@@ -148,7 +148,7 @@ class Step:
         used = self._residency.used
         self._source.doubt([layer for layer in self._layers if layer.kind is not Kind.RESIDENTS and layer not in used])
 
-    def settle(self) -> None:
+    def allow_writes(self) -> None:
         """Prepares for user code that may write weights between steps: no transfer reads them, and no copy is trusted."""
         if not self.running:
             self.invalidate()
@@ -175,11 +175,11 @@ class Step:
 
     # ------------------------------------------------------------------ it ends
 
-    def end(self, *, settle: bool = False, compare: bool = True) -> None:
+    def end(self, *, writes_follow: bool = False, compare: bool = True) -> None:
         """Ends the step: puts the host's parameters back into the modules.
 
         Args:
-            settle: whether user code may write weights next, so that no transfer may be reading them.
+            writes_follow: whether user code may write weights next, so that no transfer may be reading them.
             compare: whether ``check_writes`` looks for writes. It should not if there is an error already.
 
         Raises:
@@ -199,7 +199,7 @@ class Step:
         self._residency.slots.give_back_extra()
         if self.shared:
             self.share(False)
-        if settle:
+        if writes_follow:
             self._source.synchronize()
 
     # ------------------------------------------------------------------ check_writes

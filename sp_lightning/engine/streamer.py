@@ -208,10 +208,10 @@ class Streamer:
             if self._step.running and self._step.ends_with_backward and not self._backward.tasks:
                 self._step.end()
 
-    def end(self, *, settle: bool = False) -> None:
+    def end(self, *, writes_follow: bool = False) -> None:
         """Ends the step: puts the host's parameters back into the modules; see :meth:`Step.end`."""
         with self._lock:
-            self._step.end(settle=settle)
+            self._step.end(writes_follow=writes_follow)
 
     def abort(self) -> None:
         """Ends a step that has failed, and drops the gradients that were on their way."""
@@ -248,10 +248,10 @@ class Streamer:
         with self._lock:
             self._step.invalidate()
 
-    def settle(self) -> None:
+    def allow_writes(self) -> None:
         """Prepares for user code that may write weights between steps: no transfer reads them, and no copy is trusted."""
         with self._lock:
-            self._step.settle()
+            self._step.allow_writes()
 
     def resize(self, plan: Plan) -> None:
         """Streams the same layers through the slots of another plan.

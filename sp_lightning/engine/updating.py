@@ -116,7 +116,7 @@ class Updating:
             self._residency.slots.synchronize(Wait.UPDATE_AFTER_FETCH, member)
             if member.parameters.exposed:
                 with self._lock, no_dispatch_modes():
-                    self._lent.settle(member)
+                    self._lent.take_back(member)
                 member.parameters.exposed.clear()  # otherwise the device's values would overwrite the update later
 
     def after(self, layer: StreamedLayer) -> None:

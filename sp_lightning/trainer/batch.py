@@ -63,7 +63,7 @@ class Batch:
                 if self._training and not manual and self._has_backward(output):
                     streamer.await_backward()
                 else:
-                    streamer.end(settle=self._training or self._hooks.may_write_after(self._phase))
+                    streamer.end(writes_follow=self._training or self._hooks.may_write_after(self._phase))
                 return output
 
     def _has_backward(self, output: Any) -> bool:

@@ -267,12 +267,12 @@ class Run:
             return
         with self.streamer.reading():
             yield
-        self.streamer.settle()  # hooks of users follow (on_save_checkpoint), which may write weights
+        self.streamer.allow_writes()  # hooks of users follow (on_save_checkpoint), which may write weights
 
     def settle(self) -> None:
         """Between steps: weights may be written now."""
         if self.streamer is not None:
-            self.streamer.settle()
+            self.streamer.allow_writes()
 
     @contextmanager
     def whole_after_failure(self) -> Generator[None, None, None]:
@@ -292,7 +292,7 @@ class Run:
         try:
             if self.streamer is not None:
                 self.streamer.abort()
-                self.streamer.settle()  # whoever catches the error may write weights
+                self.streamer.allow_writes()  # whoever catches the error may write weights
         except Exception:
             self._log.exception("Superpipeline could not put the host's parameters back after the error that follows.")
 

@@ -223,7 +223,7 @@ class Walk:
             self._visit(at, visit)
         self._residency.release_unpinned()
         if self._training:
-            self._settle()
+            self._end_step()
             for layer in self._layers:
                 layer.invalidate()
         self.ended = max(self.device.now[Stream.COMPUTE], self.device.host)
@@ -308,9 +308,9 @@ class Walk:
         if self._overlap == "backward":
             self._update(layer)
 
-    def _settle(self) -> None:
+    def _end_step(self) -> None:
         self._drain(self._resident)
-        self._drains.settle()
+        self._drains.flush()
         if self._overlap != "backward":
             for layer in self._update_order():
                 self._update(_simulated(layer))

@@ -37,7 +37,7 @@ class GradientSink(Protocol):
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Sends off what is left of other layers' gradients, because the backward of ``layers`` begins."""
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Brings every gradient to its place."""
 
     def drop(self) -> None:
@@ -138,7 +138,7 @@ class Drains(Generic[D]):
         while len(self._landed) > self.in_flight:  # this bounds the staging memory
             self._finish()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Finishes all transfers."""
         self.retire(0)
         while self._landed:
@@ -281,11 +281,11 @@ class Gradients:
             if received.gradients and layer not in owners and layer.kind is not Kind.RESIDENTS:
                 self.drain(layer)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Brings every gradient to ``param.grad``."""
         for layer in list(self._received):
             self.drain(layer)
-        self.drains.settle()
+        self.drains.flush()
 
     def drop(self) -> None:
         """Drops the gradients that did not reach ``param.grad``, after a backward that failed."""

@@ -52,7 +52,7 @@ class Doors(Protocol):
     def replacing(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
         """Called before ``param.data = value``, while the layer is on the device."""
 
-    def settle_writes(self, layer: StreamedLayer) -> None:
+    def take_back_writes(self, layer: StreamedLayer) -> None:
         """Has the host take over what was written on the device, because somebody asks which weights were written."""
 
     def reading_rows(self, layer: StreamedLayer) -> AbstractContextManager[bool]:
@@ -269,7 +269,7 @@ class ParameterGroup:
     def writes(self, index: int) -> int:
         """A number that rises with each write of a weight that the engine knows of, whether a version shows it or not."""
         if index in self.exposed or self.version(index) != self._versions[index]:
-            self.doors.settle_writes(self.layer)
+            self.doors.take_back_writes(self.layer)
         return self.version_once_fetched(index) + self.steps + self.unversioned_writes[index]
 
     def take_written(self) -> list[int]:
