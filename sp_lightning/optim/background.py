@@ -32,7 +32,7 @@ class BackgroundUpdates:
         device: runs work in its background thread, and waits for it.
 
     Attributes:
-        torn: why the weights are not those of a whole step: some layers are updated and others are not. None if they are.
+        partially_updated: the reason if only some layers have the weights of the last step; None if all have them.
     """
 
     def __init__(self, layers: Sequence[StreamedLayer], device: Device) -> None:
@@ -44,7 +44,7 @@ class BackgroundUpdates:
         self._failure: BaseException | None = None
         self._afterwards: list[Callable[[], None]] = []
         self._class_of = cache(self._make_class)
-        self.torn: str | None = None
+        self.partially_updated: str | None = None
         _all.add(self)
 
     def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
@@ -158,7 +158,7 @@ class BackgroundUpdates:
 
     def _raise(self) -> None:
         if self._failure is not None:
-            self.torn = f"the optimizer's update failed in the background: {self._failure!r}"
+            self.partially_updated = f"the optimizer's update failed in the background: {self._failure!r}"
             raise self._failure
 
     def _make_class(self, users: type[nn.Parameter]) -> type[nn.Parameter]:

@@ -230,7 +230,9 @@ class LayerwiseStep:
             for parameter in _parameters_of(layer):
                 if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                     raise RuntimeError(_NOT_ALL.format(what="there are sparse gradients"))
-            self._updates.torn = 'a backward with optimizer_overlap="backward" failed after it had updated some layers'
+            self._updates.partially_updated = (
+                'a backward with optimizer_overlap="backward" failed after it had updated some layers'
+            )
             self._begun.add(layer)
             self._engine.before_early(layer)
             self._submit(layer, groups)
@@ -246,7 +248,7 @@ class LayerwiseStep:
         if by_layer is None:
             self._clip_at_once()
         else:
-            self._updates.torn = "the optimizer's step was interrupted, and may have updated some layers"
+            self._updates.partially_updated = "the optimizer's step was interrupted, and may have updated some layers"
             for layer in self._engine.order():
                 if layer in by_layer:
                     self._submit(layer, by_layer[layer])
@@ -254,7 +256,7 @@ class LayerwiseStep:
             self._groups, self._optimizer.param_groups = self._optimizer.param_groups, self._none
         self._begun.clear()
         self._engine.over()
-        self._updates.torn = None
+        self._updates.partially_updated = None
 
     def _give_back_groups(self) -> None:
         if self._optimizer.param_groups is self._none:  # otherwise the user has replaced them

@@ -102,9 +102,9 @@ class Run:
         return self._fetches if self.streamer is None else self.streamer.fetches()
 
     @property
-    def torn(self) -> str | None:
+    def partially_updated(self) -> str | None:
         """Why the weights are not those of any whole step; None where they are."""
-        return self._torn if self.streamer is None else self.streamer.updates.torn
+        return self._partially_updated if self.streamer is None else self.streamer.updates.partially_updated
 
     def remarks(self) -> list[str]:
         """What a user should know beside the plan, in sentences."""
@@ -146,7 +146,7 @@ class Run:
 
     def _note_results(self) -> None:
         """Keeps what is asked of the engine once it is gone."""
-        self._plan, self._modes, self._torn = self.plan, self.activations, self.torn
+        self._plan, self._modes, self._partially_updated = self.plan, self.activations, self.partially_updated
         self._stats, self._fetches = self.stats(), self.fetches()
 
     def __getstate__(self) -> dict[str, Any]:

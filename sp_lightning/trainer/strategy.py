@@ -340,12 +340,12 @@ class StreamingStrategy(HostStrategy):
         return state
 
     def _refuse_torn(self) -> None:
-        torn = None if self._run is None else self._run.torn
-        if torn is not None:
+        mixed = None if self._run is None else self._run.partially_updated
+        if mixed is not None:
             if sys.exception() is not None:  # a checkpoint on exception: Lightning tears nothing down if that fails
                 self._close()
             raise RuntimeError(
-                f"These weights are not those of any whole step and are not saved: {torn}. Go on from the last checkpoint."
+                f"These weights are not those of any whole step and are not saved: {mixed}. Go on from the last checkpoint."
             )
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
