@@ -1,4 +1,4 @@
-"""Access: the four doors by which a layer is asked for, each at the moment when its weights are needed.
+"""Access: the four ways in which a layer is asked for at the moment when its weights are needed.
 
 - a module is called (:meth:`Access.enter`, :meth:`Access.leave`, by way of :mod:`sp_lightning.engine.module_hooks`),
 - autograd unpacks a weight that it saved (:meth:`Access.unpack`, by way of :mod:`sp_lightning.engine.saved_tensors`),
@@ -43,20 +43,20 @@ from sp_lightning.weights.residents import Residents
 
 
 class Access:
-    """The doors; to parameters, the :class:`~sp_lightning.weights.parameter_group.Doors`.
+    """Brings layers when they are asked for; device parameters know it as their ``Doors``.
 
     Args:
-        lock: the engine's; it is never held across user code, and backward's hooks run on autograd's threads.
+        lock: the engine's lock. It is never held while user code runs; hooks in backward run on autograd's threads.
+        layers: all layers.
         residency, lent, source, residents, exchange, step, backward: the engine's parts below.
-        layers: all of them.
-        offloads: asked whether what a graph saves may leave the device.
-        unit: gives the layers of a unit, by its name.
-        around_rerun: a context for a forward that is run again, which nobody but autograd is to see.
+        offloads: says whether what a graph saves may leave the device.
+        unit: returns the layers of a unit by its name.
+        around_rerun: a context for a forward that runs again, of which only autograd is to know.
 
     Attributes:
-        depth: how many calls of modules are under way.
-        run_again: the unit whose forward was run again last.
-        packing: the hooks for what autograd saves; from :meth:`pack_with` on.
+        depth: how many calls of modules are running.
+        run_again: the unit whose forward was the last to run again.
+        packing: the hooks for what autograd saves; set by :meth:`pack_with`.
     """
 
     packing: Packing
@@ -92,19 +92,19 @@ class Access:
         self._offloads = offloads
         self._unit = unit
         self._around_rerun = around_rerun
-        self.gradient_arrived = backward.gradient_arrived  # no detour: it is called for each gradient
+        self.gradient_arrived = backward.gradient_arrived  # called directly, because it is called for each gradient
         self.gradients_complete = backward.complete
         self.depth = 0
         self.run_again = ""
-        self._calls = threading.local()  # of each thread: how many calls are under way, and the hooks of the outermost
+        self._calls = threading.local()  # for each thread, how many calls run, and the hooks of the outermost one
         self._closed = False
 
     # ------------------------------------------------------------------ a module is called
 
     def enter(self, visits: Visits, inputs: Any) -> Visits:
-        """A module is called: its layers come, and stay until :meth:`leave`. Returns which, for that."""
+        """Makes the layers of a module resident before its call. Returns the layers that :meth:`leave` is to release."""
         if visits and visits[0].kind is Kind.TABLE and not hides_stand_ins(inputs):
-            visits = ()  # its rows will do
+            visits = ()  # the table's rows are enough
         self._refuse_transforms_and_traces(visits)
         if self._casts and hides_stand_ins(inputs):
             visits = (*visits, *(layer.masters for layer in visits if layer.masters is not None))
@@ -124,13 +124,14 @@ class Access:
         return visits
 
     def leave(self, visits: Visits, output: Any) -> None:
-        """The call has returned (4) or raised: its layers may go (5)."""
+        """Releases the layers of a module (5), whose call has returned (4) or raised."""
         step = self._step
         with self._lock, no_dispatch_modes():
             self.depth = max(self.depth - 1, 0)
             if torch.is_grad_enabled() and visits:
                 self._watch(visits, output)
-            # While an exception is under way its frames hold the weights; checkpoints stop their recompute by one.
+            # The frames of an exception hold the weights as long as it is handled. Checkpoints stop their recompute by
+            # one, so the layers are released later.
             self._residency.end_call(visits, release=sys.exception() is None)
             self._pop_hooks()
             if self.depth == 0 and not step.running and not self._backward.tasks:
@@ -140,7 +141,7 @@ class Access:
 
     @contextmanager
     def rerun(self, unit: str, inputs: Any) -> Iterator[None]:
-        """A unit's forward runs once more, in backward: no hook of the module says so."""
+        """A context in which a unit's forward runs again, in backward. No hook of the module tells of that."""
         self._backward.join()
         self.run_again = unit
         visits = self.enter(self._unit(unit), inputs)
@@ -157,7 +158,7 @@ class Access:
                 tensor.register_hook(pre_backward)
 
     def _pre_backward(self, visits: Visits, gradient: Tensor) -> None:
-        """Backward has come to these layers: those above are done, and so must be the drains of those before."""
+        """Hook on the outputs of a module: backward has come to its layers, and is done with those above them."""
         self._backward.join()
         with self._lock, no_dispatch_modes():
             self._step.activate()
@@ -167,7 +168,7 @@ class Access:
     # ------------------------------------------------------------------ autograd unpacks a weight
 
     def pack_with(self, packing: Packing) -> None:
-        """From here on what autograd saves in calls is packed."""
+        """Has these hooks pack what autograd saves in calls from now on."""
         self.packing = packing
 
     def unpack(self, layer: StreamedLayer, view: Callable[[Lease], Tensor]) -> Tensor:
@@ -182,14 +183,14 @@ class Access:
         return saved
 
     def saves_raw(self) -> bool:
-        """Whether autograd would save tensors as they are now, and not as the engine's hooks pack them."""
+        """Whether autograd would now save tensors as they are, without the engine's hooks packing them."""
         return torch.is_grad_enabled() and not packs()
 
     # ------------------------------------------------------------------ weights are read elsewhere
 
     @contextmanager
     def on_demand(self, parameters: Sequence[DeviceParameter], *, casts: bool = False) -> Iterator[None]:
-        """These device parameters, or their ``casts``, are there for one operation.
+        """A context for one operation, during which device parameters, or their ``casts``, are on the device.
 
         Raises:
             RuntimeError: the run is over.
@@ -224,15 +225,15 @@ class Access:
                 if residents and not self._exchange.on_device:
                     self._residents.take_back_writes()
                     self._residents.group.ask(before_use=True)
-                if (
-                    self.saves_raw() or not self._exchange.on_device
-                ):  # the next operation is to come through this door, too
-                    self._residency.release_unpinned()
+                if self.saves_raw() or not self._exchange.on_device:
+                    self._residency.release_unpinned()  # so that the next operation asks as well
                 self._residency.fetch_ahead()
 
     @contextmanager
     def reading_rows(self, layer: StreamedLayer) -> Iterator[bool]:
-        """Rows of a table are gathered from the host's weight, unless all of it is on the device, where it may be written.
+        """A context in which a table's host weight is up to date and nobody writes it.
+
+        It yields whether rows may be gathered from it: not if the whole weight is on the device, where it may be written.
 
         Raises:
             RuntimeError: the running backward has updated the table already.
@@ -249,12 +250,16 @@ class Access:
     # ------------------------------------------------------------------ weights are written through .data
 
     def take_back_writes(self, layer: StreamedLayer) -> None:
-        """What may have been written of a layer through ``.data`` is the host's now."""
+        """Takes what may have been written of a layer through ``.data`` back to the host."""
         with self._lock, no_dispatch_modes():
             self._lent.take_back(layer)
 
     def replacing(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
-        """``param.data = value`` follows; graphs that saved views of the weight keep the old memory."""
+        """Prepares ``param.data = value``: graphs that saved views of the weight keep its old values.
+
+        Raises:
+            RuntimeError: the value is in the memory of another parameter, or has other strides.
+        """
         with self._lock, no_dispatch_modes():
             self._refuse_tying(layer, index, value)
             self._lent.replace(layer, index, value)
@@ -273,25 +278,30 @@ class Access:
     # ------------------------------------------------------------------ threads, hooks, refusals
 
     def reset(self) -> None:
-        """The step failed: its calls are over."""
+        """Drops the calls of a step that has failed."""
         self.depth = 0
         self._pop_hooks(all_calls=True)
 
     def close(self) -> None:
-        """The run is over."""
+        """Refuses weights from now on, because the run is over."""
         self._closed = True
 
     def _notice_thread(self) -> None:
-        """From a second thread's first use on every use of a weight comes through a door, until the step is over."""
+        """Has every use of a weight noticed until the step is over, once a second thread uses one."""
         if self._step.shared or threading.get_ident() == self._step.thread:
             return
-        if current_graph_task() == -1:  # autograd's threads come one after the other
-            for layer in self._residency.used:  # whoever uses these has not been noticed
+        if current_graph_task() == -1:  # autograd's own threads use weights one after the other
+            for (
+                layer
+            ) in self._residency.used:  # the uses of these were not noticed, so they stay until the step is over
                 layer.pins += 1
             self._step.share(True)
 
     def _push_hooks(self) -> None:
-        """Calls outside a step, in other threads, and second runs inside backward build graphs, too."""
+        """Packs what autograd saves in the outermost call of a thread, and in those inside it.
+
+        This includes calls outside a step, in other threads, and forwards that run again in backward: all build graphs.
+        """
         calls = vars(self._calls)
         calls["depth"] = calls.get("depth", 0) + 1
         none_active = top_saved_tensors_hooks() is None
@@ -306,7 +316,7 @@ class Access:
         calls["depth"] = 0 if all_calls else max(calls.get("depth", 0) - 1, 0)
         if not calls["depth"] and "hooks" in calls:
             hooks = calls.pop("hooks")
-            if packs():  # else a nested backward that failed has taken them off
+            if packs():  # otherwise a nested backward that failed has removed them already
                 hooks.__exit__(None, None, None)
 
     def _refuse_transforms_and_traces(self, visits: Visits) -> None:

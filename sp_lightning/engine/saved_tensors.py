@@ -1,7 +1,7 @@
-"""What autograd saves for backward: a weight that lies in a slot is packed as its place, not as its memory.
+"""Packs what autograd saves for backward: a weight that lies in a slot is packed as its place, not as its memory.
 
-Packing is why a graph holds no slot; unpacking brings the layer back, wherever it was meanwhile. The version checks
-that autograd leaves out where saved-tensor hooks are active are done here, for weights and for everything else.
+A graph therefore holds no slot. Unpacking brings the layer back, wherever it was meanwhile. Autograd does not check versions
+of saved tensors if saved-tensor hooks are active, so this is done here, for weights and for everything else.
 """
 
 from __future__ import annotations
@@ -61,13 +61,15 @@ class _Packed(NamedTuple):
 
 
 _Kept = tuple[Tensor, int]
-"""Any other saved tensor, and its version. A leaf is kept itself, as autograd keeps it: it is followed where its ``.data`` is
-exchanged. Others are detached, because an output that its own node keeps would never be freed. A plain tuple: there are
-many, and each costs the host time."""
+"""Any other saved tensor, and its version.
+
+A leaf is kept itself, as autograd keeps it, and so follows an assignment to its ``.data``. Other tensors are detached, because
+a node that kept its own output, and with it itself, would never be freed. This is a plain tuple, because there are many of
+them and each costs the host time."""
 
 
 class _Outer(NamedTuple):
-    """A saved tensor that the hooks which were active outside ours have packed."""
+    """A saved tensor that was packed by the hooks that had been active before ours."""
 
     packed: Any
     unpack: Callable[[Any], Tensor]
@@ -77,7 +79,7 @@ _our_packs: WeakSet[Callable[..., Any]] = WeakSet()
 
 
 def packs() -> bool:
-    """Whether what autograd saves now is packed by us: no user's hooks and no checkpoint's recompute in between."""
+    """Whether our hooks pack what autograd saves now, with no hooks of a user or of a checkpoint above them."""
     top = top_saved_tensors_hooks()
     return top is not None and top[0] in _our_packs
 
@@ -86,10 +88,10 @@ class Packing:
     """The pair of saved-tensor hooks.
 
     Args:
-        slots: by the address of their memory.
-        offload: where other saved tensors may go.
-        device: the seam.
-        reach: brings a layer and returns what a function makes of its memory there, outside of all modes.
+        slots: the slots by the address of their memory.
+        offload: stores other saved tensors on the host, if it is active.
+        device: brings kept values back.
+        reach: brings a layer and returns what a function makes of its memory there; it calls the function outside of all modes.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class Packing:
         self._reach = reach
 
     def hooks(self) -> AbstractContextManager[None]:
-        """Pack while this is active; what is no weight goes to the hooks that were active before."""
+        """A context that packs what autograd saves. Tensors that are no weights go to the hooks that were active before."""
         outer = top_saved_tensors_hooks()
         slots, offload = self._slots, self._offload
 
@@ -115,7 +117,10 @@ class Packing:
                 return self._pack_weight(tensor)
             try:
                 address = tensor.untyped_storage().data_ptr()
-            except (RuntimeError, NotImplementedError):  # no memory of its own: sparse, wrapped by a transform, fake
+            except (
+                RuntimeError,
+                NotImplementedError,
+            ):  # sparse, fake and transformed tensors have no memory of their own
                 address = 0
             slot = slots.get(address)
             if slot is not None and slot.layer is not None and not (tensor.is_conj() or tensor.is_neg()):
@@ -129,7 +134,7 @@ class Packing:
         _our_packs.add(pack)
         return saved_tensors_hooks(pack, self._unpack)
 
-    @torch.compiler.disable  # dynamo would read versions when it makes a graph, once for all (torch 2.10)
+    @torch.compiler.disable  # dynamo would read versions only once, when it traces the graph (torch 2.10)
     def _pack(self, layer: StreamedLayer, tensor: Tensor) -> _Packed:
         offset = int(tensor.storage_offset()) * tensor.element_size()
         group = layer.parameters
@@ -138,23 +143,23 @@ class Packing:
             version, edition = -1, layer.casts.edition(offset) if layer.casts is not None else None
         else:
             version, edition = group.version(which), group.editions[which].now()
-            if tensor._version != version:  # of .data, say, which autograd does not hold against the weight
+            if tensor._version != version:  # a view of .data, for example, whose writes autograd does not check
                 which = None
         return _Packed(layer, which, version, offset, tensor.dtype, tensor.shape, tensor.stride(), edition)
 
     @torch.compiler.disable
     def _pack_weight(self, weight: DeviceParameter) -> _Packed | _Kept:
-        """The parameter itself, whether its layer is there or away: to look at its memory would bring the layer."""
+        """Packs a device parameter itself. Its memory is not read, because that would bring a layer that is away."""
         group, index = weight._of, weight._index
-        if group.layer.kind is Kind.RESIDENTS:  # they are never away
+        if group.layer.kind is Kind.RESIDENTS:  # residents are never away
             return weight, weight._version
         version, span = group.version_once_fetched(index), group.spans[index]
-        if weight.dtype is not span.dtype:  # param.data = other, which the slot has no place for
+        if weight.dtype is not span.dtype:  # param.data = other, for which the slot has no place
             return weight.detach(), weight._version
         return _Packed(group.layer, index, version, span.offset, span.dtype, span.shape, span.stride, None)
 
     def _unpack(self, packed: Any) -> Tensor:
-        if type(packed) is tuple:  # most of them
+        if type(packed) is tuple:  # most saved tensors are of this kind
             tensor, expected = packed
             found = tensor._version
         elif isinstance(packed, _Packed):
@@ -170,20 +175,20 @@ class Packing:
         return tensor
 
     def _unpack_weight(self, packed: _Packed) -> tuple[Tensor, int]:
-        """What lay in a slot, where its layer is now; and its version there."""
+        """Returns a tensor that lay in a slot from wherever its layer is now, and its version there."""
         which, edition, group = packed.which, packed.edition, packed.layer.parameters
         if which is not None and (group.exposed or group.apart):
             group.refuse_exchanged(which)
         follows = edition is None and which is not None
         tensor = self._reach(packed.layer, packed.follow if follows else packed.view)
         found = packed.version if which is None else group.version(which)
-        if edition is not None and edition.kept is not None:  # what has come may be newer
+        if edition is not None and edition.kept is not None:  # the layer has other values by now
             tensor = edition.recall(self._device, packed.offset, packed.dtype, packed.shape, packed.stride)
         return tensor, found
 
 
 def _modified(tensor: Tensor, expected: int, found: int) -> str:
-    """As autograd says it."""
+    """Autograd's own message about a saved tensor that was modified in place."""
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{tensor.type()} {list(tensor.shape)}] is at version {found}; expected version {expected} instead. "
