@@ -88,7 +88,7 @@ class CastsByVersion:
                 for cast, master in zip(self._block.planned.casts, self._masters.planned.spans, strict=True):
                     part(self._block.weights, cast).copy_(part(self._masters.weights, master))
 
-    def edition(self, offset: int) -> None:
+    def saved_values(self, offset: int) -> None:
         return None
 
 

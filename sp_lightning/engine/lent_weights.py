@@ -185,7 +185,7 @@ class LentWeights:
         _refuse_other_order(group.spans[index], value)
         self._given |= {value.untyped_storage().data_ptr()} - self._stays  # a weight may get its own memory back
         self._stays |= self._given
-        if group.editions[index].saved:
+        if group.present_values[index].saved:
             self.write_back(layer, [(index, group.value(index))])  # the graphs see earlier writes through .data, too
             keep_saved(layer, index)
 
@@ -213,7 +213,7 @@ class LentWeights:
 
 def keep_saved(layer: StreamedLayer, index: int) -> None:
     """Keeps the present values of a weight, which are about to be replaced, for graphs that saved views of it."""
-    layer.parameters.editions[index].keep(layer.block.copy_of(index))
+    layer.parameters.present_values[index].keep(layer.block.copy_of(index))
 
 
 def _refuse_other_order(span: Span, value: Tensor) -> None:

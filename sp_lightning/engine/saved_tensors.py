@@ -22,7 +22,7 @@ from sp_lightning.device.lease import Lease
 from sp_lightning.device.torch_private import top_saved_tensors_hooks
 from sp_lightning.weights.device_parameter import DeviceParameter
 from sp_lightning.weights.layer import Kind, StreamedLayer
-from sp_lightning.weights.saved_values import Edition
+from sp_lightning.weights.saved_values import SavedValues
 from sp_lightning.weights.slots import Slot
 
 
@@ -36,7 +36,7 @@ class _Packed(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
-    edition: Edition | None
+    values: SavedValues | None
     """Of a view of a weight, or of a cast. None for a weight itself, which plain autograd follows when it is given other
     memory (``param.data = other``); a view keeps the old."""
 
@@ -140,12 +140,12 @@ class Packing:
         group = layer.parameters
         which = group.at(offset)
         if which is None:
-            version, edition = -1, layer.casts.edition(offset) if layer.casts is not None else None
+            version, values = -1, layer.casts.saved_values(offset) if layer.casts is not None else None
         else:
-            version, edition = group.version(which), group.editions[which].now()
+            version, values = group.version(which), group.present_values[which].now()
             if tensor._version != version:  # a view of .data, for example, whose writes autograd does not check
                 which = None
-        return _Packed(layer, which, version, offset, tensor.dtype, tensor.shape, tensor.stride(), edition)
+        return _Packed(layer, which, version, offset, tensor.dtype, tensor.shape, tensor.stride(), values)
 
     @torch.compiler.disable
     def _pack_weight(self, weight: DeviceParameter) -> _Packed | _Kept:
@@ -176,14 +176,14 @@ class Packing:
 
     def _unpack_weight(self, packed: _Packed) -> tuple[Tensor, int]:
         """Returns a tensor that lay in a slot from wherever its layer is now, and its version there."""
-        which, edition, group = packed.which, packed.edition, packed.layer.parameters
+        which, values, group = packed.which, packed.values, packed.layer.parameters
         if which is not None and (group.exposed or group.apart):
             group.refuse_exchanged(which)
-        follows = edition is None and which is not None
+        follows = values is None and which is not None
         tensor = self._reach(packed.layer, packed.follow if follows else packed.view)
         found = packed.version if which is None else group.version(which)
-        if edition is not None and edition.kept is not None:  # the layer has other values by now
-            tensor = edition.recall(self._device, packed.offset, packed.dtype, packed.shape, packed.stride)
+        if values is not None and values.kept is not None:  # the layer has other values by now
+            tensor = values.recall(self._device, packed.offset, packed.dtype, packed.shape, packed.stride)
         return tensor, found
 
 

@@ -19,7 +19,7 @@ from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import transforms_active
 from sp_lightning.device.waits import Stream
 from sp_lightning.store.block import HostBlock
-from sp_lightning.weights.saved_values import Edition, Editions
+from sp_lightning.weights.saved_values import PresentValues, SavedValues
 
 LOWERED_FUNCTIONS: frozenset[Any] = frozenset({
     torch.nn.functional.linear, torch.conv1d, torch.conv2d, torch.conv3d,
@@ -77,7 +77,7 @@ class WireFormat(Protocol):
     def refresh(self, by: Stream | None = None) -> None:
         """Makes what travels anew, unless it is :attr:`current`."""
 
-    def edition(self, offset: int) -> Edition | None:
+    def saved_values(self, offset: int) -> SavedValues | None:
         """The present values at ``offset`` of the slot, of which a graph saves some; None if masters have no part in them."""
 
 
@@ -96,7 +96,7 @@ class Casts:
         self._device = device
         self._spans = list(zip(block.planned.casts, masters.planned.spans, strict=True))
         self._begin = block.planned.casts[0].offset
-        self._editions = Editions(self._begin)
+        self._present_values = PresentValues(self._begin)
         self._made_of: list[tuple[int, int]] | None = None
 
     @property
@@ -126,19 +126,19 @@ class Casts:
         self._device.access(self._block.weights, by, write=True)
         wire = self._block.weights
         with no_inference_mode(), torch.no_grad():
-            if not self._editions.saved:
+            if not self._present_values.saved:
                 self._cast_into(wire)
             else:
                 casts = wire.clone()
                 self._cast_into(casts)
                 if not torch.equal(casts, wire):
-                    self._editions.keep(wire[self._begin :].clone())
+                    self._present_values.keep(wire[self._begin :].clone())
                     wire.copy_(casts)
         self._made_of = state
 
-    def edition(self, offset: int) -> Edition | None:
+    def saved_values(self, offset: int) -> SavedValues | None:
         """The present values of the casts, if ``offset`` of the slot is among them; otherwise None."""
-        return self._editions.now() if offset >= self._begin else None
+        return self._present_values.now() if offset >= self._begin else None
 
     def _cast_into(self, wire: Tensor) -> None:
         for cast, master in self._spans:

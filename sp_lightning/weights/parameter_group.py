@@ -28,7 +28,7 @@ from sp_lightning.weights.device_parameter import (
     set_requires_grad,
     tensor_data,
 )
-from sp_lightning.weights.saved_values import Editions
+from sp_lightning.weights.saved_values import PresentValues
 
 if TYPE_CHECKING:
     from sp_lightning.weights.layer import StreamedLayer
@@ -75,7 +75,7 @@ class ParameterGroup:
         shared: whether several threads use the parameters.
         casts: the casts that functions are given in place of masters, while the layer is on the device and has them.
         look_up: ``embedding`` with the rows alone, if the parameter is that of an embedding table.
-        editions: for each weight, the values that graphs have saved views of.
+        present_values: for each weight, the values that graphs have saved views of.
         exposed: indices of the weights whose ``.data`` was handed out. Nobody knows when they are written.
         apart: by index, the weights that were given another dtype; they have device memory of their own.
         outside: by index, the weights that were given other memory (``param.data = other``). Others may hold and write it.
@@ -102,7 +102,7 @@ class ParameterGroup:
         self.casts: Sequence[Tensor] | None = None
         self.look_up: Callable[..., Tensor | None] | None = None
         self._lossless: tuple[int, int, int] | None = None  # index, address and version of a gradient on its way
-        self.editions = [Editions(span.offset) for span in spans]
+        self.present_values = [PresentValues(span.offset) for span in spans]
         self.exposed: set[int] = set()
         self.apart: dict[int, Tensor] = {}
         self.outside: dict[int, Tensor] = {}

@@ -19,7 +19,7 @@ from sp_lightning.device.layout import ALIGNMENT, strided
 from sp_lightning.device.modes import no_inference_mode
 
 
-class Edition:
+class SavedValues:
     """Values at one place of a layer's memory, of which a graph has saved some. Only such graphs keep it alive.
 
     Args:
@@ -46,29 +46,29 @@ class Edition:
             return strided(memory, ahead, dtype, shape, stride)
 
 
-class Editions:
+class PresentValues:
     """The present values of one place of a layer's memory.
 
     Args:
-        begin: bytes from the start of the slot to the place; see :class:`Edition`.
+        begin: bytes from the start of the slot to the place; see :class:`SavedValues`.
     """
 
     def __init__(self, begin: int) -> None:
         self._begin = begin
-        self._now: ref[Edition] | None = None
+        self._now: ref[SavedValues] | None = None
 
     @property
     def saved(self) -> bool:
         """Whether a graph that is still alive has saved some of the present values."""
         return self._now is not None and self._now() is not None
 
-    def now(self) -> Edition:
+    def now(self) -> SavedValues:
         """The present values, for a graph that saves some of them."""
-        edition = self._now() if self._now is not None else None
-        if edition is None:
-            edition = Edition(self._begin)
-            self._now = ref(edition)
-        return edition
+        saved = self._now() if self._now is not None else None
+        if saved is None:
+            saved = SavedValues(self._begin)
+            self._now = ref(saved)
+        return saved
 
     def keep(self, values: Tensor) -> None:
         """Keeps the present values for the graphs that have saved some of them, before others take their place.
@@ -76,7 +76,7 @@ class Editions:
         Args:
             values: the bytes of the present values, flat ``uint8`` on the host. Nobody else writes this memory.
         """
-        edition = self._now() if self._now is not None else None
-        if edition is not None:
-            edition.kept = values
+        saved = self._now() if self._now is not None else None
+        if saved is not None:
+            saved.kept = values
         self._now = None
