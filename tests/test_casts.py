@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.engine.saved_tensors import Packing
+from sp_lightning.engine.saved_tensors import SavedTensors
 from sp_lightning.model.find import find_layers
 from sp_lightning.weights.casts import Casts
 from tests.support.models import CASES, Block, CheckpointedCalls, Module, Stack, llama, tokens, vectors
@@ -882,16 +882,16 @@ def test_forward_leaves_no_casts_on_the_device(ours: bool) -> None:
             alive.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
             return tensor
 
-    unpack_or_keep = Packing._pack
+    unpack_or_keep = SavedTensors._pack
     packed: list[int] = []
 
-    def note_packed(self: Packing, layer: int, tensor: Tensor) -> Any:
+    def note_packed(self: SavedTensors, layer: int, tensor: Tensor) -> Any:
         packed.append(tensor.nbytes)
         return unpack_or_keep(self, layer, tensor)
 
-    hooks = Packing.hooks
+    hooks = SavedTensors.hooks
 
-    def note_kept(self: Packing) -> Any:
+    def note_kept(self: SavedTensors) -> Any:
         made = hooks(self)
         inner = made.pack_hook
 
@@ -904,7 +904,7 @@ def test_forward_leaves_no_casts_on_the_device(ours: bool) -> None:
         made.pack_hook = pack
         return made
 
-    with mock.patch.object(Packing, "hooks", note_kept), mock.patch.object(Packing, "_pack", note_packed):
+    with mock.patch.object(SavedTensors, "hooks", note_kept), mock.patch.object(SavedTensors, "_pack", note_packed):
         module = fit(lambda: Counts(Linears()), wide(), superpipeline(k=1) if ours else "auto", **MIXED).module
     casts = 6 * 128 * 128 * 2
     if ours:

@@ -35,7 +35,7 @@ from sp_lightning.engine.host_source import HostSource, tied
 from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.module_hooks import Visits
 from sp_lightning.engine.residency import Residency, needed_again
-from sp_lightning.engine.saved_tensors import Packing, packs
+from sp_lightning.engine.saved_tensors import SavedTensors, packs
 from sp_lightning.engine.step import Step
 from sp_lightning.weights.device_parameter import DeviceParameter, hides_stand_ins
 from sp_lightning.weights.layer import Kind, StreamedLayer
@@ -56,10 +56,10 @@ class Access:
     Attributes:
         depth: how many calls of modules are running.
         run_again: the unit whose forward was the last to run again.
-        packing: the hooks for what autograd saves; set by :meth:`pack_with`.
+        saved_tensors: the hooks for what autograd saves; set by :meth:`pack_with`.
     """
 
-    packing: Packing
+    saved_tensors: SavedTensors
 
     def __init__(
         self,
@@ -167,9 +167,9 @@ class Access:
 
     # ------------------------------------------------------------------ autograd unpacks a weight
 
-    def pack_with(self, packing: Packing) -> None:
+    def pack_with(self, saved_tensors: SavedTensors) -> None:
         """Has these hooks pack what autograd saves in calls from now on."""
-        self.packing = packing
+        self.saved_tensors = saved_tensors
 
     def unpack(self, layer: StreamedLayer, view: Callable[[Lease], Tensor]) -> Tensor:
         """Autograd unpacks a weight (6). Its view is made under the lock: from then on it holds the slot."""
@@ -307,7 +307,7 @@ class Access:
         none_active = top_saved_tensors_hooks() is None
         needed = self._moves or self._offloads()
         if calls["depth"] == 1 and needed and torch.is_grad_enabled() and none_active:
-            hooks = self.packing.hooks()
+            hooks = self.saved_tensors.hooks()
             hooks.__enter__()
             calls["hooks"] = hooks
 

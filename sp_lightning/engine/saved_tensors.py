@@ -84,8 +84,8 @@ def packs() -> bool:
     return top is not None and top[0] in _our_packs
 
 
-class Packing:
-    """The pair of saved-tensor hooks.
+class SavedTensors:
+    """Makes the pair of hooks for what autograd saves.
 
     Args:
         slots: the slots by the address of their memory.

@@ -21,7 +21,7 @@ from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.module_hooks import attach_module_hooks
 from sp_lightning.engine.peak import Peak
 from sp_lightning.engine.residency import Residency
-from sp_lightning.engine.saved_tensors import Packing
+from sp_lightning.engine.saved_tensors import SavedTensors
 from sp_lightning.engine.step import Step, StepKind
 from sp_lightning.engine.updating import Updating
 from sp_lightning.model.found import Found
@@ -159,7 +159,7 @@ class Streamer:
             around_rerun=around_rerun,
         )
         self._access.pack_with(
-            Packing(self._slots.by_address, self.activations.offload, self.device, self._access.unpack)
+            SavedTensors(self._slots.by_address, self.activations.offload, self.device, self._access.unpack)
         )
         for layer in layers:
             layer.parameters.connect(layer, self._access)
@@ -192,7 +192,7 @@ class Streamer:
 
     def saving(self) -> AbstractContextManager[None]:
         """A context for user code that builds a graph: saved weights are packed, so that the graph holds no slot."""
-        return self._access.packing.hooks() if self._moving else nullcontext()
+        return self._access.saved_tensors.hooks() if self._moving else nullcontext()
 
     def await_backward(self) -> None:
         """Has the step end with the next backward, because user code has returned a loss (automatic optimization)."""
