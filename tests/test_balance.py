@@ -185,7 +185,7 @@ def test_an_error_teaches_that_there_is_less_room() -> None:
             run = trainer.strategy._run
             if batch_idx == 3:
                 before = run._window.room
-                run.tuning.shrink()
+                run.tuner.shrink()
                 assert run._window.room == before - before // 16
                 assert "keep" not in run.activations.values()
                 seen.append(before)

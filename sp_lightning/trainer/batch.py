@@ -41,7 +41,7 @@ class Batch:
             torch.OutOfMemoryError: the step cannot be repeated, or has failed twice.
         """
         snapshot = None
-        if self._run.tuning is not None:
+        if self._run.tuner is not None:
             snapshot = Snapshot(self._module, (args, kwargs))
         try:
             return self._attempt(step, *args, **kwargs)

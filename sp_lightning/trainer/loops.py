@@ -71,8 +71,8 @@ class Loops:
         self._hooks.loop_starts()
         if phase == "train":
             self._steps.arrange(self._module.trainer)
-        if phase == "validate" and self._run.tuning is not None:
-            self._run.tuning.stop_timing()  # validation is no part of the training batch before it
+        if phase == "validate" and self._run.tuner is not None:
+            self._run.tuner.stop_timing()  # validation is no part of the training batch before it
 
     # ------------------------------------------------------------------ batches
 

@@ -58,7 +58,7 @@ class Run:
 
     Attributes:
         streamer: the engine; None once the run is closed, and after building it anew has failed.
-        tuning: chooses the window and the activations while the run lasts; None if there is nothing to choose.
+        tuner: chooses the window and the activations while the run lasts; None if there is nothing to choose.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Run:
         self._parted: list[Parted] = []
         self._host_room: int | None = None
         self.streamer: Streamer | None = None
-        self.tuning: Tuner | None = None
+        self.tuner: Tuner | None = None
         self._build()
 
     # ------------------------------------------------------------------ what a user reads
@@ -109,7 +109,7 @@ class Run:
     def remarks(self) -> list[str]:
         """What a user should know beside the plan, in sentences."""
         found, k = [], self._options.k
-        if self.tuning is not None:
+        if self.tuner is not None:
             found.append("k and k' are chosen once two batches have been measured.")
         if isinstance(k, int) and k > self.plan.k:
             found.append(f"k={k} is capped at {self.plan.k}, the number of layers: all are on the device at once.")
@@ -141,7 +141,7 @@ class Run:
         if self.streamer is not None:
             self._note_results()
             self.streamer.close()
-        self.streamer = self.tuning = None
+        self.streamer = self.tuner = None
         self._parted.clear()
 
     def _note_results(self) -> None:
@@ -151,7 +151,7 @@ class Run:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the engine, which may be at work: a copy is that of a run that is over."""
-        return {**vars(self), "streamer": None, "tuning": None}
+        return {**vars(self), "streamer": None, "tuner": None}
 
     def _build(self) -> None:
         device = device_for(self._device)
@@ -175,9 +175,9 @@ class Run:
             log=self._log,
         )
         self._parted += found.parted
-        self.tuning = None
+        self.tuner = None
         if self._window.auto or self._balanced:
-            self.tuning = Tuner(self._window, self.streamer, device, self._log, balanced=self._balanced)
+            self.tuner = Tuner(self._window, self.streamer, device, self._log, balanced=self._balanced)
 
     @property
     def _balanced(self) -> bool:
@@ -229,8 +229,8 @@ class Run:
             batch: the one that is to run.
             overlap: how updates run.
         """
-        if self.tuning is not None:
-            self.tuning.batch_starts(batch, overlap)
+        if self.tuner is not None:
+            self.tuner.batch_starts(batch, overlap)
 
     def finish_updates(self) -> None:
         """Waits for updates in the background."""
@@ -246,7 +246,7 @@ class Run:
             snapshot: from before the step; None if it was more than a forward. It is restored for the repetition.
         """
         plan = self.plan
-        smaller = self.tuning is not None and self.tuning.shrink()
+        smaller = self.tuner is not None and self.tuner.shrink()
         obstacle = "it was not a forward" if snapshot is None else snapshot.obstacle()
         if smaller and snapshot is not None and not obstacle:
             self._log.warning(
