@@ -172,7 +172,7 @@ class Access:
         self.saved_tensors = saved_tensors
 
     def unpack(self, layer: StreamedLayer, view: Callable[[Lease], Tensor]) -> Tensor:
-        """Autograd unpacks a weight (6). Its view is made under the lock: from then on it holds the slot."""
+        """Brings a layer for autograd, which unpacks a weight (6). The view is made under the lock and holds the slot."""
         self._backward.join()
         residency = self._residency
         with self._lock, no_modes():

@@ -27,7 +27,15 @@ from sp_lightning.weights.slots import Slot
 
 
 class _Packed(NamedTuple):
-    """A saved tensor that lay in a slot: where it was, not what."""
+    """The place of a saved tensor that lay in a slot, in place of its values.
+
+    Attributes:
+        which: the index of the weight that the tensor is, or is a view of; None for a cast, and for a view of ``.data``.
+        version: the version of that weight when the tensor was saved; -1 for a cast.
+        offset: bytes from the start of the slot.
+        values: the values of a view of a weight, or of a cast. None for a weight itself, which plain autograd follows if it
+            is given other memory (``param.data = other``), whereas a view keeps the old memory.
+    """
 
     layer: StreamedLayer
     which: int | None
@@ -37,11 +45,9 @@ class _Packed(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     values: SavedValues | None
-    """Of a view of a weight, or of a cast. None for a weight itself, which plain autograd follows when it is given other
-    memory (``param.data = other``); a view keeps the old."""
 
     def view(self, lease: Lease) -> Tensor:
-        """The saved tensor, where its layer is now."""
+        """The saved tensor, in the memory that its layer has now."""
         layer, dtype = self.layer, self.dtype
         if self.which is not None:
             weight = lease.views(layer.layout, layer.spans)[self.which]
@@ -50,7 +56,7 @@ class _Packed(NamedTuple):
         return strided(lease.memory, self.offset, dtype, self.shape, self.stride)
 
     def follow(self, lease: Lease) -> Tensor:
-        """The weight as it is now; it may lie outside of the slot."""
+        """The present weight, which may lie outside of the slot."""
         assert self.which is not None
         layer, group = self.layer, self.layer.parameters
         return (
@@ -161,17 +167,17 @@ class SavedTensors:
     def _unpack(self, packed: Any) -> Tensor:
         if type(packed) is tuple:  # most saved tensors are of this kind
             tensor, expected = packed
-            found = tensor._version
+            version = tensor._version
         elif isinstance(packed, _Packed):
             expected = packed.version
-            tensor, found = self._unpack_weight(packed)
+            tensor, version = self._unpack_weight(packed)
         elif isinstance(packed, Stored):
-            tensor, expected, found = self._offload.load(packed), packed.version, packed.parcel.witness._version
+            tensor, expected, version = self._offload.load(packed), packed.version, packed.parcel.witness._version
         else:
             assert isinstance(packed, _Outer)
             return packed.unpack(packed.packed)
-        if found != expected:
-            raise RuntimeError(_modified(tensor, expected, found))
+        if version != expected:
+            raise RuntimeError(_modified(tensor, expected, version))
         return tensor
 
     def _unpack_weight(self, packed: _Packed) -> tuple[Tensor, int]:
@@ -181,17 +187,17 @@ class SavedTensors:
             group.refuse_exchanged(which)
         follows = values is None and which is not None
         tensor = self._reach(packed.layer, packed.follow if follows else packed.view)
-        found = packed.version if which is None else group.version(which)
+        version = packed.version if which is None else group.version(which)
         if values is not None and values.kept is not None:  # the layer has other values by now
             tensor = values.recall(self._device, packed.offset, packed.dtype, packed.shape, packed.stride)
-        return tensor, found
+        return tensor, version
 
 
-def _modified(tensor: Tensor, expected: int, found: int) -> str:
+def _modified(tensor: Tensor, expected: int, version: int) -> str:
     """Autograd's own message about a saved tensor that was modified in place."""
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} {list(tensor.shape)}] is at version {found}; expected version {expected} instead. "
+        f"[{tensor.type()} {list(tensor.shape)}] is at version {version}; expected version {expected} instead. "
         "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
         "torch.autograd.set_detect_anomaly(True)."
     )
