@@ -143,7 +143,7 @@ def test_weights_of_the_host_in_the_model_are_noticed() -> None:
 
     def forgetful(self: Exchange) -> bool:
         was_away = to_device(self)
-        for place, _, host in self._places._swaps:
+        for place, _, host in self._swap._swaps:
             if host.shape == (16, 32):
                 place.module._parameters[place.attribute] = host
         return was_away

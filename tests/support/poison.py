@@ -31,7 +31,7 @@ def poisoned() -> Iterator[None]:
 
     def hide(self: Exchange) -> bool:
         if not self.on_device:
-            for block in self._places.blocks:
+            for block in self._swap.blocks:
                 hidden[block] = block.weights
                 block.weights = block.weights.clone()
                 hidden[block].fill_(0xFF)
@@ -39,7 +39,7 @@ def poisoned() -> Iterator[None]:
 
     def show(self: Exchange) -> None:
         if self.on_device:
-            for block in self._places.blocks:
+            for block in self._swap.blocks:
                 copy, block.weights = block.weights, hidden.pop(block)
                 block.weights.copy_(copy)
         to_host(self)
