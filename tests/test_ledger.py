@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device
 from sp_lightning.plan.ledger import make_ledger
+from sp_lightning.store.block import Staging
+from sp_lightning.weights.gradients import Gradients
 from tests.support.models import Module
 from tests.support.runs import fit
 
@@ -53,13 +55,42 @@ def test_it_counts_adamw() -> None:
     assert "at most: 32 bytes read and 20 written (read/written by fetch 8/0, gradients 0/4," in str(ledger)
 
 
+@pytest.mark.parametrize("k_prime", [1, 2, 3])
+def test_the_staging_memory_of_accumulated_gradients(k_prime: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many layers' gradients are staged at once as the ledger says."""
+    place, give_back = Gradients._place, Staging.give_back
+    taken: list[Any] = []
+    most = 0
+
+    def placed(self: Gradients, *args: Any) -> Any:
+        nonlocal most
+        result = place(self, *args)
+        taken.extend([result[1]] if result[1] is not None else [])
+        most = max(most, len(taken))
+        return result
+
+    def given_back(self: Staging, block: Any) -> None:
+        taken[:] = [each for each in taken if each is not block]
+        give_back(self, block)
+
+    monkeypatch.setattr(Gradients, "_place", placed)
+    monkeypatch.setattr(Staging, "give_back", given_back)
+    strategy = SuperpipelineStrategy(k=1, k_prime=k_prime)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(12)))
+    fit(lambda: Module(net), [torch.ones(2, 8)] * 2, strategy, accumulate_grad_batches=2)
+    once = make_ledger(strategy.plan, [], **PLAIN)
+    assert strategy.ledger.gradients - once.gradients == most * max(
+        layer.gradient_bytes for layer in strategy.plan.layers
+    )
+
+
 def test_it_counts_what_the_options_need() -> None:
     strategy = SuperpipelineStrategy(k=1)
     fit(lambda: wide(torch.optim.SGD, lr=0.1), BATCHES, strategy, accumulate_grad_batches=2)
     ledger = strategy.ledger
     layer = WIDTH * WIDTH * 4
     assert ledger.state == 0
-    assert ledger.gradients == (DEPTH + 3) * layer  # and staging for k' + 2 layers
+    assert ledger.gradients == (DEPTH + 4) * layer  # and staging for 2 (k' + 1) layers
     assert any(each.what == "accumulation" for each in ledger.passes)
     early = make_ledger(strategy.plan, [], **{**PLAIN, "early": True, "scales": True})
     assert early.gradients == min(DEPTH, 6) * layer

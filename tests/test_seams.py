@@ -23,7 +23,8 @@ from sp_lightning.weights.gradients import Gradients
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.slots import Staged
 from tests.support.models import Module, Stack, vectors
-from tests.support.runs import assert_equal, assert_same, fit, fused, superpipeline
+from tests.support.runs import assert_equal, assert_same, fit, fused, loader, superpipeline, trainer_for
+from tests.test_tables import Text, numbers
 
 # ---------------------------------------------------------------------- BlockSource
 
@@ -58,6 +59,27 @@ def test_layers_come_from_another_source(tmp_path: Path) -> None:
         ours = fit(lambda: Module(Stack()), vectors(), superpipeline(k=1))
     assert_same(ours, fit(lambda: Module(Stack()), vectors()))
     assert set(staged) >= {f"net.blocks.{i}" for i in range(4)}
+
+
+class OfZeros(FromFiles):
+    """Gives zeros, whatever the host has."""
+
+    def stage(self, layer: StreamedLayer) -> Staged:
+        weights, event = self._host.stage(layer)
+        self.staged.append(layer.name)
+        return torch.zeros_like(weights), event
+
+
+def test_nothing_goes_round_the_source() -> None:
+    """Layers, residents and the rows of a table are what the source gives, and not what the host has."""
+    staged: list[str] = []
+    source = type("OfZerosHere", (OfZeros,), {"staged": staged})
+    module = Module(Text())
+    with mock.patch("sp_lightning.engine.streamer.HostSource", source):
+        found = trainer_for(superpipeline(k=1)).predict(module, loader(numbers(1)))
+    assert found is not None
+    assert (found[0] == 0).all()
+    assert {"net.table", "net.blocks.0"} <= set(staged)
 
 
 # ---------------------------------------------------------------------- WireFormat

@@ -31,7 +31,7 @@ from sp_lightning.device.torch_private import (
 )
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.exchange import Exchange
-from sp_lightning.engine.host_source import HostSource, tied
+from sp_lightning.engine.host_source import tied
 from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.module_hooks import Visits
 from sp_lightning.engine.residency import Residency, needed_again
@@ -40,6 +40,8 @@ from sp_lightning.engine.step import Step
 from sp_lightning.weights.device_parameter import DeviceParameter, hides_stand_ins
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.residents import Residents
+from sp_lightning.weights.slots import Staged
+from sp_lightning.weights.source import BlockSource
 
 
 class Access:
@@ -67,7 +69,7 @@ class Access:
         layers: Sequence[StreamedLayer],
         residency: Residency,
         lent: LentWeights,
-        source: HostSource,
+        source: BlockSource,
         residents: Residents,
         exchange: Exchange,
         step: Step,
@@ -230,10 +232,10 @@ class Access:
                 self._residency.fetch_ahead()
 
     @contextmanager
-    def reading_rows(self, layer: StreamedLayer) -> Iterator[bool]:
+    def reading_rows(self, layer: StreamedLayer) -> Iterator[Staged | None]:
         """A context in which a table's host weight is up to date and nobody writes it.
 
-        It yields whether rows may be gathered from it: not if the whole weight is on the device, where it may be written.
+        It yields the weight's bytes, to gather rows from; None if the whole weight is on the device, where it may be written.
 
         Raises:
             RuntimeError: the running backward has updated the table already.
@@ -242,10 +244,11 @@ class Access:
             if layer.owner.updated_early:
                 raise RuntimeError(needed_again(layer, "its weights were needed again"))
             layer.parameters.sync_requires_grad()
+            staged = None
             if layer.slot is None:
                 self._residency.release_exchanged(layer)
-                self._source.stage(layer)
-            yield layer.slot is None
+                staged = self._source.stage(layer)
+            yield staged
 
     # ------------------------------------------------------------------ weights are written through .data
 

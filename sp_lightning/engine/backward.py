@@ -10,13 +10,13 @@ from torch import Tensor
 
 from sp_lightning.activations.calls import Activations
 from sp_lightning.device.torch_private import current_graph_task, queue_callback
-from sp_lightning.engine.host_source import HostSource
 from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.residency import Residency, needed_again
 from sp_lightning.engine.step import Step, StepKind
 from sp_lightning.weights.device_parameter import take_gradient
 from sp_lightning.weights.gradients import GradientSink
 from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.source import BlockSource
 
 
 class Backward:
@@ -40,7 +40,7 @@ class Backward:
         layers: list[StreamedLayer],
         residency: Residency,
         lent: LentWeights,
-        source: HostSource,
+        source: BlockSource,
         activations: Activations,
         step: Step,
         sink: GradientSink,

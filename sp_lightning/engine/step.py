@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from sp_lightning.activations.calls import Activations
 from sp_lightning.engine.exchange import Exchange
-from sp_lightning.engine.host_source import HostSource
 from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.residency import Residency
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.residents import Residents
+from sp_lightning.weights.source import BlockSource
 from sp_lightning.weights.weight_watch import WeightWatch
 
 
@@ -49,7 +49,7 @@ class Step:
         layers: Sequence[StreamedLayer],
         residency: Residency,
         lent: LentWeights,
-        source: HostSource,
+        source: BlockSource,
         residents: Residents,
         exchange: Exchange,
         activations: Activations,

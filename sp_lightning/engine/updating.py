@@ -12,7 +12,6 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.modes import no_dispatch_modes
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.engine.backward import Backward
-from sp_lightning.engine.host_source import HostSource
 from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.residency import Residency
 from sp_lightning.engine.step import Step
@@ -20,6 +19,7 @@ from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.weights.device_parameter import DeviceParameter, Untouched
 from sp_lightning.weights.gradients import Gradients
 from sp_lightning.weights.layer import Kind, StreamedLayer
+from sp_lightning.weights.source import BlockSource
 
 
 class Updating:
@@ -38,7 +38,7 @@ class Updating:
         layers: Sequence[StreamedLayer],
         residency: Residency,
         lent: LentWeights,
-        source: HostSource,
+        source: BlockSource,
         step: Step,
         backward: Backward,
         gradients: Gradients,

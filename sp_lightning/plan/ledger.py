@@ -100,7 +100,8 @@ def make_ledger(
     state = _state_bytes(optimizers)
     largest = max(layer.gradient_bytes for layer in layers)
     in_flight = (plan.k_prime + 2) * largest
-    staged = in_flight if accumulate > 1 else (plan.k_prime + 2) * max(map(_cast_bytes, layers))
+    # Gradients that are added to others are staged: those of k' + 1 transfers, and of as many that have landed.
+    staged = 2 * (plan.k_prime + 1) * largest if accumulate > 1 else (plan.k_prime + 2) * max(map(_cast_bytes, layers))
     held = gradients if not early or accumulate > 1 else min(gradients, plan.residents.gradient_bytes + 2 * in_flight)
     passes = [
         Pass("casts", accumulate * masters, accumulate * casts),

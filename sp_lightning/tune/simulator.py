@@ -126,6 +126,12 @@ class _Source:
         stand_in: Any = HostBytes(layer.index, layer.planned.nbytes)
         return stand_in, None
 
+    def synchronize(self) -> None:
+        """Nobody writes while a transfer reads."""
+
+    def doubt(self, layers: Sequence[StreamedLayer]) -> None:
+        """The walk says itself when layers are out of date."""
+
 
 class _NoTenants:
     """Tenants of the slots that do nothing: simulated layers have no parameters that a module could hold."""

@@ -21,6 +21,7 @@ from sp_lightning.device.pinned import PinnedMemory
 from sp_lightning.device.torch_private import coalesced, gradient_hooks, transforms_active, will_execute_node
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.slots import Staged
 
 
 class EmbeddingRows:
@@ -78,8 +79,8 @@ class EmbeddingRows:
         unusual = unusual or (sparse and not self.module.sparse)  # the module's own gradients are dense beside it
         if unusual or max_norm is not None or transforms_active():
             return None
-        with self.layer.parameters.doors.reading_rows(self.layer) as possible:
-            if not possible:
+        with self.layer.parameters.doors.reading_rows(self.layer) as staged:
+            if staged is None:
                 return None
             self.host_waits += 1
             with no_dispatch_modes(), no_inference_mode():
@@ -90,12 +91,15 @@ class EmbeddingRows:
                     name = self._block.planned.name
                     raise IndexError(f"index out of range: {name!r} has {count} rows and was asked for row {number}.")
             padding = -1 if padding_idx is None else padding_idx + count * (padding_idx < 0)
-            return _LookUp.apply(weight, self, indices, renumbered, numbers, (padding, scale_grad_by_freq, sparse))
+            return _LookUp.apply(
+                weight, self, staged, indices, renumbered, numbers, (padding, scale_grad_by_freq, sparse)
+            )
 
-    def rows(self, numbers: Tensor) -> Tensor:
+    def rows(self, staged: Staged, numbers: Tensor) -> Tensor:
         """Gathers rows on the host and sends them.
 
         Args:
+            staged: the weight's bytes on the host, and the event after which they may be read.
             numbers: the numbers of the rows: int64 on the host, each once, ascending.
 
         Returns:
@@ -104,7 +108,9 @@ class EmbeddingRows:
         span = self._block.planned.spans[0]
         width = span.shape[1]
         nbytes = len(numbers) * width * span.dtype.itemsize
-        device, source = self._device, self._block.weights
+        device, (source, ready) = self._device, staged
+        if ready is not None:
+            device.synchronize(ready, Wait.FETCH_AFTER_UPDATE)
         # Compute has waited for the rows that were sent before, and the blocking copy of indices in look_up for compute.
         # This wait is needed if the indices are on the host already, or if the stream of another thread copies them.
         device.synchronize(self._left, Wait.GATHER_AFTER_SEND)
@@ -137,6 +143,7 @@ class _LookUp(torch.autograd.Function):
         ctx: Any,
         weight: Any,
         table: EmbeddingRows,
+        staged: Staged,
         indices: Tensor,
         renumbered: Tensor,
         numbers: Tensor,
@@ -146,7 +153,7 @@ class _LookUp(torch.autograd.Function):
         # the whole weight is there, and has to save the same tensors.
         ctx.save_for_backward(indices)
         ctx.weight, ctx.table, ctx.numbers, ctx.how = weight._of.hosts[weight._index], table, numbers, how
-        return F.embedding(renumbered, table.rows(numbers))
+        return F.embedding(renumbered, table.rows(staged, numbers))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -166,7 +173,7 @@ class _LookUp(torch.autograd.Function):
             padding = int(torch.searchsorted(ctx.numbers, padding)) if padding in ctx.numbers else -1
             rows = backward(gradient, renumbered, len(numbers), padding, by_frequency, False)
             result = coalesced(numbers, rows, ctx.weight.shape)
-        return result, None, None, None, None, None
+        return result, None, None, None, None, None, None
 
 
 def _is_looked_at(ctx: Any) -> bool:

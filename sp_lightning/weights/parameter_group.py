@@ -32,6 +32,7 @@ from sp_lightning.weights.saved_values import PresentValues
 
 if TYPE_CHECKING:
     from sp_lightning.weights.layer import StreamedLayer
+    from sp_lightning.weights.slots import Staged
 
 
 class Doors(Protocol):
@@ -55,8 +56,8 @@ class Doors(Protocol):
     def take_back_writes(self, layer: StreamedLayer) -> None:
         """Has the host take over what was written on the device, because somebody asks which weights were written."""
 
-    def reading_rows(self, layer: StreamedLayer) -> AbstractContextManager[bool]:
-        """A context in which a table's host weight is up to date and nobody writes it; yields whether rows will do."""
+    def reading_rows(self, layer: StreamedLayer) -> AbstractContextManager[Staged | None]:
+        """A context in which nobody writes a table's weight; yields its bytes, or None if all of it is on the device."""
 
 
 class ParameterGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from sp_lightning.weights.layer import StreamedLayer
@@ -26,4 +27,14 @@ class BlockSource(Protocol):
         """
 
     def stage(self, layer: StreamedLayer) -> Staged:
-        """Returns the layer's bytes, up to date, and the event after which they may be read (None: at once)."""
+        """Returns the layer's bytes, up to date, and the event after which they may be read (None: at once).
+
+        They stay as they are until the transfer that reads them is over (:attr:`StreamedLayer.transfer`, which is set once it
+        was issued); rows of a table are read before the next call.
+        """
+
+    def synchronize(self) -> None:
+        """Waits until no transfer reads the host's weights any more: whatever comes next may write them."""
+
+    def doubt(self, layers: Sequence[StreamedLayer]) -> None:
+        """The host's weights of these layers may have been written unseen: their copies on the device are out of date."""
