@@ -90,10 +90,12 @@ class LentWeights:
             # Only autograd has used the layer. A view that had outlived an earlier use may have been written meanwhile.
             self._take_back_escaped(slot)
             return
-        written = {index: group.value(index) for index in group.take_written()}
-        places = self._slots.views(layer, slot) if written else []
-        outside = {index: value for index, value in written.items() if not same_place(value, places[index])}
-        self.write_back(layer, written.items())
+        outside: dict[int, Tensor] = {}
+        if indices := group.take_written():
+            written = {index: group.value(index) for index in indices}
+            places = self._slots.views(layer, slot)
+            outside = {index: value for index, value in written.items() if not same_place(value, places[index])}
+            self.write_back(layer, written.items())
         group.detach()
         if not group.let_go():
             self._kept.add(layer)
@@ -115,6 +117,8 @@ class LentWeights:
 
     def let_go(self) -> bool:
         """Takes the memory from device parameters that nobody keeps any more. Returns whether there were any."""
+        if not self._kept:  # nearly always; it is asked several times for each layer
+            return False
         let_go = {layer for layer in self._kept if layer.parameters.let_go()}
         self._kept -= let_go
         return bool(let_go)
