@@ -1,0 +1,12 @@
+"""The trainer's side: the strategy and its callback, and everything that knows Lightning.
+
+``strategy`` hands Lightning's calls on, and shows users what is known; ``host_strategy`` is what a trainer hands to it.
+``run`` owns the engine of one run and knows no trainer; ``loops`` says what it does around Lightning's batches, with one
+step each in ``batch`` (repeated where ``retry`` allows it) and in ``optimizer_steps`` (in the background where
+``update_policy`` allows it). ``user_hooks`` says where user code could write weights. ``callback`` logs and records
+(``recording``). Checkpoints are in ``checkpoint_io`` and ``frozen_weights``.
+
+In come a LightningModule, the options of a user (``options``) and the calls of a trainer; out go weights, files and lines
+in the log. This wing may import every wing but ``cli``. Only ``compat`` uses what is private in Lightning, or differs
+between its versions or its two packages.
+"""

@@ -1,7 +1,7 @@
-"""Checkpoint files: written aside and exchanged whole, read through a map of the file.
+"""Checkpoint files: written beside the old file and renamed, read through a memory map of the file.
 
-Lightning's own way writes the checkpoint to memory first, a second copy of model and optimizer state, and reads all of a
-file to memory. A model that fills the host leaves room for neither.
+Lightning's own ``TorchCheckpointIO`` writes a checkpoint to memory first, which is a second copy of the model and the
+optimizer state, and it reads all of a file to memory. A model that fills the host leaves room for neither.
 """
 
 from __future__ import annotations
@@ -35,23 +35,29 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 BESIDE_AVERAGES = "current_model_state"
-"""Where Lightning's ``WeightAveraging`` keeps the model's own state."""
-# The weights are copied out of the file by whoever restores them; everything else, optimizer state too, is kept as it is.
+"""The key of a checkpoint under which Lightning's ``WeightAveraging`` keeps the model's own state."""
+# Whoever restores weights copies them out of the file. Everything else, optimizer state too, is used as it was loaded.
 _STAY_IN_THE_FILE = frozenset({"state_dict", BESIDE_AVERAGES})
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's ``TorchCheckpointIO``, its files and errors, without copies in host memory. The strategy's default.
+    """Writes and reads the files of Lightning's ``TorchCheckpointIO`` without copies in host memory.
 
-    A file is there as a whole or not at all, whatever happens while it is written: it is written to a
-    ``.part`` beside it, brought to the disk, and renamed. Files that are not on this machine go Lightning's way.
+    It is the strategy's default. A file is there as a whole or not at all, whatever happens while it is written: it is
+    written to a ``.part`` file beside it, brought to the disk, and renamed. For files that are not on this machine
+    Lightning's class does the work.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write a file.
+        """Writes a checkpoint.
+
+        Args:
+            checkpoint: what to write.
+            path: the file's name, or its URL.
+            storage_options: for fsspec; with these, Lightning's class writes the file.
 
         Raises:
-            OSError: it could not be written; a previous file of this name is as it was.
+            OSError: the file could not be written; a previous file of this name is as it was.
         """
         file = _local(path)
         if file is None or storage_options is not None:
@@ -83,17 +89,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         _sync_folder(file.parent)
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a file; weights stay in it until they are copied to where they belong.
+        """Reads a checkpoint. Its weights stay in the file until they are copied to where they belong.
 
         Args:
-            path: of the file.
+            path: the file's name, or its URL.
             map_location: as in ``torch.load``.
-            weights_only: None is True, for files of other machines, too; False runs whatever code the file holds.
+            weights_only: None means True, for files of other machines, too; False runs whatever code the file holds.
 
         Raises:
-            FileNotFoundError: there is none.
-            pickle.UnpicklingError: it holds other objects than tensors and plain values.
-            ValueError: it ends too early, or is no checkpoint.
+            FileNotFoundError: there is no such file.
+            pickle.UnpicklingError: the file holds other objects than tensors and plain values.
+            ValueError: the file ends too early, or is no checkpoint.
         """
         file = _local(path)
         try:
@@ -103,59 +109,60 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             mapped = zipfile.is_zipfile(file)
             if not mapped:
                 _refuse_no_checkpoint(file)
-            found = _load(file, map_location=map_location, weights_only=weights_only, mmap=mapped)
+            checkpoint = _load(file, map_location=map_location, weights_only=weights_only, mmap=mapped)
         except pickle.UnpicklingError as error:
             error.add_note(
                 "Checkpoints are read with weights_only=True, because others can run code when they are read. If you trust "
                 f"this one: trainer.fit(model, ckpt_path={str(path)!r}, weights_only=False)."
             )
             raise
-        if mapped and isinstance(found, dict):
-            found.update(
+        if mapped and isinstance(checkpoint, dict):
+            checkpoint.update(
                 (key, tree_map_only(Tensor, Tensor.clone, value))
-                for key, value in found.items()
+                for key, value in checkpoint.items()
                 if key not in _STAY_IN_THE_FILE
             )
-        return found
+        return checkpoint
 
 
 def load(path: Any, io: Any, module: pl.LightningModule | None, weights_only: bool | None) -> dict[str, Any]:
-    """What a trainer loads for a module.
+    """Returns a checkpoint for a trainer to restore.
 
-    Only weights that torch's own code copies to their place stay in the file: others may write it, or cut it off.
+    A weight stays in the file only if torch's own code will copy it to its place. All others are copied to memory: user
+    code may keep them, while somebody else writes the file or cuts it off.
 
     Args:
-        path: of the file.
-        io: whoever reads it, a ``CheckpointIO`` or a wrapper around one.
-        module: whose weights are in the file.
+        path: the file's name, or its URL.
+        io: the ``CheckpointIO`` that reads it, or a wrapper around one.
+        module: the one whose weights are in the file.
         weights_only: as in :meth:`AtomicCheckpointIO.load_checkpoint`.
     """
     base = io
     while wraps_another(base):
         base = base.checkpoint_io
     theirs = getattr(base.load_checkpoint, "__func__", None) is base_of(base, TorchCheckpointIO).load_checkpoint
-    # Quantised weights cannot be loaded with a callable map_location, which is Lightning's default.
+    # torch cannot load quantized weights with a callable map_location, which Lightning 2.6 passes by default.
     options = {"map_location": "cpu"} if theirs else {}
-    found: dict[str, Any] = io.load_checkpoint(path, weights_only=weights_only, **options)
+    checkpoint: dict[str, Any] = io.load_checkpoint(path, weights_only=weights_only, **options)
     if isinstance(base, AtomicCheckpointIO):
         weights = dict[str, Any]()
         if module is not None and not _somebody_keeps_what_is_loaded(module):
             weights.update(module.named_parameters(remove_duplicate=False))
-        for state in (found[key] for key in _STAY_IN_THE_FILE & found.keys()):
+        for state in (checkpoint[key] for key in _STAY_IN_THE_FILE & checkpoint.keys()):
             for name in state.keys() - weights.keys():
                 state[name] = tree_map_only(Tensor, Tensor.clone, state[name])
-    return found
+    return checkpoint
 
 
 def _somebody_keeps_what_is_loaded(module: pl.LightningModule) -> bool:
-    """Whether user code sees the weights that are loaded, instead of torch's code, which copies them."""
+    """Whether user code sees the weights that are loaded. torch's code alone would copy them, and forget them."""
     if type(module).load_state_dict is not nn.Module.load_state_dict:
         return True
     if any(loads_in_its_own_way(child) for child in module.modules() if any(True for _ in child.parameters())):
         return True
     trainer = trainer_of(module)
     callbacks = [] if trainer is None else trainer.callbacks
-    owners = [(module, pl.LightningModule), *((each, pl.Callback) for each in callbacks)]
+    owners = [(module, pl.LightningModule), *((callback, pl.Callback) for callback in callbacks)]
     return any(
         is_overridden("on_load_checkpoint", owner, parent=base_of(owner, kind))
         for owner, kind in owners
@@ -164,15 +171,18 @@ def _somebody_keeps_what_is_loaded(module: pl.LightningModule) -> bool:
 
 
 def _local(path: Any) -> Path | None:
-    """The path on this machine, if it is one."""
+    """Returns the path of a file on this machine; None for a file elsewhere."""
     system, name = url_to_fs(str(path))
     return Path(name) if isinstance(system, LocalFileSystem) else None
 
 
 def _create_part(file: Path) -> tuple[Path, BinaryIO]:
-    """A file beside it that nobody else writes. What writers left who were killed goes: their locks went with them."""
-    name = blake2s(os.fsencode(file.name), digest_size=8).hexdigest()  # names have their limit
-    for left in file.parent.iterdir():  # glob keeps every pattern it has seen
+    """Creates a file beside the one that is to be written, which nobody else writes.
+
+    Files that others have left go first, if their writers were killed: those hold no locks any more.
+    """
+    name = blake2s(os.fsencode(file.name), digest_size=8).hexdigest()  # a file's name may be as long as names can be
+    for left in file.parent.iterdir():  # glob() would keep a compiled pattern for each name
         if not (left.name.startswith(f".{name}.") and left.suffix == ".part"):
             continue
         with suppress(FileNotFoundError), left.open("rb") as old:
@@ -182,13 +192,13 @@ def _create_part(file: Path) -> tuple[Path, BinaryIO]:
         part = file.with_name(f".{name}.{uuid4().hex}.part")
         stream = part.open("xb")
         _locked(stream)
-        if part.exists():  # else somebody took it for one that was left
+        if part.exists():  # else somebody has removed it before it was locked
             return part, stream
         stream.close()
 
 
 def _locked(stream: IO[bytes]) -> bool:
-    """Whether the file is locked now until it is closed; False where files cannot be locked."""
+    """Locks a file until it is closed. Returns whether that was possible: others may hold it, or it cannot be locked."""
     if fcntl is None:
         return False
     try:
@@ -199,46 +209,56 @@ def _locked(stream: IO[bytes]) -> bool:
 
 
 def _load(file: Path, **options: Any) -> Any:
-    """torch opens a file twice to map it: if another took its name in between, once more."""
+    """Loads a file with ``torch.load``, which opens it twice to map it. If it was replaced in between, it is loaded again."""
     while True:
         before = _identity(file)
         try:
-            found = torch.load(file, **options)
+            checkpoint = torch.load(file, **options)
         except Exception:
             if before == _identity(file):
                 raise
         else:
             if before == _identity(file):
-                return found
+                return checkpoint
 
 
 def _identity(file: Path) -> tuple[int, ...]:
+    """Returns what changes if a file is replaced or written."""
     status = file.stat()
     return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _refuse_no_checkpoint(file: Path) -> None:
-    """Of a file that is no zip: torch's unpickler would tell of whatever byte it cannot read."""
+    """Refuses a file that is neither a zip nor an older file of torch's, whose unpickler would name a byte.
+
+    Raises:
+        ValueError: the file is no checkpoint.
+    """
     with file.open("rb") as stream:
         begins, size = stream.read(16), file.stat().st_size
     if begins.startswith(b"PK\x03\x04"):
         raise ValueError(f"{file} ends too early ({size} bytes): whoever wrote it was stopped. Take an earlier one.")
     if begins[:1] != b"\x80" and not tarfile.is_tarfile(file):  # torch's files before 1.6, which it still reads
-        found = f"its {size} bytes begin with {begins!r}" if begins else "it is empty"
+        content = f"its {size} bytes begin with {begins!r}" if begins else "it is empty"
         raise ValueError(
-            f"{file} is no checkpoint: {found}. ckpt_path= takes a file that ModelCheckpoint or trainer.save_checkpoint wrote."
+            f"{file} is no checkpoint: {content}. ckpt_path= takes a file that ModelCheckpoint or trainer.save_checkpoint wrote."
         )
 
 
 def _cause(error: BaseException, handled: BaseException | None) -> BaseException:
-    """What stopped torch, which tells of a file with another length than it should have."""
+    """Returns the error that stopped ``torch.save``, which raises one about the file's length while handling it.
+
+    Args:
+        error: as it was caught.
+        handled: the error that was under way before; it is not the cause.
+    """
     while isinstance(error, RuntimeError) and error.__context__ not in (None, handled):
         error = error.__context__
     return error
 
 
 def _sync_folder(folder: Path) -> None:
-    """The new name, too, survives a loss of power."""
+    """Brings the new name to the disk, too, so that it survives a loss of power."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)

@@ -1,8 +1,9 @@
-"""Whether a step that failed for want of memory can be run once more as if nothing had happened.
+"""Whether a step that ran out of device memory can be run once more as if nothing had happened.
 
-Only a step that provably can is repeated: user code may have done anything by then, and what it did must show. So
-everything that a forward usually changes is marked before it, by value where no version counts the writes; and where
-something is there that cannot be marked, the step is not repeated.
+User code may have done anything by then, and what it did must show. So a step is repeated only if it can be shown to
+have changed nothing: everything that a forward usually changes is noted before the step and compared after it, by
+versions where torch counts the writes, by values elsewhere. If there is something that cannot be noted, the step is not
+repeated.
 """
 
 from __future__ import annotations
@@ -20,21 +21,23 @@ from sp_lightning.device.torch_private import forward_hooks, forward_pre_hooks, 
 from sp_lightning.engine.module_hooks import ModuleHooks
 from sp_lightning.trainer.compat import MODULE_ATTRIBUTES, logged_counts, random_states, restore_random_states
 
-# Modules of these packages keep no state in a forward but buffers, and count it.
+# In a forward, modules of these packages change no state but buffers, whose writes torch counts.
 _TRUSTED = (*TRUSTED, "peft.")
-# What is compared by value, of one module or one batch, is copied up to so many bytes.
+# The most bytes of one tensor, and of the attributes of one module, that are copied to compare values.
 _SMALL = 2**20
 
 
 class Unwatched(Exception):
-    """Something that a step could change, and nobody would see it."""
+    """A step could change something without anybody seeing it. The message names it."""
 
 
 class Snapshot:
-    """What a forward might change, before it. What user code keeps in globals or in other objects' hands is not seen.
+    """Everything that a forward might change, as it is before the forward.
+
+    Global variables, and objects that neither the module nor the batch holds, are not seen.
 
     Args:
-        module: the LightningModule, its parameters those of the host.
+        module: the LightningModule, with its parameters on the host.
         batch: the step's arguments.
     """
 
@@ -48,7 +51,7 @@ class Snapshot:
             self._before, self._unwatched = {}, str(error)
 
     def obstacle(self) -> str:
-        """Why the step cannot be repeated, in words; empty if it can."""
+        """Returns why the step cannot be repeated, in words; an empty string if it can."""
         if self._unwatched:
             return f"{self._unwatched} cannot be watched"
         try:
@@ -58,42 +61,45 @@ class Snapshot:
         return next((f"{what} had changed already" for what, before in self._before.items() if now[what] != before), "")
 
     def restore(self) -> None:
-        """Random state is as it was."""
+        """Sets the random number generators back to what they were; nothing else has changed."""
         restore_random_states(self._random)
 
     def _look(self) -> dict[str, Any]:
         module = self._module
         if not module.automatic_optimization:
             raise Unwatched("manual optimization")
-        found: dict[str, Any] = {
-            "the batch": [_of_batch(each) for each in tree_leaves(self._batch)],
+        state: dict[str, Any] = {
+            "the batch": [_of_batch(leaf) for leaf in tree_leaves(self._batch)],
             "what was logged": logged_counts(module.trainer),
         }
-        weights = found["parameters"] = []
+        weights = state["parameters"] = []
         for name, child in module.named_modules():
             for hook in (*forward_hooks(child).values(), *forward_pre_hooks(child).values()):
                 if not isinstance(getattr(hook, "__self__", None), ModuleHooks):
                     raise Unwatched(f"what a forward hook of {name!r} does")
-            weights += [(id(each), each._version) for each in child._parameters.values() if each is not None]
-            found.update(_state(name, child))
-        return found
+            weights += [(id(p), p._version) for p in child._parameters.values() if p is not None]
+            state.update(_state(name, child))
+        return state
 
 
 def _state(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields what a module may change by itself, named: its buffers and its attributes."""
     kind = type(module)
     trusted = kind.__module__.startswith(_TRUSTED)
     if trusted and not module._buffers:
         return
     name = f"{name} ({kind.__qualname__})" if name else kind.__qualname__
     if module._buffers:
-        buffers = [each for each in module._buffers.values() if each is not None]
-        yield f"buffers of {name}", [_Value(each) if not trusted else _version(each) for each in buffers]
-    if hasattr(kind, "update_count"):  # a metric, whose states are attributes
+        buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
+        yield f"buffers of {name}", [_version(buffer) if trusted else _Value(buffer) for buffer in buffers]
+    if hasattr(
+        kind, "update_count"
+    ):  # a metric of torchmetrics: its states are attributes, and it counts their updates
         yield f"the metric {name}", getattr(module, "update_count")  # noqa: B009
     elif not trusted:
         pickler = _Pickler(f"attributes of {name}")
-        own = {key: value for key, value in vars(module).items() if key not in MODULE_ATTRIBUTES}
-        yield f"attributes of {name}", pickler.values(own)
+        attributes = {key: value for key, value in vars(module).items() if key not in MODULE_ATTRIBUTES}
+        yield f"attributes of {name}", pickler.values(attributes)
 
 
 def _of_batch(value: Any) -> Any:
@@ -105,12 +111,15 @@ def _of_batch(value: Any) -> Any:
 
 
 def _version(tensor: Tensor) -> Any:
-    """Which tensor it is, and how often it was written; in inference mode nobody counts, so its values."""
+    """Notes which tensor it is and how often it was written, or its values if it was made in inference mode.
+
+    torch counts no writes of inference tensors.
+    """
     return _Value(tensor) if tensor.is_inference() else (id(tensor), tensor._version)
 
 
 class _Value:
-    """A tensor compared by its values. The copy stays on its device, and nobody waits for it."""
+    """A tensor that is compared by its values. The copy is made on its device, without waiting for it."""
 
     def __init__(self, tensor: Tensor) -> None:
         if tensor.nbytes > _SMALL:
@@ -123,7 +132,7 @@ class _Value:
 
 
 class _Bounded(io.BytesIO):
-    """A file that is not to become large."""
+    """A file in memory that refuses to become large."""
 
     def write(self, data: Any) -> int:
         if self.tell() > _SMALL:
@@ -132,7 +141,7 @@ class _Bounded(io.BytesIO):
 
 
 class _Pickler(pickle.Pickler):
-    """Turns attributes into something that can be compared: bytes, and the tensors among them by their values."""
+    """Turns attributes into something that can be compared: bytes, and the values of the tensors among them."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -141,20 +150,20 @@ class _Pickler(pickle.Pickler):
         super().__init__(self._file)
 
     def persistent_id(self, value: Any) -> Any:
-        """Tensors are kept aside, modules have their own turn."""
+        """Keeps tensors aside, and leaves out modules: each of them has its own turn."""
         if isinstance(value, Tensor):
             self._tensors.append(_Value(value))
             return len(self._tensors)
         return ("module", id(value)) if isinstance(value, nn.Module) else None
 
     def values(self, attributes: dict[str, Any]) -> tuple[bytes, list[_Value]]:
-        """Of the attributes.
+        """Returns the attributes as bytes, and the tensors among them.
 
         Raises:
-            Unwatched: some cannot be pickled, or are large.
+            Unwatched: an attribute cannot be pickled, or is large.
         """
         try:
             self.dump(attributes)
-        except Exception as error:  # whatever an object raises that cannot be pickled
+        except Exception as error:  # an object that cannot be pickled may raise anything
             raise Unwatched(self._what) from error
         return self._file.getvalue(), self._tensors

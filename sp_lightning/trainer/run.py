@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,25 @@ from sp_lightning.trainer.retry import Snapshot
 from sp_lightning.tune.tuner import Tuner
 from sp_lightning.tune.window import Window
 from sp_lightning.weights.buffers import find_averages
+
+
+@dataclass(frozen=True)
+class Results:
+    """What can be asked of a run once its engine is gone.
+
+    Attributes:
+        plan: what was decided.
+        activations: what became of the activations of each unit, by name.
+        stats: the counters.
+        fetches: how often each layer was fetched, by name.
+        partially_updated: why the weights are not those of any whole step; None where they are.
+    """
+
+    plan: Plan
+    activations: dict[str, Mode]
+    stats: Stats
+    fetches: dict[str, int]
+    partially_updated: str | None
 
 
 class Run:
@@ -86,34 +106,37 @@ class Run:
     @property
     def plan(self) -> Plan:
         """What was decided."""
-        return self._plan if self.streamer is None else self.streamer.plan
+        return self._results.plan if self.streamer is None else self.streamer.plan
 
     @property
     def activations(self) -> dict[str, Mode]:
         """What becomes of the activations of each unit, by name."""
-        return self._modes if self.streamer is None else dict(self.streamer.activations.modes)
+        return self._results.activations if self.streamer is None else dict(self.streamer.activations.modes)
 
     def stats(self) -> Stats:
         """The counters since the engine was built."""
-        return self._stats if self.streamer is None else self.streamer.stats()
+        return self._results.stats if self.streamer is None else self.streamer.stats()
 
     def fetches(self) -> dict[str, int]:
         """How often each layer was fetched since the engine was built, by name."""
-        return self._fetches if self.streamer is None else self.streamer.fetches()
+        return self._results.fetches if self.streamer is None else self.streamer.fetches()
 
     @property
     def partially_updated(self) -> str | None:
         """Why the weights are not those of any whole step; None where they are."""
-        return self._partially_updated if self.streamer is None else self.streamer.updates.partially_updated
+        return self._results.partially_updated if self.streamer is None else self.streamer.updates.partially_updated
+
+    def _now(self) -> Results:
+        return Results(self.plan, self.activations, self.stats(), self.fetches(), self.partially_updated)
 
     def remarks(self) -> list[str]:
         """What a user should know beside the plan, in sentences."""
-        found, k = [], self._options.k
+        remarks, k = [], self._options.k
         if self.tuner is not None:
-            found.append("k and k' are chosen once two batches have been measured.")
+            remarks.append("k and k' are chosen once two batches have been measured.")
         if isinstance(k, int) and k > self.plan.k:
-            found.append(f"k={k} is capped at {self.plan.k}, the number of layers: all are on the device at once.")
-        return found
+            remarks.append(f"k={k} is capped at {self.plan.k}, the number of layers: all are on the device at once.")
+        return remarks
 
     # ------------------------------------------------------------------ the engine
 
@@ -126,7 +149,7 @@ class Run:
         if changed:
             self._log.debug("Superpipeline: parameters or modules have been exchanged; the layers are absorbed again.")
             self.finish_updates()
-            self._note_results()
+            self._results = self._now()
             streamer, self.streamer = self.streamer, None  # if building fails there is none
             streamer.close()
             self._build()
@@ -139,32 +162,27 @@ class Run:
     def close(self) -> None:
         """Ends the run: the module has ordinary parameters on the host again. What the run was like stays."""
         if self.streamer is not None:
-            self._note_results()
+            self._results = self._now()
             self.streamer.close()
         self.streamer = self.tuner = None
         self._parted.clear()
 
-    def _note_results(self) -> None:
-        """Keeps what is asked of the engine once it is gone."""
-        self._plan, self._modes, self._partially_updated = self.plan, self.activations, self.partially_updated
-        self._stats, self._fetches = self.stats(), self.fetches()
-
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the engine, which may be at work: a copy is that of a run that is over."""
-        return {**vars(self), "streamer": None, "tuner": None}
+        return {**vars(self), "streamer": None, "tuner": None, "_results": self._now()}
 
     def _build(self) -> None:
         device = device_for(self._device)
         if not device.synchronous:
             refuse_cuda_graphs(self._module)
-        found, modes = self._lay_out(device)
-        check_host(_absorbing(self._plan), LESS_HOST_MEMORY)
+        found, plan, modes = self._lay_out(device)
+        check_host(_absorbing(plan), LESS_HOST_MEMORY)
         averages = find_averages(self._module)
         move_to_device(self._module, found, averages, self._device)
         self.streamer = Streamer(
             self._module,
             found,
-            self._plan,
+            plan,
             device,
             pin=self._options.pin_memory,
             modes=modes,
@@ -184,22 +202,22 @@ class Run:
         """Whether what becomes of activations is chosen by measuring: something must limit the device's memory."""
         return self._options.activations == "auto" and self._window.room is not None
 
-    def _lay_out(self, device: Device) -> tuple[Found, dict[str, Mode]]:
-        """Finds the layers and makes the plan. Returns the layers, and what becomes of activations at first."""
+    def _lay_out(self, device: Device) -> tuple[Found, Plan, dict[str, Mode]]:
+        """Finds the layers, makes the plan, and says what becomes of activations at first."""
         layers = self._options.layers
         find = partial(find_layers, self._module, resident=self._options.resident, autocast=self._autocast)
         found = find(layers=layers)
-        self._plan = self._window.begin(found, device, lambda patterns: find(layers=patterns))
+        plan = self._window.begin(found, device, lambda patterns: find(layers=patterns))
         choice = self._options.activations
         if choice == "auto" and not self._balanced:
             choice = "keep"
         modes = resolve(choice, self._module, found.units)
         if found.experts and (self._balanced or "recompute" in modes.values()):
             found = find(layers=layers, whole_blocks=True)
-            self._plan = self._window.begin(found, device)
+            plan = self._window.begin(found, device)
         if choice != "keep":
             self._tell_activations(choice, modes, found)
-        return found, modes
+        return found, plan, modes
 
     def _tell_activations(self, choice: Activations, modes: Mapping[str, Mode], found: Found) -> None:
         self._log.debug("Superpipeline: activations: %s.", "measured first" if choice == "auto" else summary(modes))
@@ -269,7 +287,7 @@ class Run:
             yield
         self.streamer.allow_writes()  # hooks of users follow (on_save_checkpoint), which may write weights
 
-    def settle(self) -> None:
+    def allow_writes(self) -> None:
         """Between steps: weights may be written now."""
         if self.streamer is not None:
             self.streamer.allow_writes()

@@ -1,4 +1,4 @@
-"""Lightning's calls → the engine, nothing else."""
+"""The strategy: hands Lightning's calls to the run and its loops, and shows users what these know."""
 
 from __future__ import annotations
 
@@ -55,27 +55,28 @@ class StreamingStrategy(HostStrategy):
         k_prime: layers that move as one transfer, at least 1, or ``"auto"``.
         memory_budget: device memory for everything: bytes, a size (``"8GiB"``), or a share of what is free at set-up
             (``0.8``); None for all that is free but a margin of a sixteenth.
-        activations: what becomes of what autograd saves in each layer's forward: ``"keep"`` it on the device;
-            ``"recompute"`` it in backward, from the layer's inputs; ``"offload"`` it to the host and back; ``"auto"``, for
-            each layer the one that is predicted to be fastest within the budget; or patterns of names of layers and of
-            modules above them, the first match deciding (``{"encoder.**": "offload"}``). Results are the same. With
-            ``"recompute"`` hooks on modules inside a layer, prints and global variables see its forward twice.
-        layers: what is a layer: None (found), names or glob patterns of modules, module classes, or a callable that
-            takes the LightningModule and returns names or modules.
+        activations: what happens to the tensors that autograd saves in a layer's forward. ``"keep"`` leaves them on the
+            device; ``"recompute"`` computes them again in backward, from the layer's inputs; ``"offload"`` moves them to the
+            host and back; ``"auto"`` takes for each layer what is predicted to be fastest within the budget. A mapping
+            decides by patterns of the names of layers and of modules above them, the first match
+            (``{"encoder.**": "offload"}``). Results are the same. With ``"recompute"`` hooks on modules inside a layer,
+            prints and global variables see its forward twice.
+        layers: what counts as a layer: None (they are found), names or glob patterns of modules, module classes, or a
+            callable that takes the LightningModule and returns names or modules.
         resident: names or glob patterns of modules or parameters that stay on the device.
-        pin_memory: page-lock host memory, without which copies are synchronous; that of gradients and activations in the
-            first batch, which takes longer for it.
-        fused_optimizer: run torch's optimizers fused (``fused=True``) where they can be; other last bits, much faster.
-            ``"auto"``: on an accelerator, and where ``optimizer_overlap`` asks for it by name.
-        optimizer_overlap: when the host updates weights: ``"off"``, in the optimizer's step; ``"forward"``, layer by
-            layer in the background, under the next forward; ``"backward"``, each layer as soon as its gradients are
-            complete, which are then freed (``p.grad`` is None after the step); ``"auto"``, ``"forward"`` on an
-            accelerator where no user code would have to wait for it, else ``"off"``. Results are the same.
+        pin_memory: page-lock host memory; without it copies are synchronous. Memory for gradients and activations is
+            page-locked in the first batch, which takes longer for it.
+        fused_optimizer: run torch's optimizers fused (``fused=True``) where they can be. That is much faster, and the last
+            bits differ. ``"auto"``: on an accelerator, and where ``optimizer_overlap`` asks for it by name.
+        optimizer_overlap: when the host updates weights. ``"off"``: in the optimizer's step. ``"forward"``: layer by layer
+            in the background, under the next forward. ``"backward"``: each layer as soon as its gradients are complete,
+            which are then freed (``p.grad`` is None after the step). ``"auto"``: ``"forward"`` on an accelerator where no
+            user code would have to wait for it, else ``"off"``. Results are the same.
         save_frozen: whether checkpoints hold frozen weights. If not, those are left out that are as they were when training
-            began; a file without them resumes where the module has the same ones, which is checked.
-        check_writes: look for weights that are written within a step by a way that torch shows no sign of (a reference that
-            was taken before the step, NumPy, DLPack, a storage), by passes over all weights in each step: what was written
-            on the device is taken over, the rest is refused by name. For finding out; it is slow.
+            began; a file without them can be resumed from if the module has the same ones, which is checked.
+        check_writes: look for weights that are written within a step in a way that torch shows no sign of (through a
+            reference that was taken before the step, NumPy, DLPack, a storage). What was written on the device is taken
+            over; the rest is refused by name. It is slow, because it reads all weights in each step: use it to find out.
         callback: attach a :class:`~sp_lightning.SuperpipelineCallback` while a run lasts, if the trainer has none.
         device, accelerator, checkpoint_io, precision_plugin: as in Lightning's ``SingleDeviceStrategy``; the device
             is the trainer's unless it is given.
@@ -138,9 +139,9 @@ class StreamingStrategy(HostStrategy):
 
     @property
     def activations(self) -> dict[str, Mode]:
-        """What becomes of activations, by layers and parts beside them; what ``"auto"`` has come to, too.
+        """What happens to the activations of each layer, and of each part beside them, by name.
 
-        It can be given as ``activations=`` to another strategy.
+        What ``"auto"`` has chosen is in it. It can be given as ``activations=`` to another strategy.
 
         Raises:
             RuntimeError: before set-up.
@@ -208,7 +209,7 @@ class StreamingStrategy(HostStrategy):
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
-        """Absorb the parameters into the host store; only what is no parameter goes to the device."""
+        """Begins a run: the host store takes the parameters in; only what is no parameter goes to the device."""
         assert self.lightning_module is not None
         self._close()
         autocast = autocast_dtype(self.precision_plugin)
@@ -267,7 +268,7 @@ class StreamingStrategy(HostStrategy):
     def _step(self, phase: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._loops is not None:
             return self._loops.step(phase, step, *args, **kwargs)
-        self._refuse_torn()
+        self._refuse_partially_updated()
         return step(*args, **kwargs)  # called by hand, outside of a run: the weights are whole, on the host
 
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -289,7 +290,7 @@ class StreamingStrategy(HostStrategy):
         )
 
     def expect_next_batch(self) -> None:
-        """The batch is over: where nothing writes weights before the next one, its first layers may come now."""
+        """A training batch is over: where nothing writes weights before the next one, its first layers come now."""
         if self._loops is not None:
             self._loops.expect_next_batch()
 
@@ -321,25 +322,25 @@ class StreamingStrategy(HostStrategy):
         self._loop_begins("predict")
 
     def make_timeline(self) -> Timeline:
-        """For the device of this run. Waits for it once."""
+        """Returns a timeline of this run's device, for which it waits once."""
         assert self._run is not None
         return self._run.make_timeline()
 
     def record(self, timeline: Timeline, *, on: bool) -> None:
-        """Whether intervals are kept from here on; what has begun before is kept when it ends."""
+        """Switches a timeline on or off. An interval that has begun before is kept when it ends."""
         if self._run is not None:
             self._run.record(timeline, on=on)
 
     # ------------------------------------------------------------------ checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._refuse_torn()
+        self._refuse_partially_updated()
         with nullcontext() if self._run is None else self._run.host_parameters():
             state = super().lightning_module_state_dict()
             self._left_out = {} if self._frozen is None else self._frozen.leave_out(state)
         return state
 
-    def _refuse_torn(self) -> None:
+    def _refuse_partially_updated(self) -> None:
         mixed = None if self._run is None else self._run.partially_updated
         if mixed is not None:
             if sys.exception() is not None:  # a checkpoint on exception: Lightning tears nothing down if that fails
@@ -359,7 +360,7 @@ class StreamingStrategy(HostStrategy):
             note_loaded(self.lightning_module, checkpoint["state_dict"])
         fill_checkpoint(self.lightning_module, cast(dict[str, Any], checkpoint))
         if self._run is not None:
-            self._run.settle()
+            self._run.allow_writes()
         super().load_model_state_dict(checkpoint, strict)
 
 

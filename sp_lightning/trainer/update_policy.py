@@ -1,4 +1,4 @@
-"""Whether and how the optimizers' steps may run in the background: what was asked for against what could be seen."""
+"""Whether the optimizers' steps may run in the background: the option, against what users could see of it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from sp_lightning.trainer.user_hooks import hooks_of_users
 
 
 def choose_overlap(asked: Overlap, trainer: Any, optimizers: Sequence[Optimizer]) -> tuple[Overlap, str]:
-    """The mode that steps run in, and why it is not ``"forward"`` where ``"auto"`` was asked for.
+    """Returns the mode in which updates run, and, for ``"auto"``, why it is not ``"forward"`` (else an empty string).
 
     Args:
         asked: the option ``optimizer_overlap``.
         trainer: with its module, its callbacks and its precision plugin as they are now.
-        optimizers: as they are now, fused where they will be.
+        optimizers: with their groups as a step will find them, fused where they will be.
 
     Raises:
         ValueError: a mode was asked for by name that is not possible.
@@ -32,7 +32,7 @@ def choose_overlap(asked: Overlap, trainer: Any, optimizers: Sequence[Optimizer]
         return "off", ""
     if all(is_no_optimizer(optimizer) for optimizer in optimizers):
         return "off", "there is no optimizer"
-    never = _against_layered_steps(optimizers)
+    never = _against_layerwise_steps(optimizers)
     if asked == "auto":
         why = _against_background(trainer, optimizers) or never
         return ("off" if why else "forward"), why
@@ -46,17 +46,17 @@ def choose_overlap(asked: Overlap, trainer: Any, optimizers: Sequence[Optimizer]
 
 
 def may_measure_early(trainer: Any) -> bool:
-    """Whether norms of gradients may be taken while backward goes on: nobody writes gradients after it."""
+    """Whether norms of gradients may be computed while backward goes on, because nobody writes gradients after it."""
     return not hooks_of_users(trainer, "gradients") and not _parameter_hooks(trainer) and scaler_of(trainer) is None
 
 
 def scaler_of(trainer: Any) -> Any:
-    """The gradient scaler of ``16-mixed``, if there is one."""
+    """Returns the gradient scaler of ``16-mixed``; None for other precisions."""
     return getattr(trainer.precision_plugin, "scaler", None)
 
 
-def _against_layered_steps(optimizers: Sequence[Optimizer]) -> str:
-    """Why no step can be taken apart by layers, if so."""
+def _against_layerwise_steps(optimizers: Sequence[Optimizer]) -> str:
+    """Returns why an optimizer's step cannot be taken apart by layers; an empty string if all can."""
     for optimizer in optimizers:
         name = type(optimizer).__name__
         if not FusedStep.suits(optimizer):
@@ -73,7 +73,7 @@ def _against_layered_steps(optimizers: Sequence[Optimizer]) -> str:
 
 
 def _against_early_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
-    """Why gradients cannot be used up and freed while backward goes on, if so."""
+    """Returns why gradients cannot be used and freed while backward goes on; an empty string if they can."""
     module = trainer.lightning_module
     hooks = [*hooks_of_users(trainer, "gradients"), *hooks_of_users(trainer, "optimizer")]
     if not module.automatic_optimization:
@@ -82,7 +82,7 @@ def _against_early_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> str
         return f"clipping (gradient_clip_val={trainer.gradient_clip_val}) needs all gradients at once"
     if scaler_of(trainer) is not None:
         return "the gradient scaler of 16-mixed needs all gradients at once"
-    if any(is_a(each, StochasticWeightAveraging) for each in trainer.callbacks):
+    if any(is_a(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
         return (
             "StochasticWeightAveraging steps without a backward to adapt BatchNorm, and gradients are freed before that"
         )
@@ -94,14 +94,14 @@ def _against_early_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> str
 
 
 def _against_background(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
-    """User code that would wait for the updates, or something else that makes overlap no gain."""
+    """Returns which user code would wait for the updates, or why else they gain nothing; an empty string if they do."""
     if _computes_on_host(trainer):
         return "they would compete with the model for the CPU"
     if not trainer.lightning_module.automatic_optimization:
         return "optimization is manual"
     if not is_exactly(trainer.precision_plugin, (Precision, MixedPrecision, HalfPrecision, DoublePrecision)):
         return f"{type(trainer.precision_plugin).__name__} is not among the precision plugins that were tried"
-    hooks = [hook for phase in ("train", "gradients", "optimizer") for hook in hooks_of_users(trainer, phase)]
+    hooks = [hook for point in ("train", "gradients", "optimizer") for hook in hooks_of_users(trainer, point)]
     if hooks:
         return f"{hooks[0]} may look at weights or gradients"
     if _parameter_hooks(trainer):
@@ -114,10 +114,11 @@ def _computes_on_host(trainer: Any) -> bool:
 
 
 def _parameter_hooks(trainer: Any) -> bool:
+    """Whether anybody has hooks on the gradients of parameters."""
     return any(gradient_hooks(p) or accumulation_hooks(p) for p in trainer.lightning_module.parameters())
 
 
 def _step_hooks(optimizers: Sequence[Optimizer]) -> bool:
     """Whether anybody but this package has hooks on optimizers' steps."""
-    hooks = [*global_step_hooks(), *(hook for each in optimizers for hook in step_hooks(each))]
+    hooks = [*global_step_hooks(), *(hook for optimizer in optimizers for hook in step_hooks(optimizer))]
     return any(not getattr(hook, "__module__", "").startswith("sp_lightning.") for hook in hooks)
