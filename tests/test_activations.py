@@ -6,7 +6,7 @@ import copy
 import logging
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +22,9 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.activations import offload
 from sp_lightning.activations.calls import Activations
 from sp_lightning.activations.forward_state import Unrepeatable
-from sp_lightning.activations.offload import Offload, Parcel
+from sp_lightning.activations.modes import KeepMode, RecomputeMode
+from sp_lightning.activations.offload import Offload
+from sp_lightning.activations.offloaded_storage import OffloadedStorage
 from sp_lightning.device.layout import PAGE
 from sp_lightning.device.modes import no_dispatch_modes
 from sp_lightning.engine.streamer import Streamer
@@ -59,22 +61,22 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Activations]:
 @pytest.fixture
 def poisoned_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host memory is NaN as soon as no graph needs what is in it, and device memory when nothing is to be read there."""
-    end, drop = Parcel.__del__, Offload._drop
+    end, drop = OffloadedStorage.__del__, Offload._drop
 
-    def ended(self: Parcel) -> None:
+    def ended(self: OffloadedStorage) -> None:
         with no_dispatch_modes():  # nothing that the engine does
-            poison(self.berth.memory.bytes)
+            poison(self.buffer.memory.bytes)
         end(self)
 
-    def dropped(self: Offload, parcels: Sequence[Parcel]) -> None:
-        mine = [parcel.back for parcel in parcels if parcel.back is not None]
-        drop(self, parcels)
+    def dropped(self: Offload, storages: Sequence[OffloadedStorage]) -> None:
+        mine = [storage.returned for storage in storages if storage.returned is not None]
+        drop(self, storages)
         for memory in mine:
             if torch._C._storage_Use_Count(memory.untyped_storage()._cdata) <= 2:  # ours and the object's
                 with no_dispatch_modes():
                     poison(memory)
 
-    monkeypatch.setattr(Parcel, "__del__", ended)
+    monkeypatch.setattr(OffloadedStorage, "__del__", ended)
     monkeypatch.setattr(Offload, "_drop", dropped)
 
 
@@ -457,16 +459,16 @@ def test_the_last_units_of_a_forward_are_exempt(seen: list[Activations]) -> None
 
 def test_nothing_comes_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each unit's saved tensors are on their way before backward comes to it."""
-    comes_to, seen = Offload.comes_to, 0
+    pre_backward, seen = Offload.pre_backward, 0
 
-    def noted(self: Offload, bundle: Any) -> None:
+    def noted(self: Offload, call: Any) -> None:
         nonlocal seen
-        parcels = bundle.alive()
-        assert all(parcel.back is not None or parcel.source is not None for parcel in parcels), bundle.unit
-        seen += len(parcels)
-        comes_to(self, bundle)
+        storages = call.needed()
+        assert all(each.returned is not None or each.source is not None for each in storages), call.unit
+        seen += len(storages)
+        pre_backward(self, call)
 
-    monkeypatch.setattr(Offload, "comes_to", noted)
+    monkeypatch.setattr(Offload, "pre_backward", noted)
     case = CASES["llama-dropout"]
     fit(case.make, case.batches(), superpipeline(activations="offload"))
     assert seen > 10
@@ -489,15 +491,18 @@ def test_a_host_without_room_recomputes(
     """The first batch, whose sizes nobody knows, keeps what does not fit; later ones compute it again."""
     monkeypatch.setattr(offload, "WORTH_MOVING", Saves.SIZE)
     monkeypatch.setattr("sp_lightning.trainer.run.spare_bytes", lambda needed: room)
-    counts, recomputed = [1] * 8, []
-    enter = Activations.enter
+    counts: list[int] = [1] * 8
+    recomputed: list[bool] = []
 
-    def noted(self: Activations, unit: str, given: Any) -> Any:
-        bundle, outer = enter(self, unit, given)
-        recomputed.append(bundle.mode == "recompute")
-        return bundle, outer
+    def noted(run: Callable[..., Any], again: bool) -> Callable[..., Any]:
+        def runs(*args: Any) -> Any:
+            recomputed.append(again)
+            return run(*args)
 
-    monkeypatch.setattr(Activations, "enter", noted)
+        return runs
+
+    monkeypatch.setattr(KeepMode, "run", noted(KeepMode.run, False))
+    monkeypatch.setattr(RecomputeMode, "run", noted(RecomputeMode.run, True))
     ours, _ = train_saving(counts, "offload")
     assert_same(ours, fit(lambda: saving(counts), rows()))
     assert seen[0].ring.peak_bytes <= room

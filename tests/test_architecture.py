@@ -33,12 +33,7 @@ WINGS = (
 )  # fmt: skip
 MAY_IMPORT_LIGHTNING = {"trainer", "pytorch_lightning", "__init__", "cli", "__main__"}
 MOST_LINES = {"file": 400, "class": 300, "function": 40}
-EXCEPTIONS: dict[str, str] = dict.fromkeys(
-    [
-        "activations.forward_state",
-    ],
-    "not cut yet",
-)
+EXCEPTIONS: dict[str, str] = {}
 """What is longer than that, by name, with the reason why it is not cut."""
 
 

@@ -597,9 +597,9 @@ def test_an_error_while_activations_come_back_leaves_none_half_there(monkeypatch
     bring = Offload._bring
     failed: list[bool] = []
 
-    def fails_once(self: Offload, parcels: Any) -> None:
+    def fails_once(self: Offload, storages: Any) -> None:
         device = self._device
-        if len(parcels) > 1 and not failed and all(each.source is None and each.back is None for each in parcels):
+        if len(storages) > 1 and not failed and all(each.source is None and each.returned is None for each in storages):
             failed.append(True)
             given = iter([device.empty])
 
@@ -611,8 +611,8 @@ def test_an_error_while_activations_come_back_leaves_none_half_there(monkeypatch
 
             with monkeypatch.context() as context:
                 context.setattr(device, "empty", empty)
-                bring(self, parcels)
-        bring(self, parcels)
+                bring(self, storages)
+        bring(self, storages)
 
     reference = fit(lambda: Retries(Stack()), vectors())
     monkeypatch.setattr(Offload, "_bring", fails_once)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.activations.modes import MODES, ModeContext
+from sp_lightning.activations.unit_call import UnitCall
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import part, versions
 from sp_lightning.device.waits import Stream
 from sp_lightning.engine.host_source import HostSource
 from sp_lightning.optim.background import BackgroundUpdates
+from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.gradients import Gradients
 from sp_lightning.weights.layer import StreamedLayer
@@ -206,3 +210,40 @@ def test_updates_of_layers_are_done_by_somebody_else() -> None:
     assert_same(ours, fit(fused(lambda: Module(Stack())), vectors(), gradients=False))
     blocks = order[: len(strategy.plan.layers)]
     assert blocks == sorted(blocks, reverse=True)  # backward completes the last layer first
+
+
+# ---------------------------------------------------------------------- ActivationMode
+
+
+class AsBytes:
+    """A fourth mode: what a unit saves is bytes until backward."""
+
+    packed: list[str]
+
+    def __init__(self, context: ModeContext) -> None:
+        """It needs nothing of the engine."""
+
+    def run(self, call: UnitCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        def pack(tensor: Tensor) -> tuple[bytes, torch.dtype, torch.Size]:
+            self.packed.append(call.unit)
+            return tensor.detach().contiguous().numpy().tobytes(), tensor.dtype, tensor.shape
+
+        def unpack(packed: tuple[bytes, torch.dtype, torch.Size]) -> Tensor:
+            return torch.frombuffer(bytearray(packed[0]), dtype=packed[1]).reshape(packed[2])
+
+        with saved_tensors_hooks(pack, unpack):
+            return forward(*args, **kwargs)
+
+
+def test_a_mode_of_activations_is_a_name_and_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[str] = []
+    monkeypatch.setattr("sp_lightning.plan.options.Mode", Literal["keep", "recompute", "offload", "bytes"])
+    monkeypatch.setitem(MODES, "bytes", type("AsBytesHere", (AsBytes,), {"packed": packed}))
+    choice: Any = {"net.blocks.1": "bytes", "net.blocks.2": "offload", "net.blocks.3": "bytes"}
+    ours = fit(lambda: Module(Stack()), vectors(), superpipeline(k=1, activations=choice))
+    assert_same(ours, fit(lambda: Module(Stack()), vectors()))
+    assert set(packed) == {"net.blocks.1", "net.blocks.3"}
+
+
+def test_each_mode_that_users_can_name_has_its_class() -> None:
+    assert set(MODES) == set(get_args(Mode))

@@ -180,7 +180,7 @@ class Backward:
         step = self._step
         with self._lock:
             self._source.synchronize()
-            self._activations.settle()
+            self._activations.flush()
             accumulated, self._accumulates = self._accumulates, False
             self._nested = self._announced = False
             if not step.running or (accumulated and step.ends_with_backward):

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from sp_lightning.activations.offload import Offload, Stored
+from sp_lightning.activations.offload import Offload
+from sp_lightning.activations.offloaded_storage import SavedReference
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import strided
 from sp_lightning.device.lease import Lease
@@ -117,7 +118,7 @@ class SavedTensors:
         outer = top_saved_tensors_hooks()
         slots, offload = self._slots, self._offload
 
-        def pack(tensor: Tensor) -> _Packed | Stored | _Kept | _Outer:
+        def pack(tensor: Tensor) -> _Packed | SavedReference | _Kept | _Outer:
             kind = type(tensor)
             if kind is not Tensor and issubclass(kind, DeviceParameter):
                 return self._pack_weight(tensor)
@@ -171,8 +172,8 @@ class SavedTensors:
         elif isinstance(packed, _Packed):
             expected = packed.version
             tensor, version = self._unpack_weight(packed)
-        elif isinstance(packed, Stored):
-            tensor, expected, version = self._offload.load(packed), packed.version, packed.parcel.witness._version
+        elif isinstance(packed, SavedReference):
+            tensor, expected, version = self._offload.load(packed), packed.version, packed.storage.version
         else:
             assert isinstance(packed, _Outer)
             return packed.unpack(packed.packed)

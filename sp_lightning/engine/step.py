@@ -193,7 +193,7 @@ class Step:
         self.take_back_writes()
         self._exchange.to_host()
         self._activations.remove()
-        self._activations.settle()
+        self._activations.flush()
         if self.training:
             self.invalidate()  # from now on hooks and optimizers may write weights through .data, which no version shows
         self._residency.slots.give_back_extra()

@@ -1,4 +1,4 @@
-"""A ring of pinned host memory in which offloaded tensors wait for their backward."""
+"""Pinned host memory that activations pass through. It is used again and again, and bounded."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from sp_lightning.device.layout import PAGE
 from sp_lightning.device.pinned import PinnedMemory
 from sp_lightning.device.waits import Wait
 
-# An idle piece of the ring is used again only for tensors that fill at least this share of it.
+# An idle buffer is used for something smaller, down to this share of its size.
 _FILLED = 1 / 2
 
 
 @dataclass(eq=False)
-class Berth:
-    """A piece of the ring.
+class HostBuffer:
+    """One piece of the ring.
 
     Attributes:
-        memory: its bytes on the host.
-        last: the event of the last transfer from or to it; None before the first.
+        memory: its memory on the host.
+        last: the event of the last transfer from or to it.
     """
 
     memory: PinnedMemory
@@ -31,47 +31,42 @@ class Berth:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it has room for."""
+        """Bytes of its memory."""
         return self.memory.bytes.nbytes
 
 
 class HostRing:
-    """Pinned host memory for offloaded tensors, which is used again and again and has a limit.
-
-    Pinning memory takes far longer than a copy, so what a batch has taken is kept for the next one.
+    """A pool of host buffers.
 
     Args:
-        device: allocates, and waits for transfers.
+        device: the device that the transfers are from and to.
         pin: whether the memory is page-locked.
-        limit: the most bytes that the ring may take; None for no limit.
+        limit: the most bytes that the ring takes; None for no limit.
 
     Attributes:
         nbytes: bytes that the ring has taken.
-        peak_bytes: the most bytes that it ever had.
+        peak_bytes: the most bytes that it had taken at once.
     """
 
     def __init__(self, device: Device, *, pin: bool, limit: int | None) -> None:
         self._device = device
         self._pin = pin
         self.limit = limit
-        self._idle: list[Berth] = []  # smallest first
-        # Any thread may let go of a graph at any moment, and with it of what the graph has offloaded. Appending to a deque
-        # needs no lock; the next call of take sorts these in.
-        self._returned: deque[Berth] = deque()
+        self._idle: list[HostBuffer] = []  # the smallest first
+        # A buffer is returned when a graph is freed, by any thread and at any moment, while the ring is in use, too. A
+        # deque takes it without a lock.
+        self._returned: deque[HostBuffer] = deque()
         self.nbytes = 0
         self.peak_bytes = 0
 
     @property
-    def room(self) -> float:
-        """Bytes that are idle or can still be taken; infinite without a limit."""
-        idle = sum(berth.nbytes for berth in (*self._idle, *self._returned))
+    def free_bytes(self) -> float:
+        """Bytes that are idle, or that the limit still allows."""
+        idle = sum(buffer.nbytes for buffer in (*self._idle, *self._returned))
         return math.inf if self.limit is None else self.limit - self.nbytes + idle
 
-    def take(self, nbytes: int) -> Berth | None:
-        """Returns a berth of at least ``nbytes`` bytes; None if the limit leaves no room for one.
-
-        If the limit is reached, idle berths are freed, the largest first.
-        """
+    def take(self, nbytes: int) -> HostBuffer | None:
+        """Gives out a buffer of at least so many bytes; None if the limit leaves no memory for one."""
         while self._returned:
             insort(self._idle, self._returned.popleft(), key=_size)
         nbytes = -(-nbytes // PAGE) * PAGE
@@ -81,27 +76,29 @@ class HostRing:
         while self.limit is not None and self.nbytes + nbytes > self.limit:
             if not self._idle:
                 return None
-            idle = self._idle.pop()
-            self._device.synchronize(idle.last, Wait.CLOSE_AFTER_STORE)
-            self._device.access(idle.memory.bytes, None, write=True)
-            self.nbytes -= idle.nbytes
-        berth = Berth(PinnedMemory(self._device, nbytes, pin=self._pin))
-        self.nbytes += berth.nbytes
+            self._free(largest := self._idle.pop())
+            self.nbytes -= largest.nbytes
+        buffer = HostBuffer(PinnedMemory(self._device, nbytes, pin=self._pin))
+        self.nbytes += buffer.nbytes
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
-        return berth
+        return buffer
 
-    def give_back(self, berth: Berth) -> None:
-        """Takes a berth back whose content nobody needs any more. Any thread may call this."""
-        self._returned.append(berth)
+    def give_back(self, buffer: HostBuffer) -> None:
+        """Takes a buffer back whose contents nobody needs any more."""
+        self._returned.append(buffer)
 
     def close(self) -> None:
-        """Frees what is idle. A graph that outlives the run keeps its berths."""
-        for berth in (*self._idle, *self._returned):
-            self._device.synchronize(berth.last, Wait.CLOSE_AFTER_STORE)
-            self._device.access(berth.memory.bytes, None, write=True)
+        """Frees the idle buffers. A graph that outlives the run keeps its own."""
+        for buffer in (*self._idle, *self._returned):
+            self._free(buffer)
         self._idle.clear()
         self._returned.clear()
 
+    def _free(self, buffer: HostBuffer) -> None:
+        """Makes sure that no copy uses a buffer any more."""
+        self._device.synchronize(buffer.last, Wait.CLOSE_AFTER_STORE)
+        self._device.access(buffer.memory.bytes, None, write=True)
 
-def _size(berth: Berth) -> int:
-    return berth.nbytes
+
+def _size(buffer: HostBuffer) -> int:
+    return buffer.nbytes

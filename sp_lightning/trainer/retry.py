@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.activations.forward_state import TRUSTED
+from sp_lightning.activations.snapshot import TRUSTED
 from sp_lightning.device.torch_private import forward_hooks, forward_pre_hooks, tree_leaves
 from sp_lightning.engine.module_hooks import ModuleHooks
 from sp_lightning.trainer.compat import MODULE_ATTRIBUTES, logged_counts, random_states, restore_random_states

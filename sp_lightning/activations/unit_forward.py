@@ -1,0 +1,65 @@
+"""What stands in place of a unit's forward while a step runs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from sp_lightning.device.torch_private import COMPILED_CALL
+
+
+class UnitForward:
+    """Stands in place of a module's forward, and hands each call on.
+
+    A copy of the module that is made meanwhile has a forward of its own. So has a module that is unpickled.
+
+    Args:
+        name: the unit's name.
+        module: the unit.
+        call: takes the name, the module's own forward, and the arguments of a call.
+    """
+
+    def __init__(self, name: str, module: nn.Module, call: Callable[[str, Callable[..., Any], Any, Any], Any]) -> None:
+        self._call: Callable[[str, Callable[..., Any], Any, Any], Any] | None = call
+        self._name = name
+        self.__self__ = module
+        # Nothing can be put inside a compiled call, so it is replaced as a whole.
+        self._attribute = "forward" if getattr(module, COMPILED_CALL, None) is None else COMPILED_CALL
+        attributes = vars(module)
+        self._own: Any = attributes.get(self._attribute)  # what the instance had under this name, beside its class
+        self._forward: Callable[..., Any] = getattr(module, self._attribute)
+        self.__func__ = getattr(self._forward, "__func__", self._forward)
+        functools.update_wrapper(self, self._forward)
+        attributes[self._attribute] = self
+
+    def remove(self) -> None:
+        """Gives the module its own forward back. Whoever has kept this object calls that forward from now on."""
+        self._call = None
+        attributes = vars(self.__self__)
+        if attributes.get(self._attribute) is self:
+            if self._own is None:
+                del attributes[self._attribute]
+            else:
+                attributes[self._attribute] = self._own
+
+    @torch.compiler.disable  # the engine is no part of a graph
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._call is None or not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        return self._call(self._name, self._forward, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # The forward is bound to the copy of the module, which is made before its attributes are.
+        return copy.deepcopy(self._forward, memo)
+
+    def __reduce__(self) -> Any:
+        return (getattr, (self.__self__, "forward")) if self._own is None else (_identity, (self._own,))
+
+
+def _identity(value: Any) -> Any:
+    return value
