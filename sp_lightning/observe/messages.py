@@ -1,4 +1,4 @@
-"""What an error that is not ours is told: the cause in this package, and a remedy."""
+"""What users are told beside an error that is not this package's: what the package has to do with it, and a remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
 
-# Lines that this process has shown.
+# The lines that this process has logged.
 _SAID: set[str] = set()
 
 LESS_HOST_MEMORY = (
@@ -29,13 +29,13 @@ TRANSFORMS = (
 
 
 def after_out_of_memory(plan: Plan, smaller: Plan, obstacle: str, *, balanced: bool) -> str:
-    """What a user can change, and why nothing could be done without.
+    """What a user can change after the device has run out of memory.
 
     Args:
-        plan: that the step ran with.
-        smaller: what the window has been shrunk to; ``plan`` itself where it could not be.
+        plan: the plan that the step ran with.
+        smaller: the plan that the window has been shrunk to; ``plan`` itself if it could not be shrunk.
         obstacle: why the step cannot be repeated.
-        balanced: whether activations are chosen by ``"auto"`` already.
+        balanced: whether ``"auto"`` chooses the modes of activations already.
     """
     found = f"Superpipeline streamed with k={plan.k} and k_prime={plan.k_prime}"
     if smaller is not plan:
@@ -52,7 +52,7 @@ def after_out_of_memory(plan: Plan, smaller: Plan, obstacle: str, *, balanced: b
 
 
 def say_once(log: logging.Logger, line: str) -> None:
-    """Several trainers in one process do not say the same again."""
+    """Logs a line, unless this process has logged it already, as another trainer may have."""
     if line not in _SAID and log.isEnabledFor(logging.INFO):
         _SAID.add(line)
         log.info(line)

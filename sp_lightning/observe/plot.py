@@ -1,4 +1,4 @@
-"""Pictures: a batch as it went over time, layer by layer, and what k costs and brings. Needs matplotlib."""
+"""Pictures: a batch over time, layer by layer; and what each k costs and brings. They need matplotlib."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ COLORS: dict[Kind, str] = {
     "store": "#d4a5c9",
     "return": "#8fc1d4",
 }
-# A layer has three lanes, so that what happens at once does not hide each other.
+# A layer has three lanes, so that intervals at the same time do not hide each other.
 _LANE: dict[Kind, float] = {
     "fetch": -0.3, "return": -0.3, "forward": 0.0, "backward": 0.0, "between": 0.0, "drain": 0.3, "update": 0.3,
     "store": 0.3,
 }  # fmt: skip
-# The part of a batch that is shown larger: of many layers, the time of one or two of them.
+# The batch is cut into so many parts, at least and at most, one of which is shown larger: the time of one or two layers.
 _PARTS = (12, 100)
-# A logarithmic axis has at least, and at most, about so many numbers.
+# A logarithmic axis has at least so many numbers, and at most about so many.
 _FEWEST_MARKS, _MOST_MARKS = 4, 12
-# So many layers have their names beside the axis.
+# At most about so many layers have their names beside the axis.
 _MOST_NAMES = 40
 
 
 class Point(NamedTuple):
-    """What a choice of k and k' takes: device memory, and seconds for a batch."""
+    """What a choice of k and k' takes: bytes of device memory, and seconds for a batch."""
 
     k: int
     k_prime: int
@@ -42,12 +42,12 @@ class Point(NamedTuple):
 
     @property
     def gib(self) -> float:
-        """On the axis."""
+        """The device memory in GiB, as the axis has it."""
         return self.nbytes / 2**30
 
 
 def require_matplotlib() -> Any:
-    """``matplotlib.pyplot``, drawing to files.
+    """``matplotlib.pyplot``, which draws to files.
 
     Raises:
         ImportError: it is not installed.
@@ -63,7 +63,7 @@ def require_matplotlib() -> Any:
 
 
 def supported_formats() -> set[str]:
-    """Endings of files that can be drawn to, without the dot.
+    """The endings, without the dot, of the files that can be drawn to.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -75,13 +75,16 @@ def supported_formats() -> set[str]:
 
 
 def draw_timeline(intervals: Sequence[Interval], names: Sequence[str], path: Path, title: str) -> None:
-    """One batch: time to the right, layers downwards, a bar for each interval.
+    """Draws one batch: time to the right, layers downwards, a bar for each interval.
 
     Args:
-        intervals: of the batch.
-        names: of the layers; the residents follow them.
-        path: of the PNG, PDF or SVG.
-        title: above the picture.
+        intervals: the intervals of the batch.
+        names: the names of the layers; the residents follow them.
+        path: the PNG, PDF or SVG that is written.
+        title: the line above the picture.
+
+    Raises:
+        ImportError: matplotlib is not installed.
     """
     pyplot = require_matplotlib()
     rows = sorted({each.layer for each in intervals if each.layer is not None})
@@ -119,7 +122,7 @@ def draw_timeline(intervals: Sequence[Interval], names: Sequence[str], path: Pat
 
 
 def _busiest(intervals: Sequence[Interval]) -> tuple[float, float]:
-    """The part of a batch in which most is copied: what is thin in the whole can be seen there."""
+    """Begin and end, in seconds, of the part of a batch in which most is copied. Thin bars can be seen there."""
     copies = [each for each in intervals if each.kind in ("fetch", "return", "drain", "store")] or intervals
     first, last = (
         min((each.begin for each in intervals), default=0.0),
@@ -136,13 +139,16 @@ def _busiest(intervals: Sequence[Interval]) -> tuple[float, float]:
 
 
 def draw_windows(points: Sequence[Point], limit: float | None, path: Path, title: str) -> None:
-    """Predicted seconds against device memory, for a range of k and k'.
+    """Draws predicted seconds against device memory, for a range of k and k'.
 
     Args:
-        points: a series for each k'.
-        limit: bytes that the device has.
-        path: of the PNG, PDF or SVG.
-        title: above the picture.
+        points: the choices; each k' is a line.
+        limit: bytes that the device has; None for no limit.
+        path: the PNG, PDF or SVG that is written.
+        title: the line above the picture.
+
+    Raises:
+        ImportError: matplotlib is not installed.
     """
     pyplot = require_matplotlib()
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
@@ -170,7 +176,7 @@ def draw_windows(points: Sequence[Point], limit: float | None, path: Path, title
     axes.spines[["top", "right"]].set_visible(False)
     figure.canvas.draw()
     shown: list[Any] = []
-    for text in list(axes.texts):  # one beside the other can be read
+    for text in list(axes.texts):  # texts that overlap cannot be read, so the first one stays
         extent = text.get_window_extent()
         if any(extent.overlaps(each) for each in shown):
             text.remove()
@@ -181,7 +187,7 @@ def draw_windows(points: Sequence[Point], limit: float | None, path: Path, title
 
 
 def _mark_sizes(axes: Any) -> None:
-    """A logarithmic axis, if that has enough numbers to be read."""
+    """Makes the axis of memory logarithmic, if it then has enough numbers to be read."""
     low, high = axes.get_xlim()
     marks = [each * 2.0**power for power in range(-30, 20) for each in (1, 1.5)]
     marks = [each for each in marks if max(low, 0) <= each <= high]

@@ -1,4 +1,4 @@
-"""What a run has counted."""
+"""The counters of a run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ class Stats:
     """Counters since set-up.
 
     Attributes:
-        fetched_layers: layers copied to the device.
-        fetched_bytes, drained_bytes: copied to the device, rows of embeddings included, and gradients copied to the host.
-        transfers: groups of layers that were fetched as one.
-        demand_fetches: layers that were needed before the trace had asked for them; each stalls compute.
-        host_waits: times that the host waited for compute where it could have run ahead: for the indices of rows, for sparse
-            gradients, for weights that were written on the device.
-        extra_slots: slots made beyond the plan because views of weights had escaped.
-        peak_device_bytes: most device memory that weights and gradients took.
-        stored_bytes, returned_bytes: activations copied to the host, and back.
+        fetched_layers: how many layers were copied to the device.
+        fetched_bytes: bytes of weights copied to the device, rows of embeddings included.
+        drained_bytes: bytes of gradients copied to the host.
+        transfers: how many groups of layers were fetched as one.
+        demand_fetches: how many layers were needed before the trace had asked for them. Compute stalls for each of them.
+        host_waits: how often the host waited for compute where it could have run ahead: for the indices of rows, for
+            sparse gradients, for weights that were written on the device.
+        extra_slots: how many slots were made beyond the plan, because somebody held views of weights.
+        peak_device_bytes: the most bytes that weights and gradients took on the device.
+        stored_bytes, returned_bytes: bytes of activations copied to the host, and back.
         stall_seconds: seconds that compute waited for fetches.
         drain_stall_seconds: seconds that compute waited for gradients to leave.
         update_stall_seconds: seconds that the host waited for updates in the background.
@@ -42,5 +43,5 @@ class Stats:
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds that anything was waited for."""
+        """Seconds of waiting of all four kinds."""
         return self.stall_seconds + self.drain_stall_seconds + self.update_stall_seconds + self.activation_stall_seconds

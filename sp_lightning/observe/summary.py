@@ -6,7 +6,7 @@ from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
 
-# Waiting for less than this share of the time, or so few seconds, is not worth a word.
+# Waiting for a smaller share of the time, or for fewer seconds, is not worth a line.
 _LITTLE, _SHORT = 0.05, 1.0
 
 
@@ -25,7 +25,13 @@ def counters_line(stats: Stats) -> str:
 
 
 def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
-    """What the run waited for most, and the option that would help; nothing if that was little."""
+    """What a run waited for most, and the option that would help; empty if it waited little.
+
+    Args:
+        stats: the run's counters.
+        seconds: the time that it took.
+        plan: what it ran with.
+    """
     waits = {
         "fetches": stats.stall_seconds,
         "gradients to leave": stats.drain_stall_seconds,
@@ -40,7 +46,7 @@ def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
 
 
 def remedy(what: str, plan: Plan) -> str:
-    """What makes the device wait less for that."""
+    """What makes a run wait less for one thing, as a half-sentence."""
     more = "" if plan.k >= len(plan.layers) else "a larger k or memory_budget, or "
     return {
         "fetches": f"{more}more work per batch (tokens, images) hides them",

@@ -1,7 +1,8 @@
 """What becomes of each unit's activations: the choice by name, and the device memory that a choice takes.
 
-A *unit* is a module of the model's cut, a layer or a part that stays on the device. What autograd saves in its forward
-is kept, computed again in backward, or sent to the host and brought back. Nothing here touches memory.
+A *unit* is a layer, or a part beside the layers that stays on the device. What autograd saves in its forward is kept,
+computed again in backward, or sent to the host and brought back. Nothing here touches memory;
+:mod:`sp_lightning.activations.modes` has the class of each mode.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ Activations = Mode | Literal["auto"] | Mapping[str, Mode]
 """What ``activations=`` takes."""
 
 FREEING: tuple[Mode, ...] = ("recompute", "offload")
-"""What frees memory on the device."""
+"""The modes that free memory on the device."""
 
-# The last units of a forward are needed again at once: those that backward begins with, and the one that would come back
-# one ahead.
 EXEMPT = 2
+"""How many calls at the end of a forward keep what they save in ``"offload"``: backward begins with the last one, and the
+one before it would have to come back at once."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a unit in a forward. Bytes of storages, each counted with the first that saves it.
+    """One call of a unit in a forward. A storage is counted with the first call that saves it.
 
     Attributes:
-        unit: its name.
-        saved: what autograd saves in it: what is kept, or travels.
-        inputs: what it is called with, and so all that is kept where the rest is computed again.
+        unit: the unit's name.
+        saved: bytes that autograd saves in the call, which are kept or travel.
+        inputs: bytes that the unit is called with. They are all that is kept if the rest is computed again.
     """
 
     unit: str
@@ -45,13 +46,14 @@ def resolve(choice: Activations, module: nn.Module, units: Mapping[str, nn.Modul
     """The mode of each unit.
 
     Args:
-        choice: one mode for all (``"auto"`` begins with ``"offload"``, which takes least), or patterns of names of units,
-            or of modules above them; the first one that matches decides, and what none matches is kept.
+        choice: one mode for all (``"auto"`` begins with ``"offload"``, which takes least), or modes by patterns. A
+            pattern matches names of units, or of modules above them. The first pattern that matches decides, and a unit
+            that no pattern matches keeps what it saves.
         module: the root.
-        units: by name.
+        units: the units by name.
 
     Raises:
-        ValueError: a pattern that matches no unit, or none that an earlier one has not matched.
+        ValueError: a pattern matches no unit, or only units that earlier patterns have matched.
     """
     if isinstance(choice, str):
         return dict.fromkeys(units, "offload" if choice == "auto" else choice)
@@ -90,19 +92,20 @@ def _some(units: Sequence[str]) -> str:
 
 
 def peak_bytes(calls: Sequence[Call], modes: Mapping[str, Mode]) -> int:
-    """Most bytes of saved tensors on the device at once, over one forward and its backward.
+    """The most bytes of saved tensors on the device at once, in one forward and its backward.
 
-    Workspaces, gradients and what is saved outside units are not in it: they are the same whatever the modes.
+    Workspaces, gradients and what is saved outside of units are not counted, because they are the same whatever the
+    modes. A mode that is neither ``"recompute"`` nor ``"offload"`` is counted as one that keeps everything.
 
     Args:
-        calls: in the order of the forward.
-        modes: by unit.
+        calls: the calls in the order of the forward.
+        modes: the mode of each unit.
     """
     last = len(calls) - EXEMPT
     travels = [modes[call.unit] == "offload" and at < last for at, call in enumerate(calls)]
     stays = [call.inputs if modes[call.unit] == "recompute" else call.saved for call in calls]
     peak = held = 0
-    leaving: list[int] = []  # calls whose copies may still be under way: they go when the next one has returned
+    leaving: list[int] = []  # calls whose copies may still be under way: they end when the next call has returned
     for at, call in enumerate(calls):
         flying = sum(calls[each].saved for each in leaving)
         peak = max(peak, held + flying + call.saved)
@@ -111,7 +114,7 @@ def peak_bytes(calls: Sequence[Call], modes: Mapping[str, Mode]) -> int:
         else:
             leaving = []
             held += stays[at]
-    for at in reversed(range(len(calls))):  # its backward, while the one before it comes back
+    for at in reversed(range(len(calls))):  # the backward of each call, while what the call before it saved comes back
         coming = calls[at - 1].saved if at and travels[at - 1] else 0
         here = calls[at].saved
         held -= 0 if travels[at] else stays[at]
@@ -120,10 +123,10 @@ def peak_bytes(calls: Sequence[Call], modes: Mapping[str, Mode]) -> int:
 
 
 def least_bytes(calls: Sequence[Call]) -> int:
-    """As :func:`peak_bytes`, with the one mode for all that takes least."""
+    """As :func:`peak_bytes`, if all units have the one mode that takes least."""
     return min(peak_bytes(calls, dict.fromkeys([call.unit for call in calls], mode)) for mode in FREEING)
 
 
 def scaled(calls: Iterable[Call], factor: float) -> tuple[Call, ...]:
-    """The calls of a batch so many times as large."""
+    """The calls of a batch that is ``factor`` times as large."""
     return tuple(Call(call.unit, int(call.saved * factor), int(call.inputs * factor)) for call in calls)

@@ -1,4 +1,4 @@
-"""How much host memory can still be had: what the system has, within what the control group allows."""
+"""How much host memory is available: what the system has free, within what the control group allows."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from pathlib import Path
 
 from sp_lightning.plan.units import human_bytes
 
-# Where a v1 group says nothing it says a number near 2⁶³.
+# A v1 control group without a limit says a number near 2⁶³.
 _UNLIMITED = 2**60
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes that this process can take without being killed, swap included; None where the system does not say (not Linux).
+    """Bytes that this process can take without being killed, swap included. None if the system is not Linux.
 
     Args:
-        root: of the file system.
+        root: the root of the file system that is read.
     """
     fields = dict(line.split(":", 1) for line in _lines(root / "proc/meminfo") if ":" in line)
     if "MemAvailable" not in fields:
@@ -24,7 +24,7 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _of_groups(root: Path) -> list[int]:
-    """Of the process's group and each above it: its limit less what it has taken, but for what could be given back."""
+    """What the process's control group and each group above it leave: the limit less what is taken and not reclaimable."""
     found = []
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = [*line.split(":", 2), "none", ""][:3]
@@ -33,7 +33,7 @@ def _of_groups(root: Path) -> list[int]:
         top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
         group = top / path.strip("/")
-        # In a container the path may be that of the host, and the group is at the top.
+        # In a container, the path may be the one that the host sees. Then the group is at the top.
         for each in (group, *group.parents) if group.is_dir() else (top,):
             limit, taken = (_number(each / name) for name in names)
             if limit is not None and taken is not None and limit < _UNLIMITED:
@@ -53,27 +53,31 @@ def _number(file: Path) -> int | None:
 
 
 def _reclaimable(file: Path) -> int:
-    """v1 says it with all groups below in ``total_inactive_file``."""
+    """Bytes of the page cache that the kernel would give back. A v1 group counts the groups below it in ``total_…``."""
     pairs = dict(line.split(maxsplit=1) for line in _lines(file) if len(line.split()) == 2)
     text = pairs.get("total_inactive_file", pairs.get("inactive_file", "0"))
     return int(text) if text.isdecimal() else 0
 
 
 def spare_bytes(needed: dict[str, int]) -> int | None:
-    """What can be taken beside what is needed; an eighth of it is left to others. None where the system does not say."""
+    """Bytes that can be taken beside those that are needed. An eighth is left to others. None if the system does not say.
+
+    Args:
+        needed: bytes beyond what is held already, by what they are for.
+    """
     available = available_bytes()
     return None if available is None else max(0, available - sum(needed.values())) * 7 // 8
 
 
 def check_host(needed: dict[str, int], remedy: str) -> None:
-    """Refuse what would get the process killed later.
+    """Refuses to begin what would get the process killed later.
 
     Args:
         needed: bytes beyond what is held already, by what they are for.
-        remedy: what to do, as a sentence.
+        remedy: what the user can do, as a sentence.
 
     Raises:
-        MemoryError: more than :func:`available_bytes`.
+        MemoryError: more is needed than is available.
     """
     available = available_bytes()
     total = sum(needed.values())

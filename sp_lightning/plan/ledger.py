@@ -1,6 +1,6 @@
 """The host's side of the plan: what its memory holds, and how often a step of the optimizer passes over it.
 
-After the transfers, memory bandwidth is what bounds training with the optimizer on the host, so each pass is listed.
+With the optimizer on the host, the bandwidth of its memory bounds training, next to the transfers. So each pass is listed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sp_lightning.plan.units import human_bytes
 
 @dataclass(frozen=True)
 class Pass:
-    """One walk over host memory in a step, in bytes of all parameters.
+    """One walk over host memory in a step.
 
     Attributes:
         what: what it does.
-        read, written: bytes.
+        read, written: bytes that it reads and writes, for all parameters together.
     """
 
     what: str
@@ -33,15 +33,15 @@ class Pass:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Host memory in bytes, while training.
+    """Host memory while training. All sizes are in bytes.
 
     Attributes:
         parameters: how many numbers the weights are, frozen ones included.
-        weights: all parameters, and the casts that travel in place of some.
-        gradients: ``param.grad``, and memory for gradients that are added to others.
-        state: the optimizers' tensors; None if it is not known before the first step.
-        passes: what one step of a fused optimizer reads and writes at most, with all its micro-batches; others pass over
-            more than that.
+        weights: bytes of all parameters, and of the casts that travel in place of some.
+        gradients: bytes of ``param.grad``, and of memory for gradients that are added to others.
+        state: bytes of the optimizers' tensors; None if they are not known before the first step.
+        passes: what one step of a fused optimizer, with all its micro-batches, reads and writes at most. Other optimizers
+            pass over the memory more often.
     """
 
     parameters: int
@@ -52,7 +52,7 @@ class Ledger:
 
     @property
     def nbytes(self) -> int:
-        """All of it; without the optimizers' state if that is not known."""
+        """Bytes of everything, without the optimizers' state if that is not known."""
         return self.weights + self.gradients + (self.state or 0)
 
     def __str__(self) -> str:
@@ -80,19 +80,19 @@ def make_ledger(
     clips: str | None,
     scales: bool,
 ) -> Ledger:
-    """Count for the chosen options.
+    """Counts host memory and its traffic for a run.
 
     Args:
-        plan: layers and residents.
-        optimizers: whose state is counted.
-        early: whether gradients go with their layer's update in backward.
-        accumulate: micro-batches in a step.
-        clips: ``"norm"``, ``"value"`` or None.
+        plan: the layers and the residents.
+        optimizers: the optimizers, whose state is counted.
+        early: whether a layer is updated in backward, after which its gradients are freed.
+        accumulate: how many micro-batches a step has.
+        clips: how gradients are clipped: ``"norm"``, ``"value"``, or None if they are not.
         scales: whether gradients are unscaled.
     """
     layers = plan.trained
     weights = sum(layer.nbytes for layer in layers)
-    travels = weights - sum(table.nbytes for table in plan.tables)  # of which some rows do
+    travels = weights - sum(table.nbytes for table in plan.tables)  # of a table some rows travel
     masters = sum(each.nbytes for each in plan.masters)
     casts = sum(map(_cast_bytes, layers))
     narrow = sum(_cast_bytes(layer) for layer in layers if layer.gradient_bytes)  # gradients that leave as casts
@@ -128,7 +128,7 @@ def _cast_bytes(layer: PlannedLayer) -> int:
 
 
 def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
-    """Bytes of the state of torch's optimizers, and of whatever state is there already."""
+    """Bytes of the optimizers' state. Of an optimizer that is not torch's, they are known once the state is there."""
     total = 0
     for optimizer in optimizers:
         count = _TENSORS.get(type(optimizer))
@@ -147,6 +147,7 @@ def _adam(group: dict[str, Any]) -> int:
     return 2 + bool(group["amsgrad"])
 
 
+# How many tensors of a parameter's size each optimizer has for the parameter, given its group.
 _TENSORS: dict[type, Any] = {
     torch.optim.Adam: _adam,
     torch.optim.AdamW: _adam,

@@ -1,4 +1,8 @@
-"""The strategy's options, checked before anything is built."""
+"""The strategy's options, checked before anything is built.
+
+Each function returns the option's value in one form. It raises a TypeError or a ValueError that names the option, what was
+found, what was expected, and an example.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ P = ParamSpec("P")
 
 
 def by_name(init: Callable[P, None]) -> Callable[P, None]:
-    """An ``__init__`` whose options have names, so that a wrong one is told by the class that the user knows."""
+    """Makes an ``__init__`` refuse arguments without a name and unknown options, in the name of the class that the user knows."""
     known = list(signature(init).parameters)[1:]
 
     @wraps(init)
@@ -41,6 +45,7 @@ def by_name(init: Callable[P, None]) -> Callable[P, None]:
 
 
 def checked_count(option: str, value: Any) -> Count:
+    """A whole number of layers of at least 1, or ``"auto"``."""
     if value == "auto" and isinstance(value, str):
         return "auto"
     if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -53,14 +58,14 @@ def checked_count(option: str, value: Any) -> Count:
 
 
 def checked_budget(value: Any) -> int | float | None:
-    """Bytes, a share of the device's free memory, or None."""
+    """The budget of device memory: bytes, a share of the free memory (a float of at most 1), or None."""
     if value is None:
         return None
     wanted = 'bytes (8_000_000_000), a size ("8GiB", "8GB") or a share of the free memory (0.8)'
     if isinstance(value, str):
         return parse_bytes("memory_budget", value)
     if isinstance(value, float) and value > 1 and value.is_integer():
-        return int(value)  # 1e9, as YAML reads it
+        return int(value)  # YAML reads 1e9 as a float
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"memory_budget takes {wanted}; found {value!r}.")
     if isinstance(value, float) and not 0 < value <= 1:
@@ -71,24 +76,28 @@ def checked_budget(value: Any) -> int | float | None:
 
 
 def checked_switch(option: str, value: Any) -> bool:
+    """True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{option} must be True or False, found {value!r}.")
     return value
 
 
 def checked_fused(value: Any) -> Fused:
+    """True, False or ``"auto"``."""
     if not isinstance(value, bool) and value != "auto":
         raise TypeError(f'fused_optimizer must be "auto", True or False, found {value!r}.')
     return cast(Fused, value)
 
 
 def checked_overlap(mode: Any) -> Overlap:
+    """When the host updates weights."""
     if mode not in get_args(Overlap):
         raise ValueError(f"optimizer_overlap must be one of {get_args(Overlap)}, found {mode!r}.")
     return cast(Overlap, mode)
 
 
 def checked_activations(choice: Any) -> Activations:
+    """One mode for all units, or modes by patterns."""
     modes = get_args(Mode)
     if isinstance(choice, str):
         if choice not in (*modes, "auto"):
@@ -106,6 +115,7 @@ def checked_activations(choice: Any) -> Activations:
 
 
 def checked_layers(layers: Any) -> LayerChoice:
+    """Names, glob patterns and module classes as a tuple; a callable, or None, as it is."""
     if layers is None or (callable(layers) and not isinstance(layers, (type, nn.Module))):
         return layers
     wanted = 'names, glob patterns, module classes or a callable, for example layers=["model.layers.*"]'
@@ -122,6 +132,7 @@ def checked_layers(layers: Any) -> LayerChoice:
 
 
 def checked_patterns(option: str, patterns: Any) -> tuple[str, ...]:
+    """Names and glob patterns as a tuple."""
     picks = (patterns,) if isinstance(patterns, str) else patterns
     picks = tuple(picks) if isinstance(picks, Iterable) else (picks,)
     if not all(isinstance(pick, str) for pick in picks):

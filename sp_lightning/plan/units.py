@@ -6,7 +6,7 @@ import re
 
 
 def human_bytes(nbytes: float) -> str:
-    """Bytes with a unit that reads well."""
+    """A number of bytes with the binary unit in which it reads well."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -15,10 +15,14 @@ def human_bytes(nbytes: float) -> str:
 
 
 def parse_bytes(option: str, text: str) -> int:
-    """A size with its unit, as bytes.
+    """The bytes of a size with a unit. ``GB`` is 10⁹ bytes, ``GiB`` is 2³⁰.
+
+    Args:
+        option: the option that the size was given for, which the error names.
+        text: the size, as ``"8GiB"``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no such size, or zero.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", text, re.IGNORECASE)
     if match is None or len(match[1]) > 20 or not float(match[1]):

@@ -1,0 +1,94 @@
+"""Slots on the device in few sizes: layers of like size share a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+# Slots come in at most so many sizes, and one size more must save at least a tenth of their bytes.
+_MOST_RINGS = 4
+_WORTH = 9 / 10
+# At most so many sizes are looked at. Layers of a size between them go with the next larger one.
+_MOST_SIZES = 64
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Equal slots on the device: ``slots`` of ``nbytes`` bytes each.
+
+    Layers far larger than the others have a ring of their own, so that they do not inflate every slot. A ring has as
+    many slots as it has layers among any k + k' consecutive ones: those always fit, whatever their sizes, and equal
+    layers share one ring of k + k' slots.
+    """
+
+    slots: int
+    nbytes: int
+
+
+def choose_rings(
+    sizes: Sequence[int], window: int, together: Collection[Sequence[int]] = ()
+) -> tuple[tuple[Ring, ...], list[int]]:
+    """The rings with the fewest bytes.
+
+    Args:
+        sizes: bytes of each layer.
+        window: how many consecutive layers have to fit at once.
+        together: layers that one module uses at once (its own and those of tied parameters), which have to fit as well.
+
+    Returns:
+        The rings, the smallest slots first, and for each layer the index of its ring.
+    """
+    if not sizes:
+        return (), []
+    limits = _choose_limits(sizes, window)
+    ring_of = [next(ring for ring, limit in enumerate(limits) if size <= limit) for size in sizes]
+    rings = []
+    for index, limit in enumerate(limits):
+        at_once = max((sum(ring_of[layer] == index for layer in used) for used in together), default=0)
+        rings.append(Ring(max(_slots([ring == index for ring in ring_of], window), at_once), limit))
+    return tuple(rings), ring_of
+
+
+def _choose_limits(sizes: Sequence[int], window: int) -> tuple[int, ...]:
+    """The largest size of each ring, in bytes."""
+    distinct = sorted(set(sizes))
+    # Sizes are left out from the largest down, so that the largest one is always there.
+    distinct = distinct[:: -(len(distinct) // _MOST_SIZES + 1)][::-1]
+    best = _best_split(sizes, distinct, 1, window)
+    for count in range(2, min(_MOST_RINGS, len(distinct)) + 1):
+        split = _best_split(sizes, distinct, count, window)
+        if split[0] <= _WORTH * best[0]:
+            best = split
+    return best[1]
+
+
+def _best_split(sizes: Sequence[int], distinct: Sequence[int], count: int, window: int) -> tuple[int, tuple[int, ...]]:
+    """Cuts the sizes into ``count`` classes. Returns the fewest bytes of all slots, and each class's largest size."""
+
+    @cache
+    def cost(first: int, last: int) -> int:
+        below = distinct[first - 1] if first else -1
+        members = [below < size <= distinct[last] for size in sizes]
+        return _slots(members, window) * distinct[last]
+
+    @cache
+    def best(last: int, classes: int) -> tuple[int, tuple[int, ...]]:
+        if classes == 1:
+            return cost(0, last), (distinct[last],)
+        splits = []
+        for cut in range(classes - 2, last):
+            before, limits = best(cut, classes - 1)
+            splits.append((before + cost(cut + 1, last), (*limits, distinct[last])))
+        return min(splits)
+
+    return best(len(distinct) - 1, count)
+
+
+def _slots(members: Sequence[bool], window: int) -> int:
+    """The most members among any ``window`` consecutive layers."""
+    inside = most = sum(members[:window])
+    for leaving, entering in zip(members, members[window:], strict=False):
+        inside += entering - leaving
+        most = max(most, inside)
+    return most
