@@ -43,7 +43,7 @@ class Activations:
         log: where warnings go; None for Lightning's log.
 
     Attributes:
-        modes: the mode of each unit now.
+        modes: the mode of each unit now; :meth:`choose` changes it.
         trial: finds out which units could be recomputed.
     """
 
@@ -81,6 +81,10 @@ class Activations:
     def idle(self) -> bool:
         """Whether every unit keeps what it saves, so that nothing is to be done."""
         return all(mode == "keep" for mode in self.modes.values())
+
+    def choose(self, modes: Mapping[str, Mode]) -> None:
+        """Takes other modes, for the calls from now on. To be called between two steps."""
+        self.modes = dict(modes)
 
     def begin(self) -> None:
         """A training step begins."""

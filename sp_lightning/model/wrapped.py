@@ -1,8 +1,8 @@
-"""Wrapped parameters: tensor subclasses that consist of plain tensors, as libraries make of weights that they quantise.
+"""Wrapped parameters: tensor subclasses that consist of plain tensors. Libraries that quantise weights make such parameters.
 
 Their plain tensors are absorbed, laid out and fetched as other frozen parameters are, so the packed bytes travel. In place
-of the whole the modules hold a stand-in of the same class: whatever is done with it is done with an object of the plain
-tensors as they lie on the device at that moment.
+of the whole, the modules hold a stand-in of the same class. Whatever is done with the stand-in is done with a whole that is
+made, at that moment, of the plain tensors on the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Untouched = torch.DisableTorchFunctionSubclass
 
 
 def parts(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
-    """The plain tensors that a wrapped one consists of, and their names; itself, if it is plain."""
+    """The plain tensors that a wrapped tensor consists of, with their names; a plain tensor itself."""
     if not is_traceable_wrapper_subclass(tensor):
         yield name, tensor
         return
@@ -37,7 +37,7 @@ def parts(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
 
 
 def rebuild(like: Any, values: Iterator[Tensor]) -> Any:
-    """A wrapped tensor as another one, of other plain tensors, in the order of :func:`parts`."""
+    """A tensor like another one, made of other plain tensors, which come in the order of :func:`parts`."""
     if not is_traceable_wrapper_subclass(like):
         return next(values)
     attributes, context = like.__tensor_flatten__()
@@ -46,7 +46,7 @@ def rebuild(like: Any, values: Iterator[Tensor]) -> Any:
 
 
 class StandInForWrapped:
-    """What modules hold in place of a wrapped parameter; a class is made of this one and the parameter's own."""
+    """What modules hold in place of a wrapped parameter. Its class is made of this one and of the parameter's own."""
 
     host: Any
     """The user's parameter."""
@@ -54,13 +54,13 @@ class StandInForWrapped:
     _expose: Callable[[], None]
 
     def __getattr__(self, name: str) -> Any:
-        """What the user hung on the parameter."""
+        """The attributes that the user has given the parameter."""
         if name == "host":
             raise AttributeError(name)
         return getattr(self.host, name)
 
     def whole(self) -> Any:
-        """The parameter on the device, which holds the slot's memory as long as anybody holds it."""
+        """The parameter on the device. As long as somebody holds it, the slot's memory is held."""
         with no_dispatch_modes(), no_inference_mode(), _Untouched():
             return rebuild(self.host, iter(self._bring()))
 
@@ -78,7 +78,10 @@ class StandInForWrapped:
 
 
 def _with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function with the wholes in place of their stand-ins, and note what it writes, or hands on to be written."""
+    """Calls a function with the wholes in place of their stand-ins.
+
+    What the function writes, or hands on so that it may be written later, is noted.
+    """
     wholes: list[tuple[StandInForWrapped, Any, int]] = []
 
     def whole(each: StandInForWrapped) -> Any:
@@ -103,9 +106,9 @@ def stand_in(
 
     Args:
         host: the user's parameter.
-        away: tensors of the same shapes and dtypes on the device, which are never read.
-        bring: gives its plain tensors on the device, on lent memory.
-        expose: called where they are written, or may be, and no version will show it.
+        away: tensors on the device with the shapes and dtypes of its plain tensors. They are never read.
+        bring: returns its plain tensors on the device, on leased memory.
+        expose: is called when the plain tensors are written, or may be, and no version will show that.
     """
     with no_inference_mode(), _Untouched():
         made = rebuild(host, away)
@@ -119,7 +122,7 @@ def stand_in(
 
 @cache
 def _class_for(theirs: Any, attributes: tuple[str, ...]) -> type:
-    """Its own plain tensors are those on the device as well."""
+    """The class of stand-ins for one class. Its attributes that are plain tensors give those on the device."""
 
     def on_the_device(attribute: str) -> property:
         def refuse(self: Any, value: Any) -> None:
@@ -129,7 +132,7 @@ def _class_for(theirs: Any, attributes: tuple[str, ...]) -> type:
             )
 
         def read(self: Any) -> Any:
-            self._expose()  # whoever has it may write it through .data
+            self._expose()  # the caller may write it through .data
             return getattr(self.whole(), attribute)
 
         return property(read, refuse)

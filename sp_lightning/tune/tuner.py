@@ -214,7 +214,7 @@ class Tuner:
             unit: "offload" if unit in self._unfit and mode == "recompute" else mode for unit, mode in modes.items()
         }
         if modes != activations.modes:
-            activations.modes = modes
+            activations.choose(modes)
             self._device.reset_peak()  # the peak with other modes says nothing about these
 
     def _saying(self) -> str:
