@@ -318,6 +318,13 @@ def test_the_check_for_privates_can_fail() -> None:
     assert torch_privates("def f(module): return module._parameters, module.weight._version") == set()
 
 
+@pytest.mark.parametrize("name", [each for each in WINGS if f"{each}.__init__" in FILES])
+def test_each_wing_says_what_lives_there(name: str) -> None:
+    tree = ast.parse(FILES[f"{name}.__init__"])
+    assert len(ast.get_docstring(tree) or "") > 200
+    assert len(tree.body) == 1, "it imports nothing and passes nothing on"
+
+
 def test_every_number_of_the_engine_s_diagram_stands_beside_a_line() -> None:
     page = FILES["engine.__init__"].partition("The parts")[0]
     numbers = set(re.findall(r"\(\d\)", page))
