@@ -1,0 +1,56 @@
+"""What is known of a run once its engine is gone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from torch import nn
+
+from sp_lightning import SuperpipelineStrategy
+from tests.support.engine import streamer_of
+from tests.support.models import Module, Stack, vectors
+from tests.support.runs import fit, loader, superpipeline, trainer_for
+
+
+class Copies(Module):
+    """Copies its trainer after the second batch."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if args[-1] == 1:
+            type(self).copied = copy.deepcopy(self.trainer.strategy)
+            type(self).noted = self.trainer.strategy.stats()
+
+    copied: Any = None
+    noted: Any = None
+
+
+def test_a_copy_answers_as_its_original_did() -> None:
+    ours = fit(lambda: Copies(Stack()), vectors(), superpipeline(k=1))
+    strategy: Any = ours.trainer.strategy
+    assert streamer_of(Copies.copied) is None
+    assert Copies.copied.stats() == Copies.noted
+    assert Copies.copied.stats().fetched_layers < strategy.stats().fetched_layers
+    assert Copies.copied.plan == strategy.plan
+    assert Copies.copied.activations == strategy.activations
+    assert Copies.copied.fetches().keys() == strategy.fetches().keys()
+
+
+class Ties(Module):
+    """After its second batch two of its parameters share memory, which cannot be streamed."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if args[-1] == 1:
+            blocks: Any = self.net.blocks
+            blocks[0].inner.weight = nn.Parameter(blocks[1].inner.weight.data)
+
+
+def test_an_engine_that_cannot_be_built_anew_leaves_what_was_known() -> None:
+    strategy, module = SuperpipelineStrategy(k=1), Ties(Stack())
+    with pytest.raises(ValueError, match="two Parameter objects over the same memory"):
+        trainer_for(strategy).fit(module, loader(vectors()))
+    assert streamer_of(strategy) is None
+    assert strategy.stats().fetched_layers > 0
+    assert strategy.plan.k == 1
+    assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in module.parameters())
