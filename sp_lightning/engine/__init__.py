@@ -1,6 +1,6 @@
 """Engine: streams the layers of one module while steps run. It decides *when*; what lies where is the plan's business.
 
-One layer's forward, then its backward. The numbers stand beside the lines that do it::
+One layer's forward, then its backward. The numbers stand beside the lines that do it, here and in ``weights``::
 
     host block ──fetch──▶ slot ──use──▶ device parameters ──▶ forward ──release──▶ slot may be overwritten
                   (1)          (2)            (3)               (4)        (5)
@@ -16,7 +16,9 @@ The parts, from below; each imports those before it only:
 - ``step``, ``backward``: from the first fetch to the last; graph tasks, and gradients that arrive in them (7) (8) (9).
 - ``saved_tensors``, ``module_hooks``, ``access``: the doors by which somebody asks for a layer (4) (6).
 - ``updating``: the engine as an optimizer's step sees it.
-- ``assembly``, ``streamer``: build the parts, and hand every call to one of them.
+- ``peak``: the most device memory that weights and gradients took.
+- ``assembly``, ``streamer``: build the parts, and hand every call to one of them. A call of Lightning comes from
+  ``trainer.strategy`` by way of ``trainer.loops`` and ``trainer.batch``.
 
 What comes in: a module, its layers (``model``), a plan, a device; then the calls of ``trainer``. What goes out: the module
 with the host's parameters after every step, gradients in ``param.grad``, counters. It may import every wing below it

@@ -120,13 +120,13 @@ class Access:
             step.activate()
             self._residents.group.sync_requires_grad()
             entered = [layer for layer in visits if not layer.pins]
-            self._residency.begin_call(visits, backward=bool(self._backward.tasks))  # (1) (2) (3)
+            self._residency.begin_call(visits, backward=bool(self._backward.tasks))
             for layer in entered:
                 layer.parameters.watch()
         return visits
 
     def leave(self, visits: Visits, output: Any) -> None:
-        """Releases the layers of a module (5), whose call has returned (4) or raised."""
+        """Releases the layers of a module whose call has returned or raised."""
         step = self._step
         with self._lock, no_dispatch_modes():
             self.depth = max(self.depth - 1, 0)
@@ -134,7 +134,7 @@ class Access:
                 self._watch(visits, output)
             # The frames of an exception hold the weights as long as it is handled. Checkpoints stop their recompute by
             # one, so the layers are released later.
-            self._residency.end_call(visits, release=sys.exception() is None)
+            self._residency.end_call(visits, release=sys.exception() is None)  # (4)
             self._pop_hooks()
             if self.depth == 0 and not step.running and not self._backward.tasks:
                 step.end(writes_follow=True)
@@ -174,12 +174,12 @@ class Access:
         self.saved_tensors = saved_tensors
 
     def unpack(self, layer: StreamedLayer, view: Callable[[Lease], Tensor]) -> Tensor:
-        """Brings a layer for autograd, which unpacks a weight (6). The view is made under the lock and holds the slot."""
+        """Brings a layer for autograd, which unpacks a weight. The view is made under the lock and holds the slot."""
         self._backward.join()
         residency = self._residency
         with self._lock, no_modes():
             new = residency.unpack(layer)
-            saved = view(residency.used[layer].lease)
+            saved = view(residency.used[layer].lease)  # (6)
         if new:
             self._backward.sink.make_room((layer,))
         return saved

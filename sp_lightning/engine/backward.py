@@ -112,7 +112,7 @@ class Backward:
     # ------------------------------------------------------------------ gradients arrive
 
     def gradient_arrived(self, layer: StreamedLayer, index: int, parameter: Tensor) -> None:
-        """Takes a gradient that autograd has put on a device parameter (7), and sends it to the host (8).
+        """Takes a gradient that autograd has put on a device parameter, and sends it to the host.
 
         Raises:
             RuntimeError: the running backward has updated the layer already.
@@ -131,7 +131,7 @@ class Backward:
         self._accumulates = True
         if layer.owner.updated_early:
             raise RuntimeError(needed_again(layer, "another gradient arrived for it"))
-        complete = self.sink.arrived(layer, index, gradient)
+        complete = self.sink.arrived(layer, index, gradient)  # (7)
         self._noted()
         if complete:
             self.sink.drain(layer)
@@ -161,7 +161,7 @@ class Backward:
         self._closed = True
 
     def _ends(self, task: int) -> None:
-        """Brings all gradients to the host as a graph task ends (9), and ends the backward with the outermost one."""
+        """Brings all gradients to the host as a graph task ends, and ends the backward with the outermost one."""
         if task not in self.tasks:  # without the lock: the garbage collector may call this in any thread
             return
         with self._lock:

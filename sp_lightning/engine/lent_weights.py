@@ -62,7 +62,7 @@ class LentWeights:
         group = layer.parameters
         views = self._slots.views(layer, slot)
         if not group.attached:
-            group.attach(views[: len(group.all)])
+            group.attach(views[: len(group.all)])  # (3)
             self.suspect(group)
         group.sync_requires_grad()
         if layer.masters is not None:

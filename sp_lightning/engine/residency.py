@@ -128,7 +128,7 @@ class Residency:
             self.demand_fetches += 1
             self._fetch([(layer, self.slots.find(layer, self.prefetch.trace.next_use))])
             self._noted()
-        slot = self.used[layer] = self.slots.use(layer, backward=backward)
+        slot = self.used[layer] = self.slots.use(layer, backward=backward)  # (2)
         return slot
 
     def fetch_ahead(self) -> None:
@@ -149,7 +149,7 @@ class Residency:
             if self.used:
                 self.release_exchanged(layer)
             transfer.append((layer, slot, self._source.stage(layer)))
-        self.slots.fetch(transfer)
+        self.slots.fetch(transfer)  # (1)
         for layer, _ in pairs:
             self._tenants.fetched(layer)
 
@@ -159,7 +159,7 @@ class Residency:
         """Releases a layer that nobody uses any more. Its slot may be overwritten, unless somebody still views it."""
         slot = self.used.pop(layer)
         self._tenants.move_out(layer, slot)
-        self.slots.release(slot)
+        self.slots.release(slot)  # (5)
         self._tenants.moved_out(layer, slot)
 
     def release_unpinned(self, keep: Collection[StreamedLayer] = ()) -> bool:

@@ -2,7 +2,8 @@
 
 ``arrived`` (autograd has put a gradient on a device parameter) → ``drain`` (a layer's gradients leave) → ``retire``
 (compute has waited for the copy, and the device memory is free) → ``apply`` (the host waits for the copy and adds it to
-``param.grad``). The gradients of at most k' + 1 layers are on the device at once.
+``param.grad``). The gradients of at most k' + 1 layers are on the device at once; those of residents come on top, and leave
+when backward ends.
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ class Gradients:
         landings, staging, pairs = self._place(gradients)
         self.compacted -= {owner}
         begun = self._device.mark(Stream.DOWNLOAD)
-        self._device.copy([target for target, _ in pairs], [source for _, source in pairs], Stream.DOWNLOAD)
+        self._device.copy([target for target, _ in pairs], [source for _, source in pairs], Stream.DOWNLOAD)  # (8)
         nbytes = sum(source.nbytes for _, source in pairs)
         self._device.note("drain", owner.index, begun, Stream.DOWNLOAD, nbytes)
         self.drained_bytes += nbytes
@@ -329,7 +330,7 @@ class Gradients:
                     gradient = landing.own.copy_(gradient)
                 else:
                     gradient = landing.own.zero_().index_copy_(0, sparse_indices(gradient)[0], sparse_values(gradient))
-        accumulate(landing.parameter, gradient, own=gradient is landing.own)
+        accumulate(landing.parameter, gradient, own=gradient is landing.own)  # (9)
         return id(landing.parameter)
 
 

@@ -32,7 +32,9 @@ class StreamedLayer:
     """One layer: everything that the engine knows about it.
 
     The device's copy is valid if :attr:`slot` is not None and the copy is not :attr:`outdated`. Whoever writes the host's
-    weights in a way that no version shows calls :meth:`invalidate`.
+    weights in a way that no version shows calls :meth:`invalidate`. Residents have no slot: their memory is theirs, and
+    :class:`~sp_lightning.weights.residents.Residents` answers for it. The prefetch asks for the slot alone: what it fetches
+    in vain, or not at all, is found out when the layer is used.
 
     Args:
         index: its index in :attr:`Plan.moving`; that of the residents is the next one after the last.
