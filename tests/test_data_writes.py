@@ -744,3 +744,37 @@ def test_what_got_its_own_memory_back_still_does_not_leave() -> None:
 
     options = {"resident": ["**.second"], "activations": "offload"}
     assert_same(fit(make, vectors(), superpipeline(k=1, k_prime=1, **options)), fit(make, vectors()))
+
+
+class KeepsTheOldMemory(Module):
+    """Gives a weight other memory between two steps and keeps the old, as a swap of averages does; writes it in the next."""
+
+    def __init__(self, write: str) -> None:
+        super().__init__(nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))))
+        self.write = write
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        weight = self.net[1][0].weight
+        if batch_idx == 1:
+            self.old = weight.data
+            weight.data = weight.data * 0.5
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weight, other = self.net[1][0].weight, self.net[2][0].weight
+        if self.write == "copy":
+            weight.data.copy_(other.data)
+        else:
+            weight.data.mul_(0.9)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("resident", [(), ("net.1",)])
+@pytest.mark.parametrize("write", ["copy", "mul"])
+def test_a_block_that_left_its_memory_to_somebody_is_not_out_of_date_for_ever(write: str, resident: Any) -> None:
+    batches = [torch.ones(2, 8) * i for i in range(1, 6)]
+    strategy = superpipeline(k=1, resident=resident)
+    ours = fit(lambda: KeepsTheOldMemory(write), batches, strategy, gradients=False)
+    assert_same(ours, fit(lambda: KeepsTheOldMemory(write), batches, gradients=False))
+    if not resident:
+        fetches = strategy.fetches()
+        assert fetches["net.1.0"] <= fetches["net.2.0"] + 2

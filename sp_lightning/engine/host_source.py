@@ -89,6 +89,7 @@ class HostSource:
             keep_saved(layer, index)
             layer.parameters.unversioned_writes[index] += 1
         block.adopt()
+        layer.parameters.adopted()
         if layer.owner is not layer and layer.owner.casts is not None:
             layer.owner.casts.doubt()  # the masters have other values although their block has the same memory
         if self._watch is not None:

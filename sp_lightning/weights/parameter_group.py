@@ -331,6 +331,10 @@ class ParameterGroup:
                 self._versions[index] += 1
         self._host_versions = now
 
+    def adopted(self) -> None:
+        """The host's parameters lie where their block has them now, which may be other memory than before."""
+        self._addresses = addresses(self.hosts)
+
     def written_back(self) -> None:
         """Notes that the host's versions have changed because the host took over what was written on the device."""
         self._host_versions = versions(self.hosts)
