@@ -1,8 +1,8 @@
 """Everything of torch that this package uses and that torch keeps private: names with an underscore, or in such modules.
 
 torch may change these without notice, so each has one name here, which says what it answers and why torch's public API
-does not. All of them were seen in torch 2.10, 2.11 and 2.15. ``tests/test_torch_private.py`` tests the answer of each
-name, and ``tests/test_architecture.py`` keeps private names out of all other files.
+does not. All of them were seen in torch 2.10, 2.11 and 2.15. ``tests/device/test_torch_private.py`` tests the answer of each
+name, and ``tests/repository/test_architecture.py`` keeps private names out of all other files.
 
 Hot paths call these functions hundreds of times in a step. Where the arguments need no change, the name is therefore
 torch's own function and not a wrapper.

@@ -19,7 +19,7 @@ class Stream(enum.Enum):
 class Wait(enum.Enum):
     """Every wait of the engine. The value of a member says what is true because of the wait.
 
-    ``tests/test_waits.py`` leaves out one wait at a time and shows that a run then reads or writes too early.
+    ``tests/device/test_waits.py`` leaves out one wait at a time and shows that a run then reads or writes too early.
     """
 
     FETCH_AFTER_USE = "a slot is overwritten after the last kernel that read it"

@@ -7,7 +7,7 @@ class that this package imports from ``lightning`` stands for its namesake in ``
 object tells which of them it belongs to.
 
 *Private names of Lightning.* Each has one function here, which says why the public API does not answer.
-``tests/test_compat.py`` tests each with the oldest and the newest Lightning that are supported.
+``tests/trainer/test_compat.py`` tests each with the oldest and the newest Lightning that are supported.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Each wait, left out on a GPU where everything comes late: the results must show it.
 
-What the simulated device reasons about (``tests/test_waits.py``) the hardware does here. This has not run yet.
+What the simulated device reasons about (``tests/device/test_waits.py``) the hardware does here. This has not run yet.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from sp_lightning.device.waits import Wait
+from tests.device.test_waits import IMPLIED, SCENARIOS, ahead, left_out
 from tests.support.delays import REGIMES, Slow, delayed
 from tests.support.runs import Outcome, assert_same, superpipeline
-from tests.test_waits import IMPLIED, SCENARIOS, ahead, left_out
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),

@@ -101,7 +101,7 @@ def spoil(target: Tensor, source: Tensor) -> None:
 @contextmanager
 def delayed(slow: Slow, omit: Wait | None = None) -> Iterator[list[Delayed]]:
     """Every strategy inside runs on such a device, whose trainers take the GPU; the list is of those that were made."""
-    from tests import test_waits
+    from tests.device import test_waits
     from tests.support import runs
 
     made: list[Delayed] = []

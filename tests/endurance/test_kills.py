@@ -1,6 +1,6 @@
 """A training that is killed at random moments resumes from its last checkpoint and ends as if nothing had happened.
 
-``python -m tests.test_kills`` kills fifty times and writes what came of it to ``tests/results``.
+``python -m tests.endurance.test_kills`` kills fifty times and writes what came of it to ``tests/results``.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def test_fifty_kills() -> None:
     text = (
         f"""# Killed at random moments
 
-`python -m tests.test_kills`, {date.today()}: {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()},
-torch {torch.__version__}, lightning {pl.__version__}, on the CPU (k = 1, k' = 1).
+`python -m tests.endurance.test_kills`, {date.today()}: {platform.machine()}, {os.cpu_count()} cores,
+Python {platform.python_version()}, torch {torch.__version__}, lightning {pl.__version__}, on the CPU (k = 1, k' = 1).
 
 A training of {STEPS} steps writes a checkpoint every two steps; SIGKILL strikes 0.05 to 0.5 s after each start, and the next
 process goes on from `last.ckpt`. Weights and optimizer state at the end are compared with those of plain Lightning, undisturbed.
@@ -154,7 +154,7 @@ process goes on from `last.ckpt`. Weights and optimizer state at the end are com
         + "\n".join(rows)
         + "\n"
     )
-    results = Path(__file__).parent / "results"
+    results = Path(__file__).parents[1] / "results"
     results.mkdir(exist_ok=True)
     (results / f"{date.today()}-kills-cpu.md").write_text(text)
 

@@ -1,6 +1,7 @@
 """A long training with validation and checkpoints leaves nothing behind, step after step.
 
-``python -m tests.test_soak`` (or ``pytest -m long``) runs two thousand steps and writes what it found to ``tests/results``.
+``python -m tests.endurance.test_soak`` (or ``pytest -m long``) runs two thousand steps and writes what it found
+to ``tests/results``.
 """
 
 from __future__ import annotations
@@ -106,15 +107,15 @@ def test_two_thousand_steps() -> None:
     names = " | ".join(counts[0])
     text = f"""# Two thousand steps
 
-`python -m tests.test_soak`, {date.today()}: {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()},
-torch {torch.__version__}, lightning {pl.__version__}, on the CPU (k = 1, k' = 1).
+`python -m tests.endurance.test_soak`, {date.today()}: {platform.machine()}, {os.cpu_count()} cores,
+Python {platform.python_version()}, torch {torch.__version__}, lightning {pl.__version__}, on the CPU (k = 1, k' = 1).
 
 Validation and a checkpoint every 200 steps. What the process holds at the end, and by how much that has grown since step 600.
 
 | | {names} |
 |---|{"---|" * len(counts[0])}
 """
-    results = Path(__file__).parent / "results"
+    results = Path(__file__).parents[1] / "results"
     results.mkdir(exist_ok=True)
     (results / f"{date.today()}-soak-cpu.md").write_text(text + "\n".join(rows) + "\n")
 

@@ -22,7 +22,7 @@ from tests.support.models import Module, Stack
 from tests.support.runs import fit, superpipeline
 from tests.support.simdevice import simulated
 
-SHAPES = Path(__file__).parents[1] / "examples" / "shapes"
+SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class LooksAtValues(Known):
 
 def test_what_is_said_on_paper_is_what_a_run_does(capsys: pytest.CaptureFixture[str]) -> None:
     """Layers, and the most device memory, activations included; the simulated device counts every byte."""
-    found = plan(capsys, "tests.test_plan_command:Known", "--precision", "32-true", "--k", "1", "--k-prime", "1")
+    found = plan(capsys, "tests.cli.test_plan_command:Known", "--precision", "32-true", "--k", "1", "--k-prime", "1")
     with simulated(capacity=2**40) as devices:
         outcome = fit(Known, [torch.zeros(4, 16)] * 3, superpipeline(k=1, k_prime=1), gradients=False)
     run: Any = outcome.trainer.strategy
@@ -170,7 +170,7 @@ def test_what_is_said_on_paper_is_what_a_run_does(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("name", ["Unknown", "LooksAtValues"])
 def test_modules_that_cannot_be_run_without_values_are_estimated(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", f"tests.test_plan_command:{name}", "--k", "1"])
+    main(["plan", f"tests.cli.test_plan_command:{name}", "--k", "1"])
     text = capsys.readouterr().out
     assert "activations unknown: no batch could be run without values" in text
     assert "SuperpipelineStrategy(k=1" in text
@@ -185,7 +185,7 @@ def needs_hub_code(folder: Path) -> str:
     ("model", "message"),
     [
         ("resnet5000", "Unknown model 'resnet5000'. Give a factory"),
-        ("tests.test_plan_command:Missing", "has no attribute 'Missing'"),
+        ("tests.cli.test_plan_command:Missing", "has no attribute 'Missing'"),
         ("no.such.module:Factory", "No module named 'no'"),
         ("builtins:dict", "made a dict, no nn.Module"),
         ("missing.json", "'missing.json' does not exist"),
@@ -209,7 +209,7 @@ def test_bad_numbers(option: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "windows.png"
-    main(["plan", "tests.test_plan_command:Known", "--plot", str(file), "--gpu-memory", "1GiB"])
+    main(["plan", "tests.cli.test_plan_command:Known", "--plot", str(file), "--gpu-memory", "1GiB"])
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
@@ -340,8 +340,8 @@ class ConfiguresModel(Module):
 
 
 def test_a_module_that_is_made_late_and_an_input_by_its_shape(capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan(capsys, "tests.test_plan_command:ConfiguresModel", "--input", "4", "16", "--k", "1")
-    known = plan(capsys, "tests.test_plan_command:Known", "--k", "1")
+    found = plan(capsys, "tests.cli.test_plan_command:ConfiguresModel", "--input", "4", "16", "--k", "1")
+    known = plan(capsys, "tests.cli.test_plan_command:Known", "--k", "1")
     assert found["parameters"] == known["parameters"]
     assert found["activation_bytes"] == known["activation_bytes"]
     assert found["batch"] == "a batch of 4 × 16"
@@ -351,7 +351,7 @@ def test_what_does_not_fit_ends_with_another_status(capsys: pytest.CaptureFixtur
     """The answer is printed all the same."""
     for option in ("--gpu-memory=1KiB", "--host-memory=1KiB"):
         with pytest.raises(SystemExit) as ended:
-            main(["plan", "tests.test_plan_command:Known", "--k", "1", option])
+            main(["plan", "tests.cli.test_plan_command:Known", "--k", "1", option])
         assert ended.value.code == 1
         assert "It does not fit: " in capsys.readouterr().out
 
@@ -365,7 +365,7 @@ class TakesTokens(Module):
 
 
 def test_an_input_of_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan(capsys, "tests.test_plan_command:TakesTokens", "--input", "4", "8", "--k", "1")
+    found = plan(capsys, "tests.cli.test_plan_command:TakesTokens", "--input", "4", "8", "--k", "1")
     assert found["batch"] == "a batch of 4 × 8 whole numbers"
     assert found["activation_bytes"]
 
@@ -379,7 +379,7 @@ def test_an_input_of_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["vit_b_16", "--image", "100"], "Leave --image out: it is run with 1 image of 224 × 224 then."),
         ([str(SHAPES / "llama-3-8b.json"), "--image", "100"], "which takes no images. Leave it out."),
-        (["tests.test_plan_command:ConfiguresModel", "--input", "4", "8"], "set example_input_array in the module"),
+        (["tests.cli.test_plan_command:ConfiguresModel", "--input", "4", "8"], "set example_input_array in the module"),
     ],
 )
 def test_sizes_that_the_model_cannot_take(
@@ -426,9 +426,9 @@ def test_what_is_waited_for_is_named_with_what_helps(capsys: pytest.CaptureFixtu
 def test_plain_training_is_shown_with_its_optimizer_state(capsys: pytest.CaptureFixture[str]) -> None:
     """As the recipes compute it: weights, gradients and AdamW's moments."""
     count = sum(p.numel() for p in Known().parameters())
-    main(["plan", "tests.test_plan_command:Known", "--k", "1"])
+    main(["plan", "tests.cli.test_plan_command:Known", "--k", "1"])
     assert f"weights and gradients; plain {human_bytes(16 * count)} with optimizer state\n" in capsys.readouterr().out
-    main(["plan", "tests.test_plan_command:Known", "--k", "1", "--predict"])
+    main(["plan", "tests.cli.test_plan_command:Known", "--k", "1", "--predict"])
     assert f"weights; plain {human_bytes(4 * count)}\n" in capsys.readouterr().out
 
 
@@ -451,9 +451,9 @@ def fails() -> None:
     ("model", "message"),
     [
         ("torch.nn:Identity", "'torch.nn:Identity' has no parameters"),
-        ("tests.test_plan_command:frozen", "requires a gradient. Say --predict."),
+        ("tests.cli.test_plan_command:frozen", "requires a gradient. Say --predict."),
         ("torch.nn:Linear", "could not be made without arguments: TypeError"),
-        ("tests.test_plan_command:fails", "could not be made without arguments: KeyError"),
+        ("tests.cli.test_plan_command:fails", "could not be made without arguments: KeyError"),
     ],
 )
 def test_factories_that_make_nothing(model: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -479,7 +479,7 @@ def test_bad_configs(text: str, message: str, tmp_path: Path, capsys: pytest.Cap
 
 def test_no_gradients_where_nothing_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
     for options, shown in ((["--predict"], False), ([], True)):
-        main(["plan", "tests.test_plan_command:Known", "--k", "1", *options])
+        main(["plan", "tests.cli.test_plan_command:Known", "--k", "1", *options])
         text = capsys.readouterr().out
         assert ("gradients in flight" in text) == shown
         assert "activations and intermediate results" in text
@@ -489,7 +489,7 @@ def test_no_gradients_where_nothing_is_trained(capsys: pytest.CaptureFixture[str
 def test_activations_in_each_mode(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Device memory, host memory and time are those of the mode that was asked for."""
     monkeypatch.setattr(offload, "WORTH_MOVING", 1)
-    arguments = ["tests.test_plan_command:Known", "--k", "1", "--k-prime", "1"]
+    arguments = ["tests.cli.test_plan_command:Known", "--k", "1", "--k-prime", "1"]
     kept = plan(capsys, *arguments)
     saved, (window,) = kept["saved_bytes"], kept["windows"]
     assert saved["keep"] > max(saved["recompute"], saved["offload"])
@@ -508,7 +508,7 @@ def test_activations_in_each_mode(capsys: pytest.CaptureFixture[str], monkeypatc
 
 
 def test_second_forwards_count_where_activations_are_unknown(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["tests.test_plan_command:Unknown", "--k", "1", "--k-prime", "1"]
+    arguments = ["tests.cli.test_plan_command:Unknown", "--k", "1", "--k-prime", "1"]
     (kept,) = plan(capsys, *arguments)["windows"]
     (again,) = plan(capsys, *arguments, "--activations", "recompute")["windows"]
     assert again["busy_seconds"]["compute"] == pytest.approx(4 / 3 * kept["busy_seconds"]["compute"])

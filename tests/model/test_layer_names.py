@@ -1,6 +1,6 @@
 """What is a layer of each model of the tests is written down: a change of the finder shows by name what it changes.
 
-``python -m tests.test_layer_names`` writes ``support/layers.txt`` anew.
+``python -m tests.model.test_layer_names`` writes ``support/layers.txt`` anew.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from sp_lightning.model.find import find_layers
+from tests.model.test_layers import MODELS
 from tests.support.models import CASES
 from tests.support.zoo import ZOO
-from tests.test_layers import MODELS
 
-RECORD = Path(__file__).parent / "support" / "layers.txt"
+RECORD = Path(__file__).parents[1] / "support" / "layers.txt"
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     **{f"layers/{name}": make for name, (make, _) in MODELS.items()},
     **{f"models/{name}": case.make for name, case in CASES.items()},
@@ -58,9 +58,9 @@ def test_the_layers_of_known_models_stay_as_they_are() -> None:
     records = [line.split(" ", 2) for line in RECORD.read_text().splitlines()]
     written = {name: (module, layers) for name, module, layers in records}
     found = lines()
-    assert written.keys() == found.keys(), "write it anew: python -m tests.test_layer_names"
+    assert written.keys() == found.keys(), "write it anew: python -m tests.model.test_layer_names"
     same = [name for name in found if found[name][0] == written[name][0]]
-    assert len(same) > len(found) / 2, "the libraries' models are others: python -m tests.test_layer_names"
+    assert len(same) > len(found) / 2, "the libraries' models are others: python -m tests.model.test_layer_names"
     assert {name: found[name] for name in same} == {name: written[name] for name in same}
 
 

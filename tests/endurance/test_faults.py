@@ -1,6 +1,7 @@
 """Faults end in a clear error with the host's weights whole, and what goes on from there ends as if nothing had happened.
 
-``python -m tests.test_faults`` has each fault strike at many random moments and writes what came of it to ``tests/results``.
+``python -m tests.endurance.test_faults`` has each fault strike at many random moments and writes what came
+of it to ``tests/results``.
 ``kill -9`` is in ``test_kills``, what each error says and what becomes of a run that is repeated with less memory elsewhere.
 """
 
@@ -517,8 +518,8 @@ def test_faults_at_random_moments() -> None:
         print(rows[-1], flush=True)
     text = f"""# Faults at random moments
 
-`python -m tests.test_faults`, {date.today()}: {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()},
-torch {torch.__version__}, lightning {pl.__version__}, on the CPU and on the simulated asynchronous device (k = 1, k' = 1).
+`python -m tests.endurance.test_faults`, {date.today()}: {platform.machine()}, {os.cpu_count()} cores,
+Python {platform.python_version()}, torch {torch.__version__}, lightning {pl.__version__}, on the CPU and on the simulated asynchronous device (k = 1, k' = 1).
 
 Ten times with updates in the step, ten under the next forward, ten under backward. Whole: finite, on the host, of the user's own
 class, bitwise those of plain Lightning after as many steps (or not to be saved, where some layers had been updated); nothing left
@@ -528,7 +529,7 @@ one with the same module; weights, optimizer state and random state at the end a
 | fault | tried | ended in its error | host weights whole | of these not to be saved | resumed bitwise |
 |---|---|---|---|---|---|
 """
-    results = Path(__file__).parent / "results"
+    results = Path(__file__).parents[1] / "results"
     results.mkdir(exist_ok=True)
     (results / f"{date.today()}-faults-cpu.md").write_text(text + "\n".join(rows) + "\n")
     assert not failures

@@ -1,6 +1,6 @@
 """The model matrix: models of the libraries train and predict bitwise as on plain Lightning.
 
-What came of it is in MODELS.md, which ``python -m tests.test_matrix`` writes.
+What came of it is in MODELS.md, which ``python -m tests.equality.test_matrix`` writes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, 
 from tests.support.zoo import SECTIONS, ZOO, Entry
 
 PRECISIONS: dict[str, dict[str, int]] = {"32-true": {"k": 1, "k_prime": 1}, "bf16-mixed": {"k": 2, "k_prime": 1}}
-TABLE = Path(__file__).parent / "MODELS.md"
+TABLE = Path(__file__).parents[1] / "MODELS.md"
 EQUAL = "equal"
 
 # torch's own remark about nn.RMSNorm under autocast, which leaves its weight in float32.
@@ -83,8 +83,8 @@ def table() -> str:
         "# Models",
         f"{len(ZOO)} models of the libraries, tiny, with random weights: two training batches, a validation and a "
         "prediction batch on superpipeline and on plain Lightning, compared bitwise: losses, gradients, parameters, "
-        "buffers, optimizer state, metrics, random state, predictions. `python -m tests.test_matrix` wrote this on "
-        f"{datetime.date.today()} ({machine}; {versions}); `pytest tests/test_matrix.py` runs the same.",
+        "buffers, optimizer state, metrics, random state, predictions. `python -m tests.equality.test_matrix` wrote this on "
+        f"{datetime.date.today()} ({machine}; {versions}); `pytest tests/equality/test_matrix.py` runs the same.",
         "Streamed: the share of the parameter bytes that pass through slots; the rest stays on the device.",
     ]
     for section, entries in SECTIONS.items():

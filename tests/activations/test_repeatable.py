@@ -26,10 +26,10 @@ from sp_lightning.activations import offload
 from sp_lightning.activations.forward_state import Unrepeatable
 from sp_lightning.activations.offload import Offload
 from sp_lightning.store.block import HostBlock
+from tests.activations.test_activations import twice
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_equal, assert_same, fit, superpipeline
 from tests.support.simdevice import simulated
-from tests.test_activations import twice
 
 
 @pytest.fixture(autouse=True)

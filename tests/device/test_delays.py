@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from sp_lightning.device.waits import Stream, Wait
+from tests.device.test_waits import SCENARIOS, ahead, left_out
 from tests.gpu.test_delays import NOT_SEEN
 from tests.support.delays import CYCLES, Delayed, Slow
 from tests.support.runs import assert_same, superpipeline
 from tests.support.simdevice import Race, simulated
-from tests.test_waits import SCENARIOS, ahead, left_out
 
 CPU = torch.device("cpu")
 

@@ -1,6 +1,6 @@
 """Random modules and random uses of them, bitwise equal to plain PyTorch, on the CPU and the simulated device.
 
-300 examples in every run; ``pytest tests/test_fuzz.py --hypothesis-profile=long`` makes 5,000.
+300 examples in every run; ``pytest tests/endurance/test_fuzz.py --hypothesis-profile=long`` makes 5,000.
 """
 
 from __future__ import annotations

@@ -29,11 +29,11 @@ from sp_lightning.device.layout import PAGE
 from sp_lightning.device.modes import no_dispatch_modes
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.plan.activation_policy import Call, peak_bytes
+from tests.equality.test_equality import plain, run
 from tests.support.models import CASES, Case, Module, Stack, Transformer, tokens, vectors
 from tests.support.poison import poisoned
 from tests.support.runs import Outcome, assert_same, fit, superpipeline
 from tests.support.simdevice import SimDevice, poison, simulated
-from tests.test_equality import plain, run
 
 MODES = ("recompute", "offload")
 

@@ -1,7 +1,8 @@
 """Those who import ``pytorch_lightning`` get the same.
 
-``python -m tests.test_pytorch_lightning`` installs the project and ``pytorch_lightning`` into a venv of their own, and
-runs the tests there that use Lightning most, with its imports rewritten. It writes what it found to ``tests/results``.
+``python -m tests.conformance.test_pytorch_lightning`` installs the project and ``pytorch_lightning`` into a venv of their
+own, and runs the tests there that use Lightning most, with its imports rewritten. It writes what it found to
+``tests/results``.
 """
 
 from __future__ import annotations
@@ -39,8 +40,11 @@ from sp_lightning.trainer.update_policy import choose_overlap
 from sp_lightning.trainer.user_hooks import hooks_of_users
 from tests.support.runs import assert_equal
 
-ROOT = Path(__file__).parent.parent
-MOST = ("test_conformance", "test_callback", "test_checkpoints", "test_checkpoint_files", "test_equality")
+ROOT = Path(__file__).parents[2]
+MOST = (
+    "conformance/test_conformance", "trainer/test_callback", "trainer/test_checkpoints", "trainer/test_checkpoint_files",
+    "equality/test_equality",
+)  # fmt: skip
 
 
 class Deep(BoringModel):
@@ -218,12 +222,12 @@ def test_in_a_venv_of_its_own() -> None:
         files = [f"tests/{each}.py" for each in MOST]
         # That one replaces what Lightning's own file reading is called by, in lightning's package.
         run = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "--deselect",
-               "tests/test_checkpoint_files.py::test_files_elsewhere_go_lightnings_way"]  # fmt: skip
+               "tests/trainer/test_checkpoint_files.py::test_files_elsewhere_go_lightnings_way"]  # fmt: skip
         found = subprocess.run(run, cwd=folder, stdout=subprocess.PIPE, text=True, check=False)
     last = found.stdout.strip().splitlines()[-1].strip("= ")
     text = f"""# With `pytorch_lightning` in place of `lightning.pytorch`
 
-`python -m tests.test_pytorch_lightning`, {date.today()}: {platform.machine()}, {os.cpu_count()} cores, Python
+`python -m tests.conformance.test_pytorch_lightning`, {date.today()}: {platform.machine()}, {os.cpu_count()} cores, Python
 {platform.python_version()}, torch {torch.__version__}, pytorch_lightning {ptl.__version__}, on the CPU, in a venv of its own.
 
 {", ".join(f"`{each}`" for each in files)}, with imports rewritten: {last}.

@@ -23,7 +23,7 @@ from examples import finetune_llm, finetune_lora, finetune_vlm, generate_llm, tr
 from examples.console import ConsoleLogger
 from examples.text import load_tokenizer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
 MODEL = ["--layers", "2", "--hidden", "32"]
 TEXT = ["--length", "16", "--batch-size", "2"]

@@ -206,7 +206,7 @@ def test_forget_module() -> None:
 
 
 def test_both_names_are_one() -> None:
-    """With classes made up; ``tests/test_pytorch_lightning.py`` asks those of the other package."""
+    """With classes made up; ``tests/conformance/test_pytorch_lightning.py`` asks those of the other package."""
     theirs = type(
         "Callback", (), {"__module__": pl.Callback.__module__.replace("lightning.pytorch", "pytorch_lightning")}
     )

@@ -1,6 +1,6 @@
 """Lightning's features under this strategy: each runs under plain Lightning and under ours, and all that can be seen is equal.
 
-Which ones is in CONFORMANCE.md, which ``python -m tests.test_conformance`` writes.
+Which ones is in CONFORMANCE.md, which ``python -m tests.conformance.test_conformance`` writes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ GROUPS = (
     "Checkpoints", "Callbacks", LOGGING, "Loops and flags", "Optimization", "Hooks", "Precision",
     "Set-up and data", "Command line",
 )  # fmt: skip
-TABLE = Path(__file__).parent / "CONFORMANCE.md"
+TABLE = Path(__file__).parents[1] / "CONFORMANCE.md"
 FEATURES: list[tuple[str, str, Callable[..., None]]] = []
 
 pytestmark = [
@@ -2149,7 +2149,8 @@ def table() -> str:
         'Lightning\'s features under this strategy. Each test runs the same thing under `strategy="auto"` and under '
         "superpipeline, on the CPU, with updates in and outside the background where that is possible, and compares "
         "everything that is left or can be seen, bitwise: weights, buffers, optimizer and scheduler state, what was logged, "
-        "checkpoints, loops' progress, random state. `python -m tests.test_conformance` runs the tests and writes this.",
+        "checkpoints, loops' progress, random state. `python -m tests.conformance.test_conformance` "
+        "runs the tests and writes this.",
     ]
     for group in GROUPS:
         rows = sorted((name, verdict(test), test.__name__) for each, name, test in FEATURES if each == group)
