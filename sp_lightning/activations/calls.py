@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.activations.call_record import CallRecord
+from sp_lightning.activations.forward_state import Elsewhere
 from sp_lightning.activations.modes import MODES, ModeContext
 from sp_lightning.activations.offload import Offload
 from sp_lightning.activations.recompute import Rerun
@@ -40,6 +41,7 @@ class Activations:
         stays: the addresses of storages that never leave the device. The set may grow later; the addresses of buffers
             are added here.
         rerun: a context for a unit's second run, called with its name and its positional arguments.
+        elsewhere: names weights outside of a unit that were written.
         log: where warnings go; None for Lightning's log.
 
     Attributes:
@@ -57,6 +59,7 @@ class Activations:
         ring: HostRing,
         stays: set[int],
         rerun: Rerun,
+        elsewhere: Elsewhere,
         log: logging.Logger | None = None,
     ) -> None:
         stays |= {buffer.untyped_storage().data_ptr() for buffer in module.buffers() if buffer.layout is torch.strided}
@@ -64,9 +67,9 @@ class Activations:
         self.offload = Offload(device, ring, stays, log)
         self.ring = ring
         self.modes = dict(modes)
-        self.trial = RecomputeTrial(volatile)
+        self.trial = RecomputeTrial(volatile, elsewhere)
         self._record = CallRecord(len(units))
-        context = ModeContext(self.offload, self._record, self.trial, rerun, volatile, device.empty(0))
+        context = ModeContext(self.offload, self._record, self.trial, rerun, volatile, elsewhere, device.empty(0))
         self._by_name = {name: mode(context) for name, mode in MODES.items()}
         self._rows = rows
         self._units = units

@@ -17,6 +17,9 @@ from sp_lightning.activations.tensor_copy import TensorCopy, clone, write
 from sp_lightning.activations.weight_state import host_of
 from sp_lightning.device.torch_private import preserve_version_counter
 
+Elsewhere = Callable[[str], Callable[[], str | None]]
+"""Takes a unit's name. What it returns names a weight outside of the unit that was written since; None if there is none."""
+
 
 class Unrepeatable(RuntimeError):
     """A forward that cannot be run a second time as if it were the first."""
@@ -30,10 +33,19 @@ class ForwardState:
         module: it and the modules inside it are looked at.
         given: the forward's arguments. Objects among them that are no tensors are looked at, and what they hold.
         volatile: by unit, the buffers whose values change; :meth:`restored` adds what it has learned.
+        elsewhere: names weights outside of the unit that were written.
     """
 
-    def __init__(self, unit: str, module: nn.Module, given: Sequence[Any], volatile: dict[str, set[str]]) -> None:
+    def __init__(
+        self,
+        unit: str,
+        module: nn.Module,
+        given: Sequence[Any],
+        volatile: dict[str, set[str]],
+        elsewhere: Elsewhere,
+    ) -> None:
         self._unit = unit
+        self._elsewhere = elsewhere
         self._volatile = volatile
         self._before = Snapshot(module, given)
         self._unchanged: list[tuple[str, Tensor, int]] = []  # tensors that the forward has not changed
@@ -106,7 +118,8 @@ class ForwardState:
         """While this is active, everything is as it was before the forward. Afterwards it is as it is now.
 
         Raises:
-            Unrepeatable: something was written since that cannot be put back.
+            Unrepeatable: something was written since that cannot be put back, or the second run has written a weight
+                outside of the unit once more.
         """
         self.check()
         before = self._before
@@ -116,10 +129,24 @@ class ForwardState:
         kernels = sdpa_kernel(before.kernels) if before.kernels else nullcontext()
         with preserve_version_counter(tuple(copied.tensor for copied in before.tensors.values())), kernels:
             _values_before(before).put()
+            written = self._elsewhere(self._unit)
             try:
                 yield
-            finally:
+            finally:  # torch stops the second run by an exception once it has computed what backward needs
                 now.put()
+                self.refuse_written(written())
+
+    def refuse_written(self, name: str | None) -> None:
+        """Refuses a forward that has written a weight outside of the unit.
+
+        Args:
+            name: the weight's; None if there is none.
+
+        Raises:
+            Unrepeatable: there is one.
+        """
+        if name is not None:
+            raise Unrepeatable(self._refusal(f"writes {name!r}, a weight outside of it"))
 
     # ------------------------------------------------------------------ what is said
 

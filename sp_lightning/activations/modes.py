@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from sp_lightning.activations.call_record import CallRecord
+from sp_lightning.activations.forward_state import Elsewhere
 from sp_lightning.activations.offload import Offload
 from sp_lightning.activations.recompute import Rerun, run_recomputed
 from sp_lightning.activations.recompute_trial import RecomputeTrial
@@ -30,6 +31,7 @@ class ModeContext:
         trial: finds out which units could be recomputed.
         rerun: a context for the second run of a unit's forward.
         volatile: by unit, the buffers whose values change in a forward.
+        elsewhere: names weights outside of a unit that were written.
         anchor: an empty tensor on the device.
     """
 
@@ -38,6 +40,7 @@ class ModeContext:
     trial: RecomputeTrial
     rerun: Rerun
     volatile: dict[str, set[str]]
+    elsewhere: Elsewhere
     anchor: Tensor
 
 
@@ -79,7 +82,16 @@ class RecomputeMode:
     def run(self, call: UnitCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """As :meth:`ActivationMode.run`."""
         of = self._context
-        return run_recomputed(call, forward, args, kwargs, rerun=of.rerun, volatile=of.volatile, anchor=of.anchor)
+        return run_recomputed(
+            call,
+            forward,
+            args,
+            kwargs,
+            rerun=of.rerun,
+            volatile=of.volatile,
+            elsewhere=of.elsewhere,
+            anchor=of.anchor,
+        )
 
 
 class OffloadMode:

@@ -5,7 +5,8 @@ that runs twice shows once, and sees the second time what it saw the first time.
 were before the first one: the module's buffers and attributes (BatchNorm's statistics, spectral norms, counters, lists,
 tensors that ``functional_call`` puts in place of weights), the objects that it is given (a cache of keys and values), the
 random states of Python and NumPy, context variables, and the choice of attention kernels. After the second run, they are
-as they were before it. What cannot be put back, as a weight or an argument that the forward writes, is refused by name.
+as they were before it. What cannot be put back, as a weight or an argument that the forward writes, is refused by name: a
+weight of the module as soon as the first run has written it, another one if the second run writes it once more.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.activations.forward_state import ForwardState
+from sp_lightning.activations.forward_state import Elsewhere, ForwardState
 from sp_lightning.activations.unit_call import UnitCall
 from sp_lightning.device.torch_private import tree_flatten, tree_unflatten
 
@@ -33,6 +34,7 @@ def run_recomputed(
     *,
     rerun: Rerun,
     volatile: dict[str, set[str]],
+    elsewhere: Elsewhere,
     anchor: Tensor,
 ) -> Any:
     """Runs a unit's forward, of which autograd keeps the inputs only.
@@ -46,6 +48,7 @@ def run_recomputed(
         args, kwargs: its arguments.
         rerun: the context for the second run.
         volatile: by unit, the buffers whose values change; what the first run learns is added.
+        elsewhere: names weights outside of a unit that were written.
         anchor: a tensor on the device. It tells torch's checkpoint whose random state to restore if no argument does.
 
     Raises:
@@ -62,7 +65,8 @@ def run_recomputed(
     def run(anchor: Tensor, *once: Any) -> Any:
         nonlocal state, given
         if state is None:
-            state, (args, kwargs), given = ForwardState(call.unit, call.module, once, volatile), given, None
+            state = ForwardState(call.unit, call.module, once, volatile, elsewhere)
+            (args, kwargs), given = given, None
             output = forward(*args, **kwargs)
             state.forward_ended()
             return output

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sp_lightning.activations.forward_state import ForwardState, Unrepeatable
+from sp_lightning.activations.forward_state import Elsewhere, ForwardState, Unrepeatable
 from sp_lightning.activations.unit_call import UnitCall
 from sp_lightning.device.torch_private import tree_leaves
 
@@ -15,10 +15,12 @@ class RecomputeTrial:
 
     Args:
         volatile: by unit, the buffers whose values change; what is learned is added.
+        elsewhere: names weights outside of a unit that were written.
     """
 
-    def __init__(self, volatile: dict[str, set[str]]) -> None:
+    def __init__(self, volatile: dict[str, set[str]], elsewhere: Elsewhere) -> None:
         self._volatile = volatile
+        self._elsewhere = elsewhere
         self._unfit: dict[str, str] | None = None
         self._watched: list[tuple[str, ForwardState]] = []
 
@@ -41,13 +43,15 @@ class RecomputeTrial:
         assert self._unfit is not None
         state = None
         try:
-            state = ForwardState(call.unit, call.module, tree_leaves((args, kwargs)), self._volatile)
+            state = ForwardState(call.unit, call.module, tree_leaves((args, kwargs)), self._volatile, self._elsewhere)
         except Exception as error:  # an object of the user's may raise anything when it is looked at
             self._unfit[call.unit] = str(error)
+        written = self._elsewhere(call.unit)
         output = forward(*args, **kwargs)
         try:
             if state is not None:
                 state.forward_ended()
+                state.refuse_written(written())
                 state.drop_values()
                 self._watched.append((call.unit, state))
         except Unrepeatable as error:

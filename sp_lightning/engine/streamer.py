@@ -40,6 +40,7 @@ from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.slots import Slots
 from sp_lightning.weights.swap import Swap
 from sp_lightning.weights.weight_watch import WeightWatch
+from sp_lightning.weights.writes import Writes
 
 
 class Streamer:
@@ -121,8 +122,14 @@ class Streamer:
             ring,
             self._stays,
             lambda unit, inputs: self._access.rerun(unit, inputs),
+            self._written_elsewhere,
             log,
         )
+
+    def _written_elsewhere(self, unit: str) -> Callable[[], str | None]:
+        """Looks at the weights that do not travel with a unit."""
+        own = {self._layers[index] for index in self.found.visits[self.found.units[unit]]}
+        return Writes([layer for layer in self._layers if layer.owner not in own]).first
 
     def _build_step(self, averages: Sequence[nn.Module]) -> None:
         """Builds what modules hold, the step and its backward."""

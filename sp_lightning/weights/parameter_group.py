@@ -273,6 +273,12 @@ class ParameterGroup:
             self.doors.take_back_writes(self.layer)
         return self.version_once_fetched(index) + self.steps + self.unversioned_writes[index]
 
+    def host_writes(self) -> tuple[list[int], list[int]]:
+        """Two numbers for each weight, which rise if the host gets other values. The device's writes are taken back first."""
+        if self.exposed or versions(self._counters) != self._versions:
+            self.doors.take_back_writes(self.layer)
+        return versions(self.hosts), list(self.unversioned_writes)
+
     def take_written(self) -> list[int]:
         """The indices of the weights that were written on the device since the last call, or may have been by ``.data``.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import json
 import random
 import sys
 import types
@@ -484,6 +485,99 @@ def test_auto_offloads_what_cannot_be_recomputed() -> None:
     assert_same(ours, fit(twice(WritesWeight), batches))
     blocks = {mode for name, mode in strategy.activations.items() if "blocks" in name}
     assert "recompute" not in blocks
+
+
+class WritesAnother(Block):
+    """Writes a weight of a layer that it holds out of sight, in a list."""
+
+    def __init__(self, write: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.write = write
+        self.others: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for other in self.others:
+            self.write(other)
+        return super().forward(x)
+
+
+class WritesAnotherLast(WritesAnother):
+    """Nothing is saved for backward after the write, so that torch stops the second run before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = Block.forward(self, x)
+        for other in self.others:
+            self.write(other)
+        return output
+
+
+def _multiply(other: Any) -> None:
+    with torch.no_grad():
+        other.weight.mul_(0.9)
+
+
+def _multiply_data(other: Any) -> None:
+    other.weight.data.mul_(0.9)
+
+
+def _multiply_all(other: Any) -> None:
+    torch._foreach_mul_([other.weight.data], 0.9)
+
+
+def _multiply_a_view(other: Any) -> None:
+    other.weight.detach()[0].mul_(0.9)
+
+
+def _exchange(other: Any) -> None:
+    other.weight.data = other.weight.data * 0.9
+
+
+def _make_ones(other: Any) -> None:
+    with torch.no_grad():
+        other.weight.fill_(1.0)
+
+
+def writes_another(write: Callable[[Any], None], target: int = 3, kind: type = WritesAnother) -> Callable[[], Module]:
+    """Makes a module whose second block writes a weight of another one."""
+
+    def make() -> Module:
+        stack = Stack()
+        blocks = [kind(write) for _ in range(5)]
+        blocks[1].others = [blocks[target].inner]
+        stack.blocks = nn.ModuleList(blocks)
+        return Module(stack)
+
+    return make
+
+
+@pytest.mark.parametrize("resident", [(), ("net.blocks.3",)], ids=["moves", "stays"])
+@pytest.mark.parametrize("write", [_multiply, _multiply_data, _multiply_all, _multiply_a_view, _exchange])
+def test_a_forward_that_writes_a_weight_of_another_layer_is_refused(
+    write: Callable[[Any], None], resident: Any
+) -> None:
+    make, remedy = writes_another(write), {"net.blocks.1": "offload", "**": "recompute"}
+    said = "The forward of 'net.blocks.1' writes 'net.blocks.3.inner.weight', a weight outside of it, and cannot be run again"
+    with pytest.raises(Unrepeatable, match=said) as refused:
+        fit(make, vectors(), superpipeline(k=1, activations="recompute", resident=resident))
+    assert f"activations={json.dumps(remedy)}" in str(refused.value)
+    ours = fit(make, vectors(), superpipeline(k=1, activations=remedy, resident=resident))
+    assert_same(ours, fit(make, vectors()))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [writes_another(_make_ones), writes_another(_multiply, kind=WritesAnotherLast)],
+    ids=["the same values", "behind what is saved"],
+)
+def test_writes_elsewhere_that_show_once_are_equal(make: Callable[[], Module]) -> None:
+    assert_same(fit(make, vectors(), superpipeline(k=1, activations="recompute")), fit(make, vectors()))
+
+
+def test_auto_does_not_recompute_what_writes_elsewhere() -> None:
+    batches, make = [torch.randn(256, 16) for _ in range(6)], writes_another(_multiply)
+    strategy = superpipeline(k=1, k_prime=1, activations="auto", memory_budget=150_000)
+    assert_same(fit(make, batches, strategy), fit(make, batches))
+    assert strategy.activations["net.blocks.1"] == "offload"
 
 
 class WritesBetween(Module):
