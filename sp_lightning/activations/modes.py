@@ -16,7 +16,7 @@ from torch import Tensor
 from sp_lightning.activations.call_record import CallRecord
 from sp_lightning.activations.forward_state import Elsewhere
 from sp_lightning.activations.offload import Offload
-from sp_lightning.activations.recompute import Rerun, run_recomputed
+from sp_lightning.activations.recompute import Rerun, is_checkpointed, run_recomputed
 from sp_lightning.activations.recompute_trial import RecomputeTrial
 from sp_lightning.activations.unit_call import UnitCall
 
@@ -74,13 +74,19 @@ class KeepMode:
 
 
 class RecomputeMode:
-    """What is saved is given up, and computed again in backward from the unit's inputs."""
+    """What is saved is given up, and computed again in backward from the unit's inputs.
+
+    A checkpoint of the user's around the unit does just that, and shows twice what the forward changes.
+    """
 
     def __init__(self, context: ModeContext) -> None:
         self._context = context
+        self._keep = KeepMode(context)
 
     def run(self, call: UnitCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """As :meth:`ActivationMode.run`."""
+        if is_checkpointed():
+            return self._keep.run(call, forward, args, kwargs)
         of = self._context
         return run_recomputed(
             call,

@@ -14,16 +14,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.activations.forward_state import Elsewhere, ForwardState
 from sp_lightning.activations.unit_call import UnitCall
-from sp_lightning.device.torch_private import tree_flatten, tree_unflatten
+from sp_lightning.device.torch_private import checkpoint_hook, tree_flatten, tree_unflatten
 
 Rerun = Callable[[str, Any], AbstractContextManager[None]]
 """A context for the second run of a unit's forward, in backward. It takes the unit's name and its positional arguments."""
+
+
+_our_hooks: WeakSet[Callable[..., Any]] = WeakSet()
+
+
+def is_checkpointed() -> bool:
+    """Whether a non-reentrant checkpoint of the user's, in its first or its second run, takes what autograd saves now."""
+    hook = checkpoint_hook()
+    return hook is not None and hook not in _our_hooks
 
 
 def run_recomputed(
@@ -64,6 +74,8 @@ def run_recomputed(
 
     def run(anchor: Tensor, *once: Any) -> Any:
         nonlocal state, given
+        if hook := checkpoint_hook():
+            _our_hooks.add(hook)
         if state is None:
             state = ForwardState(call.unit, call.module, once, volatile, elsewhere)
             (args, kwargs), given = given, None

@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import batchnorm
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
-from torch.utils import _python_dispatch, _pytree
+from torch.utils import _python_dispatch, _pytree, checkpoint
 from torch.utils.hooks import RemovableHandle
 
 # ---------------------------------------------------------------------------------------------------- autograd's engine
@@ -50,6 +50,13 @@ top_saved_tensors_hooks: Callable[[], tuple[Callable[..., Any], Callable[..., An
     False,  # ignore_is_tracing: the answer is None where torch traces and leaves such hooks out
 )
 """The pair of functions that packs and unpacks what autograd saves now, or None. The public API only sets such pairs."""
+
+
+def checkpoint_hook() -> Callable[..., Any] | None:
+    """The function that packs what autograd saves now, if it is a non-reentrant checkpoint's. It has no public name."""
+    hooks = top_saved_tensors_hooks()
+    return hooks[0] if hooks is not None and hooks[0].__module__ == checkpoint.__name__ else None
+
 
 preserve_version_counter: Callable[[Tensor | tuple[Tensor, ...]], Any] = autograd._unsafe_preserve_version_counter
 """A context after which tensors have the version that they had before. The public API only counts upwards."""

@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.activations import offload
 from sp_lightning.activations.forward_state import Unrepeatable
@@ -427,6 +428,65 @@ def test_what_a_layer_logs_is_logged_once() -> None:
     ours = fit(make, vectors(), superpipeline(activations="recompute"))
     plain = fit(make, vectors())
     assert_equal(ours.trainer.callback_metrics, plain.trainer.callback_metrics, "metrics")
+
+
+# ---------------------------------------------------------------------- inside a checkpoint of the user's
+
+
+class Normalized(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def factor(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+class Checkpointed(Stack):
+    """Checkpoints each of its blocks, or two at once. One of the two may hand what it saves to other hooks."""
+
+    def __init__(self, block: Callable[[], nn.Module], how: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        one, two, three, four = self.blocks
+        if self.how == "two at once":
+            return self.head(four(three(checkpoint(lambda y: two(one(y)), x, use_reentrant=False))))
+        if self.how == "packed elsewhere":
+            return self.head(checkpoint(lambda y: _with_other_hooks(one, two(y)), x, use_reentrant=False))
+        for block in self.blocks:
+            x = checkpoint(block.forward if self.how == "forwards" else block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def _with_other_hooks(block: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return block(x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.spectral_norm` is deprecated")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activations": "recompute", "k": 2},
+        {"activations": {"net.blocks.0": "recompute", "**": "keep"}, "k": 1},
+        {"activations": "auto", "memory_budget": 150_000},
+    ],
+    ids=["all", "one", "auto"],
+)
+@pytest.mark.parametrize("how", ["blocks", "forwards", "two at once", "packed elsewhere"])
+@pytest.mark.parametrize("block", [Normalized, old_spectral_norm])
+def test_a_checkpoint_of_the_users_around_a_layer_shows_as_often_as_ever(
+    block: Callable[[], nn.Module], how: str, options: dict[str, Any]
+) -> None:
+    def make() -> Module:
+        return Module(Checkpointed(block, how))
+
+    batches = [torch.randn(256, 16) for _ in range(4)]
+    assert_same(fit(make, batches, superpipeline(**options)), fit(make, batches))
 
 
 # ---------------------------------------------------------------------- what cannot be put back

@@ -15,6 +15,7 @@ from torch.nn.utils import prune
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.device import torch_private
 from sp_lightning.optim.fused import HostGradScaler
@@ -109,6 +110,22 @@ def test_the_hooks_of_saved_tensors_on_top_are_told() -> None:
     with torch.autograd.graph.save_on_cpu(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         assert torch_private.top_saved_tensors_hooks() == (pack, unpack)
     assert torch_private.top_saved_tensors_hooks() is None
+
+
+def test_the_hook_of_a_checkpoint_is_told() -> None:
+    seen = []
+
+    def run(x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            assert torch_private.checkpoint_hook() is None
+        seen.append(torch_private.checkpoint_hook())
+        return x.exp()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(run, x, use_reentrant=False).sum().backward()
+    assert all(seen)
+    assert len(set(seen)) == len(seen) == 2
+    assert torch_private.checkpoint_hook() is None
 
 
 def test_versions_are_what_they_were_before() -> None:
