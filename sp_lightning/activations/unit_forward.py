@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sp_lightning.device.modes import never_compiled
 from sp_lightning.device.torch_private import COMPILED_CALL
 
 
@@ -47,7 +48,7 @@ class UnitForward:
             else:
                 attributes[self._attribute] = self._own
 
-    @torch.compiler.disable  # the engine is no part of a graph
+    @never_compiled  # the engine is no part of a graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._call is None or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)

@@ -19,6 +19,7 @@ from torch import Tensor
 from sp_lightning.device.layout import PAGE
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.timeline import Kind, Timeline
+from sp_lightning.device.torch_private import copy_each
 from sp_lightning.device.waits import Stream, Wait
 
 
@@ -83,8 +84,7 @@ class Device:
         """
         start = perf_counter()
         with no_inference_mode():
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source)
+            copy_each(targets, sources)
         usual = Wait.USE_AFTER_FETCH if stream is Stream.UPLOAD else Wait.REUSE_AFTER_DRAIN
         self._stalled[why or usual] += perf_counter() - start
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Sequence
 
+import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from sp_lightning.device.layout import Span, view
+from sp_lightning.device.layout import Span, strided, view
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import storage_id, storage_use_count
+
+MOST_SAVED = 64
+"""How many saved views a lease keeps. A model that slices its weights elsewhere in each step has no end of them."""
 
 
 def lend(memory: Tensor) -> Tensor:
@@ -43,6 +47,7 @@ class Lease:
         self._storage = self.memory.untyped_storage()
         self._id = storage_id(self._storage)
         self._views: dict[Hashable, list[Tensor]] = {}
+        self._saved: dict[Hashable, Tensor] = {}
         self._own = self._holders()
 
     @property
@@ -75,6 +80,26 @@ class Lease:
             tensors, objects, address = self._own
             self._own = tensors + len(spans), objects, address
         return self._views[key]
+
+    def saved(self, offset: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+        """Returns a view of the memory for autograd, which makes a tensor of its own of it at once.
+
+        The same views are saved in every step, so the first :data:`MOST_SAVED` of them are made once.
+
+        Args:
+            offset: bytes from the start of the memory.
+            dtype, shape, stride: those of the view; strides in elements.
+        """
+        key = offset, dtype, shape, stride
+        found = self._saved.get(key)
+        if found is None:
+            with no_inference_mode():
+                found = strided(self.memory, offset, dtype, shape, stride)
+            if len(self._saved) < MOST_SAVED:
+                self._saved[key] = found
+                tensors, objects, address = self._own
+                self._own = tensors + 1, objects, address
+        return found
 
 
 def shared(tensor: Tensor) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from sp_lightning.device.torch_private import count_dispatch_modes, disable_dispatch_modes
+from sp_lightning.device.torch_private import count_dispatch_modes, disable_dispatch_modes, frame_compiler
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _NOTHING: AbstractContextManager[None] = nullcontext()  # it may be entered again and again
 
 
@@ -32,3 +35,15 @@ def no_modes() -> AbstractContextManager[None]:
 def _no_modes() -> Iterator[None]:
     with no_dispatch_modes(), no_inference_mode():
         yield
+
+
+def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """``torch.compiler.disable``, which takes the host half the time where nothing is being compiled."""
+    disabled = torch.compiler.disable(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (function if frame_compiler() is None else disabled)(*args, **kwargs)
+
+    # This frame itself is left out. What it calls is left out by ``disabled``.
+    return torch.compiler.disable(call, recursive=False)

@@ -10,7 +10,7 @@ torch's own function and not a wrapper.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -193,6 +193,18 @@ grouped_mm_operator: Any = torch.ops.aten._grouped_mm
 """The operator of ``torch.nn.functional.grouped_mm``: products of several matrices at once."""
 
 
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each source into its target. The public ``copy_`` takes one pair per call, which costs the host more time.
+
+    Args:
+        targets, sources: any tensors, as many of the one as of the other.
+    """
+    if len(targets) == 1:
+        targets[0].copy_(sources[0])
+    elif targets:  # torch refuses empty lists
+        torch._foreach_copy_(list(targets), list(sources))
+
+
 def fused_sgd_step(weight: Tensor, gradient: Tensor) -> None:
     """Takes one plain SGD step with a learning rate of 1, in place, with the fused kernel.
 
@@ -260,6 +272,9 @@ COMPILED_CALL = "_compiled_call_impl"
 
 RNN_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 """The attributes in which ``nn.RNNBase`` lists its weights, anew whenever they are others."""
+
+frame_compiler: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""What ``torch.compile`` does with the frames that this thread enters now: None while it compiles nothing. No public way."""
 
 DYNAMO_MARKS = "_dynamo"
 """How the attributes begin that ``torch.compile`` hangs on tensors and looks for in their ``__dict__``."""

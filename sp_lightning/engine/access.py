@@ -307,9 +307,9 @@ class Access:
         """
         calls = vars(self._calls)
         calls["depth"] = calls.get("depth", 0) + 1
-        none_active = top_saved_tensors_hooks() is None
-        needed = self._moves or self._offloads()
-        if calls["depth"] == 1 and needed and torch.is_grad_enabled() and none_active:
+        if calls["depth"] > 1 or not torch.is_grad_enabled() or top_saved_tensors_hooks() is not None:
+            return
+        if self._moves or self._offloads():
             hooks = self.saved_tensors.hooks()
             hooks.__enter__()
             calls["hooks"] = hooks
@@ -328,8 +328,8 @@ class Access:
                 "torch.jit.trace was called during a run: a trace would hold memory through which other layers pass. Trace the "
                 "module before or after the run; in loggers, TensorBoardLogger(log_graph=False)."
             )
-        stack = interpreter_stack() or ()
-        if self._first is not None and any(level.key() in DIFFERENTIATING for level in stack):
+        stack = interpreter_stack()
+        if stack and self._first is not None and any(level.key() in DIFFERENTIATING for level in stack):
             name = (visits[0] if visits else self._first).name
             raise RuntimeError(
                 f"torch.func.grad (or vjp, jacrev, jvp) reached the streamed layer {name!r}: these transforms keep weights "

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from sp_lightning.device.modes import never_compiled
 from sp_lightning.weights.layer import StreamedLayer
 
 Visits = Sequence[StreamedLayer]
@@ -34,13 +34,13 @@ class ModuleHooks:
         self._visits = visits
         self._entered: list[Visits] = []  # what enter has returned, for each running call; nothing if it has raised
 
-    @torch.compiler.disable  # transfers cannot be part of a compiled graph
+    @never_compiled  # transfers cannot be part of a compiled graph
     def before(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook."""
         if module is self._module and self._listener is not None:
             self._entered.append(self._listener.enter(self._visits, args))
 
-    @torch.compiler.disable
+    @never_compiled
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook, which is called after an exception as well."""
         if module is self._module and self._listener is not None and self._entered:

@@ -18,8 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from sp_lightning.activations.offload import Offload
 from sp_lightning.activations.offloaded_storage import SavedReference
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import strided
 from sp_lightning.device.lease import Lease
+from sp_lightning.device.modes import never_compiled
 from sp_lightning.device.torch_private import top_saved_tensors_hooks
 from sp_lightning.weights.device_parameter import DeviceParameter
 from sp_lightning.weights.layer import Kind, StreamedLayer
@@ -49,22 +49,13 @@ class _Packed(NamedTuple):
 
     def view(self, lease: Lease) -> Tensor:
         """The saved tensor, in the memory that its layer has now."""
-        layer, dtype = self.layer, self.dtype
-        if self.which is not None:
-            weight = lease.views(layer.layout, layer.spans)[self.which]
-            if weight.dtype is dtype:
-                return weight.as_strided(self.shape, self.stride, self.offset // dtype.itemsize)
-        return strided(lease.memory, self.offset, dtype, self.shape, self.stride)
+        return lease.saved(self.offset, self.dtype, self.shape, self.stride)
 
     def follow(self, lease: Lease) -> Tensor:
         """The present weight, which may lie outside of the slot."""
         assert self.which is not None
         layer, group = self.layer, self.layer.parameters
-        return (
-            group.value(self.which)
-            if group.attached
-            else lease.views(layer.layout, layer.spans)[self.which].detach()  # all of it, and cheaper than view()
-        )
+        return group.value(self.which) if group.attached else lease.views(layer.layout, layer.spans)[self.which]
 
 
 _Kept = tuple[Tensor, int]
@@ -141,7 +132,7 @@ class SavedTensors:
         _our_packs.add(pack)
         return saved_tensors_hooks(pack, self._unpack)
 
-    @torch.compiler.disable  # dynamo would read versions only once, when it traces the graph (torch 2.10)
+    @never_compiled  # dynamo would read versions only once, when it traces the graph (torch 2.10)
     def _pack(self, layer: StreamedLayer, tensor: Tensor) -> _Packed:
         offset = int(tensor.storage_offset()) * tensor.element_size()
         group = layer.parameters
@@ -154,8 +145,8 @@ class SavedTensors:
                 which = None
         return _Packed(layer, which, version, offset, tensor.dtype, tensor.shape, tensor.stride(), values)
 
-    @torch.compiler.disable
-    def _pack_weight(self, weight: DeviceParameter) -> _Packed | _Kept:
+    @never_compiled
+    def _pack_weight(self, weight: Any) -> _Packed | _Kept:
         """Packs a device parameter itself. Its memory is not read, because that would bring a layer that is away."""
         group, index = weight._of, weight._index
         if group.layer.kind is Kind.RESIDENTS:  # residents are never away

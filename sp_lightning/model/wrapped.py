@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.metadata import METADATA
-from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
+from sp_lightning.device.modes import never_compiled, no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import (
     is_traceable_wrapper_subclass,
     take_for_parameter,
@@ -65,7 +65,7 @@ class StandInForWrapped:
             return rebuild(self.host, iter(self._bring()))
 
     @classmethod
-    @torch.compiler.disable  # the engine is no part of a graph
+    @never_compiled  # the engine is no part of a graph
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in METADATA:
             with _Untouched():

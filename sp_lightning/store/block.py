@@ -64,6 +64,7 @@ class HostBlock:
         self._allocate()
         self._gradients: PinnedMemory | None = None
         self._gradient_leases: dict[int, Lease] = {}
+        self._gradient_views: dict[int, Tensor] = {}  # each lease's memory, with the parameter's shape and dtype
         self._alone = [replace(span, offset=0) for span in planned.spans]  # where each lies in a storage of its own
         # Each original is freed as soon as it is absorbed, so that set-up takes no more than the model and one layer.
         for index in range(len(self.parameters)):
@@ -172,12 +173,14 @@ class HostBlock:
             self._gradients = self._staging.take(total_bytes(spans))
             memory = self._gradients.bytes
             self._gradient_leases = {i: Lease(_part(memory, span)) for i, span in zip(trainable, spans, strict=True)}
+            self._gradient_views = {i: self._gradient_leases[i].views(None, [self._alone[i]])[0] for i in trainable}
         lease = self._gradient_leases.get(index)
-        return None if lease is None or lease.in_use else lease.views(None, [self._alone[index]])[0].data
+        return None if lease is None or lease.in_use else self._gradient_views[index].data
 
     def release_gradients(self) -> None:
         """Gives the memory of the gradients to other layers, unless somebody still holds one of the gradients."""
         if self._gradients is not None and not any(lease.in_use for lease in self._gradient_leases.values()):
+            self._gradient_views.clear()
             self._gradient_leases.clear()
             self._staging.give_back(self._gradients)
             self._gradients = None

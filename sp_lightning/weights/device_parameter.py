@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from sp_lightning.device.metadata import METADATA
-from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
+from sp_lightning.device.modes import never_compiled, no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import (
     DYNAMO_MARKS,
     count_function_modes,
@@ -146,7 +146,7 @@ class StandIn(DeviceParameter):
     """A device parameter whose layer is away. Reading its metadata is free; anything else brings the layer."""
 
     @classmethod
-    @torch.compiler.disable  # transfers cannot be part of a compiled graph
+    @never_compiled  # transfers cannot be part of a compiled graph
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

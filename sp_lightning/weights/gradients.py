@@ -45,7 +45,7 @@ class GradientSink(Protocol):
         """Drops the gradients that did not get there, after a backward that failed."""
 
 
-@dataclass
+@dataclass(slots=True)  # one for each gradient
 class _Landing:
     """One gradient's memory on the host.
 
@@ -171,6 +171,7 @@ class Gradients:
         self._device = device
         self._staging = staging
         self._received: dict[StreamedLayer, _Received] = {}
+        self._waiting: dict[StreamedLayer, None] = {}  # those of which gradients have not left yet, in order
         self.drains: Drains[_Drain] = Drains(device, in_flight, self._free, self._apply)
         self.compacted: set[StreamedLayer] = set()
         """The layers whose gradient is sparse on the device in this backward, although ``param.grad`` is to be dense."""
@@ -201,6 +202,7 @@ class Gradients:
         elif place in received.gradients:
             self.drain(owner)
         if not received.gradients:
+            self._waiting[owner] = None
             received.expected = sum(
                 parameter.requires_grad for member in owner.family for parameter in member.block.parameters
             )
@@ -216,12 +218,13 @@ class Gradients:
         if received is None or not received.gradients:
             return
         gradients, received.gradients = received.gradients, {}
+        del self._waiting[owner]
         self._device.wait(Stream.DOWNLOAD, self._device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
-        landings, staging, pairs = self._place(gradients)
+        landings, staging, targets, sources = self._place(gradients)
         self.compacted -= {owner}
         begun = self._device.mark(Stream.DOWNLOAD)
-        self._device.copy([target for target, _ in pairs], [source for _, source in pairs], Stream.DOWNLOAD)  # (8)
-        nbytes = sum(source.nbytes for _, source in pairs)
+        self._device.copy(targets, sources, Stream.DOWNLOAD)  # (8)
+        nbytes = sum(source.nbytes for source in sources)
         self._device.note("drain", owner.index, begun, Stream.DOWNLOAD, nbytes)
         self.drained_bytes += nbytes
         landed = self._device.record(Stream.DOWNLOAD)
@@ -229,16 +232,17 @@ class Gradients:
 
     def _place(
         self, gradients: dict[tuple[StreamedLayer, int], Tensor]
-    ) -> tuple[deque[_Landing], PinnedMemory | None, list[tuple[Tensor, Tensor]]]:
+    ) -> tuple[deque[_Landing], PinnedMemory | None, list[Tensor], list[Tensor]]:
         """Decides where each gradient goes on the host.
 
         Returns:
-            The landings, the staging memory if they need any, and the pairs (target, source) that are to be copied.
+            The landings, the staging memory if they need any, and the targets and sources of the copies.
         """
         used = 0  # bytes of the staging memory
         staging: PinnedMemory | None = None
         landings: deque[_Landing] = deque()
-        pairs: list[tuple[Tensor, Tensor]] = []
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
         for (layer, index), gradient in gradients.items():
             block = layer.block
             parameter = block.parameters[index]
@@ -254,9 +258,10 @@ class Gradients:
                 span = block.planned.spans[index]
                 target = strided(staging.bytes, used, gradient.dtype, span.shape, span.stride)
                 used += aligned(gradient.nbytes)
-            pairs.append((target, gradient))
+            targets.append(target)
+            sources.append(gradient)
             landings.append(_Landing(parameter, target, own))
-        return landings, staging, pairs
+        return landings, staging, targets, sources
 
     def _bring_sparse(self, layer: StreamedLayer, index: int, gradient: Tensor) -> _Landing:
         """Copies a sparse gradient, as ``nn.Embedding(sparse=True)`` makes it.
@@ -278,13 +283,13 @@ class Gradients:
         Something is left of layers of which some parameters get no gradient, so that they are never complete.
         """
         owners = [layer.owner for layer in layers]
-        for layer, received in list(self._received.items()):
-            if received.gradients and layer not in owners and layer.kind is not Kind.RESIDENTS:
+        for layer in list(self._waiting):
+            if layer not in owners and layer.kind is not Kind.RESIDENTS:
                 self.drain(layer)
 
     def flush(self) -> None:
         """Brings every gradient to ``param.grad``."""
-        for layer in list(self._received):
+        for layer in list(self._waiting):
             self.drain(layer)
         self.drains.flush()
 
@@ -297,6 +302,7 @@ class Gradients:
             if drain.staging is not None:
                 self._staging.give_back(drain.staging)
         self._received.clear()
+        self._waiting.clear()
         self.compacted.clear()
         self.device_bytes = 0
 

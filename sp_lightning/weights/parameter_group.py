@@ -6,7 +6,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -142,7 +142,7 @@ class ParameterGroup:
         tensor_data.__set__(parameter, self._away[index])
         if takes_gradient:
             # The user's hooks run where they do on a plain parameter, with torch.autograd.grad as well.
-            self._handles.append(parameter.register_hook(lambda gradient: self._hooked(index, gradient)))
+            self._handles.append(parameter.register_hook(partial(self._hooked, index)))
             self._handles.append(
                 parameter.register_post_accumulate_grad_hook(
                     lambda filled: self.doors.gradient_arrived(self.layer, index, filled)
