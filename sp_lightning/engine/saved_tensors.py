@@ -55,7 +55,10 @@ class _Packed(NamedTuple):
         """The present weight, which may lie outside of the slot."""
         assert self.which is not None
         layer, group = self.layer, self.layer.parameters
-        return group.value(self.which) if group.attached else lease.views(layer.layout, layer.spans)[self.which]
+        # Either is an alias that counts as use of the slot, before the lock is given back.
+        return (
+            group.value(self.which) if group.attached else lease.views(layer.layout, layer.spans)[self.which].detach()
+        )
 
 
 _Kept = tuple[Tensor, int]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import Span
-from sp_lightning.device.lease import Lease, lend
+from sp_lightning.device.lease import MOST_SAVED, Lease, lend
 from sp_lightning.engine.access import Access
 from sp_lightning.weights.layer import StreamedLayer
 from tests.support.engine import step, streamed
@@ -66,6 +66,20 @@ def test_views_are_made_once_and_lie_where_their_spans_say() -> None:
     assert not lease.in_use
     with torch.inference_mode():
         assert not Lease(memory).memory.is_inference()
+
+
+def test_saved_views_count_as_use_one_by_one_and_only_some_are_kept_ready() -> None:
+    memory = torch.arange(1024, dtype=torch.int32).to(torch.uint8)
+    lease = Lease(memory)
+    for _ in range(2):
+        for begin in range(MOST_SAVED + 8):
+            saved = lease.saved(512 + 4 * begin, torch.float32, torch.Size((2, 2)), (1, 2))
+            assert lease.in_use
+            expected = memory[512 + 4 * begin :][:16].view(torch.float32).view(2, 2).t()
+            assert torch.equal(saved.view(torch.int32), expected.view(torch.int32))
+            assert saved.stride() == (1, 2)
+            del saved
+            assert not lease.in_use
 
 
 def test_memory_that_was_moved_is_held_for_good() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import pickletools
@@ -311,6 +312,17 @@ def test_the_fused_step_of_sgd_subtracts_the_gradient() -> None:
     assert weight.tolist() == [0, -1, -2, -3, -4]
 
 
+def test_each_tensor_is_copied_into_its_own() -> None:
+    sources = [torch.randn(2, 3), torch.randn(4).bfloat16(), torch.randn(3, 2).t(), torch.tensor([1, 2])]
+    targets = [torch.empty(2, 3), torch.empty(4), torch.empty(2, 3), torch.empty(2, dtype=torch.int64)]
+    for pairs in (0, 1, 4):
+        for target in targets:
+            target.zero_()
+        torch_private.copy_each(targets[:pairs], sources[:pairs])
+        copied = [torch.equal(target, source) for target, source in zip(targets, sources, strict=True)]
+        assert copied == [True] * pairs + [False] * (4 - pairs)
+
+
 # ---------------------------------------------------------------------------------------- hooks that others registered
 
 
@@ -419,6 +431,22 @@ def test_an_rnn_lists_its_weights_anew() -> None:
     before = [getattr(rnn, name) for name in torch_private.RNN_WEIGHTS]
     rnn.double()
     assert all(getattr(rnn, name) is not old for name, old in zip(torch_private.RNN_WEIGHTS, before, strict=True))
+
+
+def test_a_thread_that_compiles_says_so() -> None:
+    seen: list[bool] = []
+
+    @functools.partial(torch.compiler.disable, recursive=False)
+    def look() -> None:
+        seen.append(torch_private.frame_compiler() is not None)
+
+    def function(x: Tensor) -> Tensor:
+        look()
+        return x + 1
+
+    function(torch.ones(1))
+    torch.compile(function, backend="eager")(torch.ones(1))
+    assert seen == [False, True]
 
 
 def test_compile_marks_tensors_with_attributes_that_begin_so() -> None:
