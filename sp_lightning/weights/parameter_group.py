@@ -97,6 +97,7 @@ class ParameterGroup:
     ) -> None:
         self.spans = spans
         self._offsets = [span.offset for span in spans]
+        self._beginning_at = {span.offset: index for index, span in enumerate(spans) if span.nbytes}
         self.hosts = hosts
         self.device = device
         self.autocast = autocast
@@ -250,6 +251,8 @@ class ParameterGroup:
 
     def at(self, offset: int) -> int | None:
         """The index of the parameter at ``offset`` bytes of the layer's memory; None between parameters, and in casts."""
+        if (beginning := self._beginning_at.get(offset)) is not None:  # nearly all saved views are of a whole weight
+            return beginning
         index = bisect_right(self._offsets, offset) - 1
         if index < 0:
             return None
