@@ -15,6 +15,10 @@ from hypothesis import HealthCheck, Phase, settings
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
+from sp_lightning.activations import offload
+from sp_lightning.activations.calls import Activations
+from sp_lightning.engine.streamer import Streamer
+
 COMMON: dict[str, Any] = {
     "deadline": None,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -42,3 +46,23 @@ def _nothing_left_behind() -> Iterator[None]:
     assert not torch_optimizer._global_optimizer_post_hooks
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch.is_grad_enabled()
+
+
+@pytest.fixture
+def everything_is_worth_moving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of offloaded activations, whose models are small."""
+    monkeypatch.setattr(offload, "WORTH_MOVING", 1)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Activations]:
+    """The activations of every run, to look at after it."""
+    found: list[Activations] = []
+    close = Streamer.close
+
+    def closed(self: Streamer) -> None:
+        found.append(self.activations)
+        close(self)
+
+    monkeypatch.setattr(Streamer, "close", closed)
+    return found

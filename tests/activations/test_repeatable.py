@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import gc
-import json
 import random
 import sys
 import types
@@ -24,33 +23,14 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.activations import offload
 from sp_lightning.activations.forward_state import Unrepeatable
-from sp_lightning.activations.offload import Offload
 from sp_lightning.store.block import HostBlock
-from tests.activations.test_activations import twice
-from tests.support.models import Module, Stack, vectors
+from tests.support.models import Module, Stack, twice, vectors
+from tests.support.repeated_block import Block
 from tests.support.runs import assert_equal, assert_same, fit, superpipeline
 from tests.support.simdevice import simulated
 
-
-@pytest.fixture(autouse=True)
-def everything_is_worth_moving(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "WORTH_MOVING", 1)
-
-
-class Block(nn.Module):
-    """``x + tanh(inner(x)) * factor``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
-
-    def factor(self, x: Tensor) -> Any:
-        return 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.inner(x)) * self.factor(x)
+pytestmark = pytest.mark.usefixtures("everything_is_worth_moving")
 
 
 class Codebook(Block):
@@ -489,212 +469,6 @@ def test_a_checkpoint_of_the_users_around_a_layer_shows_as_often_as_ever(
     assert_same(fit(make, batches, superpipeline(**options)), fit(make, batches))
 
 
-# ---------------------------------------------------------------------- what cannot be put back
-
-
-class WritesWeight(Block):
-    def factor(self, x: Tensor) -> float:
-        with torch.no_grad():
-            self.inner.bias.mul_(0.9)
-        return 1.0
-
-
-class WritesWeightData(Block):
-    def factor(self, x: Tensor) -> float:
-        self.inner.bias.data.mul_(0.9)
-        return 1.0
-
-
-class WritesInput(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(torch.relu_(x))
-
-
-class RunsBackward(Block):
-    def factor(self, x: Tensor) -> float:
-        self.inner(x.detach()).square().mean().backward()
-        return 1.0
-
-
-@pytest.mark.parametrize(
-    ("block", "said"),
-    [
-        (WritesWeight, r"The forward of 'net.blocks.0' writes its parameter 'inner.bias', and cannot be run again"),
-        (WritesWeightData, r"The forward of 'net.blocks.0' writes its parameter 'inner.bias'"),
-        (
-            RunsBackward,
-            r"The forward of 'net.blocks.0' runs a backward that gives its parameter 'inner.weight' a gradient",
-        ),
-        (WritesInput, r"The forward of 'net.blocks.0' writes a tensor of shape \(4, 16\) that it is given"),
-    ],
-)
-def test_writes_that_cannot_be_undone_are_refused(block: type[nn.Module], said: str) -> None:
-    with pytest.raises(
-        Unrepeatable, match=f"{said}.*" + r"activations=\{\"net.blocks.0\": \"offload\", \"\*\*\": \"recompute\"\}"
-    ):
-        fit(twice(block), vectors(), superpipeline(activations="recompute"))
-    for mode in ("keep", "offload"):
-        fit(twice(block), vectors(1), superpipeline(activations=mode))  # as on plain Lightning
-
-
-def test_auto_offloads_what_cannot_be_recomputed() -> None:
-    batches = [*vectors(), *vectors()]
-    with simulated(capacity=26_000):
-        strategy = superpipeline(k=1, k_prime=1, activations="auto")
-        ours = fit(twice(WritesWeight), batches, strategy)
-    assert_same(ours, fit(twice(WritesWeight), batches))
-    blocks = {mode for name, mode in strategy.activations.items() if "blocks" in name}
-    assert "recompute" not in blocks
-
-
-class WritesAnother(Block):
-    """Writes a weight of a layer that it holds out of sight, in a list."""
-
-    def __init__(self, write: Callable[[Any], None]) -> None:
-        super().__init__()
-        self.write = write
-        self.others: list[Any] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        for other in self.others:
-            self.write(other)
-        return super().forward(x)
-
-
-class WritesAnotherLast(WritesAnother):
-    """Nothing is saved for backward after the write, so that torch stops the second run before it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = Block.forward(self, x)
-        for other in self.others:
-            self.write(other)
-        return output
-
-
-def _multiply(other: Any) -> None:
-    with torch.no_grad():
-        other.weight.mul_(0.9)
-
-
-def _multiply_data(other: Any) -> None:
-    other.weight.data.mul_(0.9)
-
-
-def _multiply_all(other: Any) -> None:
-    torch._foreach_mul_([other.weight.data], 0.9)
-
-
-def _multiply_a_view(other: Any) -> None:
-    other.weight.detach()[0].mul_(0.9)
-
-
-def _exchange(other: Any) -> None:
-    other.weight.data = other.weight.data * 0.9
-
-
-def _make_ones(other: Any) -> None:
-    with torch.no_grad():
-        other.weight.fill_(1.0)
-
-
-def writes_another(write: Callable[[Any], None], target: int = 3, kind: type = WritesAnother) -> Callable[[], Module]:
-    """Makes a module whose second block writes a weight of another one."""
-
-    def make() -> Module:
-        stack = Stack()
-        blocks = [kind(write) for _ in range(5)]
-        blocks[1].others = [blocks[target].inner]
-        stack.blocks = nn.ModuleList(blocks)
-        return Module(stack)
-
-    return make
-
-
-@pytest.mark.parametrize("resident", [(), ("net.blocks.3",)], ids=["moves", "stays"])
-@pytest.mark.parametrize("write", [_multiply, _multiply_data, _multiply_all, _multiply_a_view, _exchange])
-def test_a_forward_that_writes_a_weight_of_another_layer_is_refused(
-    write: Callable[[Any], None], resident: Any
-) -> None:
-    make, remedy = writes_another(write), {"net.blocks.1": "offload", "**": "recompute"}
-    said = "The forward of 'net.blocks.1' writes 'net.blocks.3.inner.weight', a weight outside of it, and cannot be run again"
-    with pytest.raises(Unrepeatable, match=said) as refused:
-        fit(make, vectors(), superpipeline(k=1, activations="recompute", resident=resident))
-    assert f"activations={json.dumps(remedy)}" in str(refused.value)
-    ours = fit(make, vectors(), superpipeline(k=1, activations=remedy, resident=resident))
-    assert_same(ours, fit(make, vectors()))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [writes_another(_make_ones), writes_another(_multiply, kind=WritesAnotherLast)],
-    ids=["the same values", "behind what is saved"],
-)
-def test_writes_elsewhere_that_show_once_are_equal(make: Callable[[], Module]) -> None:
-    assert_same(fit(make, vectors(), superpipeline(k=1, activations="recompute")), fit(make, vectors()))
-
-
-def test_auto_does_not_recompute_what_writes_elsewhere() -> None:
-    batches, make = [torch.randn(256, 16) for _ in range(6)], writes_another(_multiply)
-    strategy = superpipeline(k=1, k_prime=1, activations="auto", memory_budget=150_000)
-    assert_same(fit(make, batches, strategy), fit(make, batches))
-    assert strategy.activations["net.blocks.1"] == "offload"
-
-
-class WritesBetween(Module):
-    """Where plain autograd does not mind: it has not saved the bias."""
-
-    def loss(self, batch: Any) -> Tensor:
-        loss = super().loss(batch)
-        with torch.no_grad():
-            self.net.blocks[2].inner.bias.mul_(0.5)  # type: ignore[index, union-attr]
-        return loss
-
-
-def test_weights_that_are_written_between_are_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"'inner.bias' of 'net.blocks.2' has been modified by an inplace operation"):
-        fit(lambda: WritesBetween(Stack()), vectors(), superpipeline(activations="recompute"))
-
-
-class StepsBetween(Module):
-    """A fused step bumps no version, so that plain autograd goes on, with what it has saved."""
-
-    def __init__(self) -> None:
-        super().__init__(Stack())
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch)
-        self.manual_backward(loss, retain_graph=True)
-        optimizer.step()
-        self.manual_backward(loss)
-        optimizer.step()
-
-
-def test_a_step_between_two_backwards_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="has been modified by an inplace operation between forward and backward"):
-        fit(StepsBetween, vectors(), superpipeline(k=1, activations="recompute"))
-    for mode in ("keep", "offload"):
-        assert_same(fit(StepsBetween, vectors(), superpipeline(k=1, activations=mode)), fit(StepsBetween, vectors()))
-
-
-def test_auto_sees_what_is_written_between() -> None:
-    batches = [*vectors(), *vectors()]
-
-    def make() -> Module:
-        return WritesBetween(Stack())
-
-    with simulated(capacity=26_000):
-        strategy = superpipeline(k=1, k_prime=1, activations="auto")
-        ours = fit(make, batches, strategy)
-    assert_same(ours, fit(make, batches))
-    assert strategy.activations["net.blocks.2"] != "recompute"
-
-
 # ---------------------------------------------------------------------- forwards of the user's own
 
 
@@ -720,71 +494,6 @@ def with_own_forward() -> Module:
 def test_forwards_that_users_replace(mode: Any) -> None:
     ours = fit(with_own_forward, vectors(), superpipeline(activations=mode))
     assert_same(ours, fit(with_own_forward, vectors()))
-
-
-# ---------------------------------------------------------------------- faults
-
-
-class Retries(Module):
-    """Catches an error in backward, and goes backward again."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__(net)
-        self.automatic_optimization = False
-        self.retried = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        optimizer: Any = self.optimizers()
-        loss = self.loss(batch)
-        try:
-            self.manual_backward(loss, retain_graph=True)
-        except torch.OutOfMemoryError:
-            self.retried += 1
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-
-def test_an_error_while_activations_come_back_leaves_none_half_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    bring = Offload._bring
-    failed: list[bool] = []
-
-    def fails_once(self: Offload, storages: Any) -> None:
-        device = self._device
-        if len(storages) > 1 and not failed and all(each.source is None and each.returned is None for each in storages):
-            failed.append(True)
-            given = iter([device.empty])
-
-            def empty(nbytes: int) -> Tensor:
-                make = next(given, None)
-                if make is None:
-                    raise torch.OutOfMemoryError("no room")
-                return make(nbytes)
-
-            with monkeypatch.context() as context:
-                context.setattr(device, "empty", empty)
-                bring(self, storages)
-        bring(self, storages)
-
-    reference = fit(lambda: Retries(Stack()), vectors())
-    monkeypatch.setattr(Offload, "_bring", fails_once)
-    ours = fit(lambda: Retries(Stack()), vectors(), superpipeline(activations="offload"))
-    assert_same(ours, reference)
-    assert failed
-    assert ours.module.retried == 0, "what failed was one unit ahead, and came on demand"
-
-
-def test_patterns_with_another_name_or_without_effect() -> None:
-    stack = Stack()
-    stack.alias = stack.blocks[1]
-    strategy = superpipeline(activations={"net.alias": "offload"})
-    fit(lambda: Module(stack), vectors(1), strategy)
-    assert [name for name, mode in strategy.activations.items() if mode == "offload"] == ["net.blocks.1"]
-    shadowed: Any = {"net.blocks": "offload", "net.blocks.1": "keep"}
-    with pytest.raises(ValueError, match=r"'net.blocks.1': 'keep'\} decides nothing: .* Put 'net.blocks.1' before"):
-        fit(lambda: Module(Stack()), vectors(1), superpipeline(activations=shadowed))
 
 
 class Moved(Block):

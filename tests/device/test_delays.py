@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from sp_lightning.device.waits import Stream, Wait
-from tests.device.test_waits import SCENARIOS, ahead, left_out
-from tests.gpu.test_delays import NOT_SEEN
-from tests.support.delays import CYCLES, Delayed, Slow
+from tests.support.delays import CYCLES, NOT_SEEN, Delayed, Slow
 from tests.support.runs import assert_same, superpipeline
 from tests.support.simdevice import Race, simulated
+from tests.support.wait_scenarios import SCENARIOS, ahead, left_out
 
 CPU = torch.device("cpu")
 

@@ -518,8 +518,9 @@ def test_faults_at_random_moments() -> None:
         print(rows[-1], flush=True)
     text = f"""# Faults at random moments
 
-`python -m tests.endurance.test_faults`, {date.today()}: {platform.machine()}, {os.cpu_count()} cores,
-Python {platform.python_version()}, torch {torch.__version__}, lightning {pl.__version__}, on the CPU and on the simulated asynchronous device (k = 1, k' = 1).
+`python -m tests.endurance.test_faults`, {date.today()}: {platform.machine()}, {os.cpu_count()} cores, Python
+{platform.python_version()}, torch {torch.__version__}, lightning {pl.__version__}, on the CPU and on
+the simulated asynchronous device (k = 1, k' = 1).
 
 Ten times with updates in the step, ten under the next forward, ten under backward. Whole: finite, on the host, of the user's own
 class, bitwise those of plain Lightning after as many steps (or not to be saved, where some layers had been updated); nothing left

@@ -9,28 +9,17 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from tests.support.models import CASES, Case, llama, tokens
+from tests.support.bare import assert_like_plain
+from tests.support.models import (
+    CASES,
+    llama,
+    tokens,
+)
 from tests.support.poison import poisoned
+from tests.support.reference import plain, run
 from tests.support.runs import Outcome, assert_same, fit, superpipeline
 
 ALL = 99  # more than any model here has
-
-_plain: dict[tuple[Any, ...], Outcome] = {}
-
-
-def plain(name: str, **options: Any) -> Outcome:
-    """The reference run, once for each case."""
-    key = (name, *sorted(options.items()))
-    if key not in _plain:
-        _plain[key] = run(CASES[name], "auto", **options)
-    return _plain[key]
-
-
-def run(case: Case, strategy: Any, **options: Any) -> Outcome:
-    batches = case.batches()
-    # A batch that requires a gradient is a leaf of its own run; validation runs on copies without.
-    val = None if any(getattr(batch, "requires_grad", False) for batch in batches) else case.batches()[:2]
-    return fit(case.make, batches, strategy, val=val, **options)
 
 
 @pytest.mark.parametrize("k_prime", [1, 2])
@@ -135,3 +124,11 @@ def test_without_the_callback(batch_count: int) -> None:
     batches = tokens(batch_count)
     ours = fit(llama, batches, superpipeline(callback=False), val=batches)
     assert_same(ours, fit(llama, batches, val=batches))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_path_that_users_take(name: str) -> None:
+    """The recorder of the equality tests overrides a hook, so with it copies were never kept: this runs without it."""
+    if name == "checkpoint-whole":
+        pytest.skip("its batches need gradients of their own")
+    assert_like_plain(CASES[name].make, CASES[name].batches(), max_epochs=2)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from matplotlib import pyplot
 
 from examples.benchmarks import __main__ as everything
 from examples.benchmarks import (
@@ -29,9 +27,7 @@ from examples.benchmarks import (
     forks,
     limits,
     measure,
-    meter,
     overhead,
-    pictures,
     predict,
     report,
     rows,
@@ -41,6 +37,7 @@ from examples.benchmarks import (
 from examples.benchmarks.limit_model import prediction_seconds, training_seconds
 from examples.benchmarks.workloads import Workload
 from sp_lightning.device.device import Device
+from tests.support.made_up_rows import cells, made_up
 
 SHORT = ["--precision", "32-true", "--steps", "5", "--k-and-k-prime", "2:1"]
 GIB = 2**30
@@ -339,118 +336,6 @@ def test_where_rows_go_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         cli.report_folder(f"{tmp_path}/new")
 
 
-# ---------------------------------------------------------------------- the report, from made-up rows
-
-
-def made_up(
-    name: str, seconds: float = 0.0, gib: float = 0.0, *, device_gib: float | None = None, **more: Any
-) -> rows.Row:
-    """A row of a 3B model at 8192 tokens per step."""
-    workload = Workload("train", "llm", "3B", "bf16-mixed", 8192, 4096)
-    row = {**rows.origin(), **contest.describe(workload, name, contest.Limits(device_gib=device_gib))}
-    if not seconds:
-        return {**row, "status": "failed", "error": "OutOfMemoryError: no | room", **more}
-    return {
-        **row,
-        "status": "ok",
-        "step_seconds": [seconds, 0.9 * seconds, 1.2 * seconds],
-        "median_step_seconds": seconds,
-        "items_per_second": 8192 / seconds,
-        "losses": [11.0, 10.5],
-        "peak_allocated_bytes": gib * GIB,
-        "peak_reserved_bytes": gib * GIB,
-        "peak_host_bytes": 2 * GIB,
-        "pinned_bytes": GIB,
-        "optimizer_seconds": [0.3, 0.1, 0.2],
-        "stats": [dict(zip(report.STALLS, (0.05, 0.01, 0.03, 0.04), strict=True))] if "superpipeline" in name else None,
-        **more,
-    }
-
-
-def made_up_limits() -> rows.Row:
-    # 2 · 3.2e9 · 8192 / 1e15 is 0.053 s of forward and thrice that of a step; 34 bytes a parameter at 1e11 are the limit.
-    names = ("host_to_device_bytes", "device_to_host_bytes", "duplex_bytes", "dram_bytes", "adamw_bytes")
-    rates = dict.fromkeys(names, 1e11)
-    return {**rows.origin(), "kind": "limits", "status": "ok", "matrix_flops": {"bf16": 1e15, "fp32": 1e14}, **rates,
-            "adamw_seconds_per_parameter": 28e-11, "default_adamw_seconds_per_parameter": 2e-9}  # fmt: skip
-
-
-def cells(text: str, label: str) -> list[str]:
-    """The first table line about a contestant."""
-    line = next(line for line in text.splitlines() if line.startswith(f"| {label} |"))
-    return [cell.strip() for cell in line.strip("|").split(" | ")]
-
-
-def test_the_reports_numbers_follow_from_the_rows(tmp_path: Path) -> None:
-    found = [
-        made_up_limits(),
-        made_up("plain", 1.0, 80),
-        made_up("superpipeline-2:1", 2.0, 16, registered_bytes=3 * GIB, counted_peak_bytes=1.5 * GIB),
-        made_up("superpipeline-4:2", 1.6, 20, losses=[11.0]),
-        made_up("fsdp2", 4.0, 18),
-        made_up("deepspeed"),
-        made_up("plain", device_gib=16),
-        made_up("superpipeline-2:1", 3.0, 9, device_gib=16),
-    ]
-    path = report.write(found, tmp_path)
-    text = path.read_text()
-    # step, quartiles, tokens/s, ÷ plain, our best ÷ it, of the limit, what is on the device, device, device ÷ plain,
-    # reserved, host, pinned, loss
-    numbers = "4 | 3.8 to 4.4 | 2,048 | 0.25 | 2.50 | 0.27 | – | 18.00 | 0.23 | 18.00 | 2.00 | 1.00 | 11.00000 |"
-    assert f"| FSDP2 CPUOffloadPolicy | {numbers}" in text
-    ours = cells(text, "superpipeline 2:1")
-    assert ours[1:8] == ["2", "1.9 to 2.2", "4,096", "0.50", "–", "0.55", "1.5 GiB"]
-    assert ours[9] == "0.20"
-    assert ours[12] == "3.00"
-    assert "| drain stall, s |" in text
-    assert "| AdamW as users write it, on the CPU | 2 ns per parameter |" in text
-    split = text[text.index("drain stall") :]
-    assert cells(split, "superpipeline 2:1")[1:] == ["1.67", "0.05", "0.01", "0.03", "0.04", "0.2"]
-    assert cells(split, "FSDP2 CPUOffloadPolicy")[1:] == ["3.8", "–", "–", "–", "–", "0.2"]
-    assert cells(text, "plain Lightning")[4:7] == ["1.00", "0.62", "–"]
-    assert "OutOfMemoryError: no \\| room" in text
-    assert (
-        "Llama-shaped language model, 3.21 B parameters, sequences of 4096 tokens, bf16-mixed, "
-        "activations kept (no checkpointing) unless a contestant says otherwise."
-    ) in text
-    larger = text[text.index("## Larger than the card") : text.index("## Train")]
-    assert (
-        "| 16 | train llm 3B, bf16-mixed, 8192 tokens | superpipeline 2:1 | 3 s per step, loss 10.5000 | 9.00 |"
-        in larger
-    )
-    assert "| plain Lightning | failed | – | failed: OutOfMemoryError" in larger
-    drawn = sorted(tmp_path.glob("*.png"))
-    assert [each.name for each in drawn] == ["step-time-against-limit.png", "step-time-against-memory.png"]
-    assert all(each.stat().st_size > 10_000 for each in drawn)
-    # Directly after the ceilings, each under what it shows.
-    shown = text[text.index("## Ceilings") : text.index("## Larger")]
-    assert all(f"({each.name})" in shown for each in drawn)
-    assert "train llm 3B, bf16-mixed, 8192 tokens" in shown
-
-
-def test_the_machine_is_named_with_threads_and_device_memory(tmp_path: Path) -> None:
-    row = made_up("plain", 1.0, 80)
-    row["machine"] |= {"accelerator": "Some GPU", "accelerator_bytes": 40 * GIB, "cores": 8, "threads": 4}
-    text = report.write([row], tmp_path).read_text()
-    assert "- Some GPU, 40.0 GiB; " in text
-    assert "8 cores, 4 threads" in text
-
-
-def test_labels_keep_clear_of_other_markers() -> None:
-    _, axes = pyplot.subplots(dpi=72)  # a point is a pixel
-    axes.set(xlim=(0, 10), ylim=(0, 10))
-    axes.figure.draw_without_rendering()
-    one, above = made_up("superpipeline-2:1", 5.0, 5), made_up("plain", 5.3, 5)
-    pictures._annotate(axes, [one], [above])
-    assert axes.texts[0].get_position()[1] < 0  # in points, from the marker
-    pyplot.close(axes.figure)
-
-
-def test_a_peak_is_no_counter() -> None:
-    counted = [{"fetched": 1, "peak_device_bytes": 9}, {"fetched": 3, "peak_device_bytes": 9}]
-    assert meter.deltas(counted) == [{"fetched": 2}]
-
-
 def test_overhead_is_measured_and_told(tmp_path: Path) -> None:
     row = {**rows.origin(), **overhead.measure(0.5)}
     found = row["models"]["mlp"]
@@ -461,51 +346,6 @@ def test_overhead_is_measured_and_told(tmp_path: Path) -> None:
     found["step_seconds"]["plain"] = 48 * 2e-5
     text = report.write([row], tmp_path).read_text()
     assert cells(text, "mlp")[1:] == ["20", "100", "400", "0.25"]
-
-
-def test_without_an_accelerator_there_is_no_limit_and_no_picture(tmp_path: Path) -> None:
-    row = made_up("plain", 1.0, peak_allocated_bytes=None, peak_reserved_bytes=None, pinned_bytes=None)
-    text = report.write([row], tmp_path).read_text()
-    assert "| contestant | step, s | quartiles, s | tokens/s | ÷ plain | host, GiB |" in text
-    assert report.NO_PICTURES in text
-    assert "of the limit" not in text
-    assert not list(tmp_path.glob("*.png"))
-
-
-@pytest.mark.parametrize(("change", "message"), [({"commit": "other"}, "2 commits"), ({"machine": {}}, "2 machines")])
-def test_rows_of_several_origins_are_refused(change: rows.Row, message: str, tmp_path: Path) -> None:
-    one = made_up("plain", 1.0, 80)
-    other = {**made_up("fsdp2", 2.0, 80), **change}
-    other["machine"] = {**one["machine"], "processor": "another"} if "machine" in change else one["machine"]
-    with pytest.raises(ValueError, match=message):
-        report.write([one, other], tmp_path)
-    assert report.write([one, other], tmp_path, mixed=True).is_file()
-    with pytest.raises(ValueError, match="no rows"):
-        report.write([], tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"b"', "line 3: is no JSON"),
-        ('{"kind": "train"}', "line 3: is no row, which has status, machine"),
-        ("[1]", "line 3: is no row"),
-    ],
-)
-def test_a_broken_line_is_named(line: str, message: str, tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    row = made_up("plain", 1.0)
-    file.write_text(f"{json.dumps(row)}\n \n")
-    assert rows.read(file) == [row]
-    file.write_text(file.read_text() + line)
-    with pytest.raises(ValueError, match=message):
-        rows.read(file)
-
-
-def test_a_report_lies_beside_its_rows(tmp_path: Path) -> None:
-    rows.append(tmp_path / "rows.jsonl", made_up("plain", 1.0))
-    report.main([str(tmp_path)])
-    assert (tmp_path / "report.md").is_file()
 
 
 def test_foresight_measures_and_predicts_every_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -550,59 +390,6 @@ def test_a_transfer_rate_is_bytes_over_seconds(monkeypatch: pytest.MonkeyPatch) 
     found = limits._transfer_rates(there, back, torch.device("cpu"), 0.3)
     assert found == dict.fromkeys(limits.TRANSFERS, 2**21)
     assert there.sum() == back.sum() == 2**20, "both were touched before: the first touch of a page is no transfer"
-
-
-@pytest.fixture
-def on_a_machine(tmp_path: Path) -> Callable[..., tuple[int, list[str]]]:
-    """Runs the script with a Python that notes what it is to do, and fails with a status of the test's."""
-
-    def run(*arguments: str, tests: int = 0) -> tuple[int, list[str]]:
-        python, log = tmp_path / "python", tmp_path / "log"
-        python.write_text(f'#!/bin/sh\necho "$@" >> {log}\ncase "$*" in *pytest*) exit {tests};; esac\n')
-        python.chmod(0o755)
-        script = Path(everything.__file__).with_name("gpu.sh")
-        environment = {**os.environ, "PYTHON": str(python), "OUT": str(tmp_path / "out")}
-        status = subprocess.run(["bash", script, *arguments], env=environment, capture_output=True).returncode
-        return status, log.read_text().splitlines()
-
-    return run
-
-
-@pytest.mark.parametrize("part", ["tests1", "tests2", "tests3", "tests4", "tests5", "tests6"])
-def test_a_part_of_the_gpus_tests_ends_as_they_do(part: str, on_a_machine: Any, tmp_path: Path) -> None:
-    status, (done,) = on_a_machine(part, tests=1)
-    assert status == 1
-    assert "-m pytest -ra" in done
-    assert (tmp_path / "out" / f"{part}.txt").exists()
-
-
-def test_a_failing_test_costs_no_figures_and_is_told(on_a_machine: Any) -> None:
-    status, done = on_a_machine(tests=1)
-    assert status == 1
-    assert [each.split()[1] for each in done] == ["pytest", "examples.benchmarks.foresight", "examples.benchmarks"]
-
-
-def test_every_file_of_the_gpus_tests_has_its_part(on_a_machine: Any) -> None:
-    root = Path(everything.__file__).parents[2]
-    done = [line for part in range(1, 7) for line in on_a_machine(f"tests{part}")[1]]
-    for file in (root / "tests/gpu").glob("test_*.py"):
-        assert any(f"tests/gpu/{file.name}" in line for line in done), file
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there everything runs")
-def test_what_has_run_when_the_time_is_over_is_reported(tmp_path: Path) -> None:
-    root = Path(everything.__file__).parents[2]
-    (tmp_path / "conftest.py").write_text((root / "tests/gpu/conftest.py").read_text())
-    (tmp_path / "test_two.py").write_text(
-        "import conftest\ndef test_one(): conftest._begun -= 2000; assert 0\ndef test_two(): pass\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-ra", "-v", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path],
-        env={**os.environ, "GPU_TEST_SECONDS": "1000"}, capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
-    assert run.returncode == pytest.ExitCode.INTERRUPTED
-    assert "FAILED test_two.py::test_one" in run.stdout
-    assert "test_two.py::test_two and what follows has not run" in run.stdout
 
 
 def test_a_forks_cost_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first kernel: results that repeat
+
 SECONDS = float(os.environ.get("GPU_TEST_SECONDS", "inf"))
 _begun = time.monotonic()
 

@@ -6,12 +6,9 @@ optimizer runs on the same device on both sides.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import lightning.pytorch as pl
 import pytest
@@ -19,11 +16,10 @@ import torch
 from torch import Tensor
 
 from sp_lightning import SuperpipelineStrategy
+from tests.support.gpu_reference import reference
 from tests.support.models import CASES, Transformer, llama
 from tests.support.runs import (
-    Batches,
     LossRecorder,
-    Make,
     Recorder,
     assert_equal,
     fused,
@@ -45,41 +41,6 @@ def _deterministic() -> Iterator[None]:
     torch.backends.cudnn.benchmark = False
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def to_device(batch: Any) -> Any:
-    from lightning.fabric.utilities import move_data_to_device
-
-    return move_data_to_device(batch, torch.device("cuda"))
-
-
-def reference(make: Make, batches: Batches, precision: str) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Losses and parameters of the plain module on the device, stepped on the CPU."""
-    pl.seed_everything(7, verbose=False)
-    module: Any = make()
-    optimizer = module.configure_optimizers()
-    masters = {p: p.detach().clone() for group in optimizer.param_groups for p in group["params"]}
-    on_cpu = {p: torch.nn.Parameter(value) for p, value in masters.items()}
-    for group in optimizer.param_groups:
-        group["params"] = [on_cpu[p] for p in group["params"]]
-    module.to("cuda")
-    module.train()
-    losses = []
-    for batch in batches:
-        batch = to_device(batch)
-        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16-mixed", cache_enabled=False):
-            loss = module.loss(batch)
-        for p in module.parameters():
-            p.grad = None
-        loss.backward()
-        for p, master in on_cpu.items():
-            master.grad = None if p.grad is None else p.grad.cpu()
-        optimizer.step()
-        with torch.no_grad():
-            for p, master in on_cpu.items():
-                p.copy_(master)
-        losses.append(loss.detach().cpu())
-    return losses, {key: value.cpu() for key, value in module.state_dict().items()}
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -12,23 +12,15 @@ import pytest
 import torch
 
 from sp_lightning.device.waits import Wait
-from tests.device.test_waits import IMPLIED, SCENARIOS, ahead, left_out
-from tests.support.delays import REGIMES, Slow, delayed
+from tests.support.delays import NOT_SEEN, REGIMES, Slow, delayed
 from tests.support.runs import Outcome, assert_same, superpipeline
+from tests.support.wait_scenarios import SCENARIOS, ahead, left_out
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-NOT_SEEN = {
-    **IMPLIED,
-    Wait.DROP_AFTER_DRAIN: "the next gradient comes into that memory by the same stream, and nothing else does",
-    Wait.CLOSE_AFTER_FETCH: "page locks are given back next, which waits for all copies before anybody takes memory",
-    Wait.CLOSE_AFTER_STORE: "the same",
-}
-"""Waits whose omission no result can show, and why; the clocks of the simulated device show it."""
 
 
 @pytest.fixture(autouse=True)

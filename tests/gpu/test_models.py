@@ -12,7 +12,7 @@ from torch import nn
 pytest.importorskip("diffusers")
 pytest.importorskip("timm")
 
-from tests.gpu.test_cuda import reference
+from tests.support.gpu_reference import reference
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import Batches, LossRecorder, Make, assert_equal, loader, superpipeline, trainer_for
 from tests.support.zoo import ZOO

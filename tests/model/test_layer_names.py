@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from sp_lightning.model.find import find_layers
-from tests.model.test_layers import MODELS
+from tests.support.findable import MODELS
 from tests.support.models import CASES
 from tests.support.zoo import ZOO
 

@@ -28,7 +28,7 @@ from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.slots import Staged
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_equal, assert_same, fit, fused, loader, superpipeline, trainer_for
-from tests.weights.test_tables import Text, numbers
+from tests.support.tables import Text, numbers
 
 # ---------------------------------------------------------------------- BlockSource
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from sp_lightning.device.accelerator import Accelerator
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.waits import Stream, Wait
+from tests.support.wait_scenarios import IMPLIED
 
 Slow = Literal["copies", "compute"]
 REGIMES: tuple[Slow, ...] = ("copies", "compute")
@@ -101,8 +102,7 @@ def spoil(target: Tensor, source: Tensor) -> None:
 @contextmanager
 def delayed(slow: Slow, omit: Wait | None = None) -> Iterator[list[Delayed]]:
     """Every strategy inside runs on such a device, whose trainers take the GPU; the list is of those that were made."""
-    from tests.device import test_waits
-    from tests.support import runs
+    from tests.support import runs, wait_scenarios
 
     made: list[Delayed] = []
 
@@ -118,7 +118,16 @@ def delayed(slow: Slow, omit: Wait | None = None) -> Iterator[list[Delayed]]:
     with (
         mock.patch("sp_lightning.trainer.run.device_for", make),
         mock.patch.object(runs, "trainer_for", on_gpu),
-        mock.patch.object(test_waits, "trainer_for", on_gpu),
+        mock.patch.object(wait_scenarios, "trainer_for", on_gpu),
     ):
         yield made
     torch.cuda.synchronize()
+
+
+NOT_SEEN = {
+    **IMPLIED,
+    Wait.DROP_AFTER_DRAIN: "the next gradient comes into that memory by the same stream, and nothing else does",
+    Wait.CLOSE_AFTER_FETCH: "page locks are given back next, which waits for all copies before anybody takes memory",
+    Wait.CLOSE_AFTER_STORE: "the same",
+}
+"""Waits whose omission no result can show, and why; the clocks of the simulated device show it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -505,3 +506,54 @@ CASES: dict[str, Case] = {
         lambda: [torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)],
     ),
 }
+
+
+def twice(block: type[nn.Module]) -> Any:
+    def make() -> Module:
+        stack = Stack()
+        for index in range(len(stack.blocks)):
+            stack.blocks[index] = block()
+        return Module(stack)
+
+    return make
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * self.scale
+        return x
+
+
+class FunctionalCall(Module):
+    """Weights that are computed lie in no slot, and no module hook tells that a layer's backward begins."""
+
+    def loss(self, batch: Any) -> Tensor:
+        weights = {name: p * 2 for name, p in self.net.named_parameters()}
+        return torch.func.functional_call(self.net, weights, batch).square().mean()
+
+
+class Copies(Module):
+    """A copy of a streamed module is a plain module, made inside a step or between two."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.copied = [copy.deepcopy(self.net)]
+        with torch.no_grad():
+            self.seen.append(self.copied[0](batch).clone())
+        assert all(type(p) is nn.Parameter for p in self.copied[0].parameters())
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.seen.append(self.copied[0](batch).clone())
+            self.seen.append(copy.deepcopy(self.net)(batch).clone())

@@ -19,12 +19,10 @@ from sp_lightning.plan.rings import Ring
 from sp_lightning.tune.activation_choice import Balance, without_second_forwards
 from sp_lightning.tune.simulator import predict
 from sp_lightning.tune.visits import Rates, Visit
-from tests.activations.test_activations import Saves, rows, saving, seen
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import assert_same, fit, superpipeline
+from tests.support.saving import Saves, rows, saving
 from tests.support.simdevice import SimDevice, simulated
-
-__all__ = ["seen"]
 
 UNITS = [f"blocks.{index}" for index in range(8)]
 GB = 10**9

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.activations.forward_state import Unrepeatable
-from tests.equality.test_experts import switch
+from tests.support.experts import switch
 from tests.support.models import Block, Module, tokens, vectors
 from tests.support.poison import poisoned
 from tests.support.runs import assert_equal, assert_same, fit, fused, superpipeline

@@ -1,0 +1,116 @@
+"""Errors of autograd's own, and torch.func, are what they are on plain Lightning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.models import Module, Stack, vectors
+from tests.support.runs import assert_same, fit, superpipeline
+from tests.support.starts import start
+
+
+def test_a_weight_written_between_forward_and_backward_is_autograds_own_error() -> None:
+    class Writes(Module):
+        def loss(self, batch: Any) -> Tensor:
+            loss = super().loss(batch)
+            net: Any = self.net
+            with torch.no_grad():
+                net.blocks[1].inner.weight.mul_(2)
+            return loss
+
+    for strategy in ("auto", superpipeline(), superpipeline(k=99)):
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation: \[torch\.\w*FloatTensor \[16, 32\]"):
+            start(strategy, Writes(Stack()))
+
+
+def test_an_optimizer_step_between_forward_and_backward_is_autograds_own_error() -> None:
+    class Steps(Module):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            loss = self.loss(batch)
+            self.manual_backward(loss, retain_graph=True)
+            optimizer.step()
+            self.manual_backward(loss)
+
+    for strategy in ("auto", superpipeline(), superpipeline(k=99)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            start(strategy, Steps(Stack()))
+
+
+def test_an_activation_written_in_place_is_autograds_own_error() -> None:
+    """Where saved-tensor hooks are active autograd leaves the check out; without ours this was silent."""
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.exp(self.linear(x))
+            return y.add_(1).sum()
+
+    for strategy in ("auto", superpipeline()):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            start(strategy, Module(Writes()))
+
+
+def test_torch_func_grad_through_a_streamed_layer() -> None:
+    class Transforms(Module):
+        def loss(self, batch: Any) -> Tensor:
+            return torch.func.grad(lambda x: self.net(x).sum())(batch).sum()
+
+    with pytest.raises(RuntimeError, match=r"torch\.func\.grad.*create_graph=True.*resident="):
+        start(superpipeline(), Transforms(Stack()))
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_torch_func_grad_where_nothing_is_streamed(activations: Any) -> None:
+    class Transforms(Module):
+        def loss(self, batch: Any) -> Tensor:
+            return torch.func.grad(lambda x: self.net(x).square().sum())(batch).square().sum() + super().loss(batch)
+
+    ours = fit(lambda: Transforms(Stack()), vectors(), superpipeline(resident=["**"], activations=activations))
+    assert_same(ours, fit(lambda: Transforms(Stack()), vectors()))
+
+
+def test_torch_func_grad_outside_a_step_names_the_layer() -> None:
+    class Transforms(Module):
+        def on_train_epoch_start(self) -> None:
+            torch.func.grad(lambda x: self.net(x).sum())(torch.ones(2, 16))
+
+    with pytest.raises(RuntimeError, match=r"reached the streamed layer 'net\.stem'.*resident=\['net\.stem'\]"):
+        start(superpipeline(), Transforms(Stack()))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace.*` is deprecated:FutureWarning", "ignore::DeprecationWarning")
+def test_a_trace_in_a_run_is_refused() -> None:
+    class Traces(Module):
+        def on_fit_start(self) -> None:
+            torch.jit.trace(self.net, torch.ones(2, 16))
+
+    with pytest.raises(RuntimeError, match=r"torch\.jit\.trace was called during a run.*log_graph=False"):
+        start(superpipeline(), Traces(Stack()))
+    module = Module(Stack())
+    start(superpipeline(), module)
+    net, x = module.net.eval(), torch.ones(2, 16)
+    assert torch.equal(torch.jit.trace(net, x)(x), net(x))
+
+
+def test_gradients_with_a_graph_of_their_own() -> None:
+    class Graph(Module):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.loss(batch).backward(create_graph=True)
+
+    with (
+        pytest.warns(UserWarning, match="create_graph=True"),
+        pytest.raises(RuntimeError, match=r"The gradient of 'net\..*create_graph=True.*torch\.autograd\.grad"),
+    ):
+        start(superpipeline(), Graph(Stack()))

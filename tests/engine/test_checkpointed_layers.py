@@ -1,0 +1,196 @@
+"""Checkpoints and saved-tensor hooks of the user's, around layers and inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from tests.support.bare import assert_like_plain, bare
+from tests.support.models import (
+    Block,
+    CheckpointedCalls,
+    FunctionalCall,
+    InsideCheckpoint,
+    Module,
+    Stack,
+    llama,
+    tokens,
+    vectors,
+)
+from tests.support.normed import NormedStack
+from tests.support.runs import loader, superpipeline, trainer_for
+
+
+class FrozenAndCheckpointed(Module):
+    """A recompute keeps frozen weights as they are; autograd read NaN from them once their layer had gone.
+
+    Found by fuzzing. Adapters on a checkpointed, frozen base are this case.
+    """
+
+    def __init__(self, net: nn.Module, *, manual: bool = False) -> None:
+        super().__init__(net)
+        self.automatic_optimization = not manual
+        for block in self.net.blocks:
+            block.inner.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+
+class InsideReentrant(Stack):
+    """No module hook runs when this is recomputed, and no hooks are active."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block.forward, x, use_reentrant=True)
+        return self.head(x)
+
+
+class KeepsWhatIsSaved(Module):
+    """Hooks that return what they are given, as activation offloading does with parameters."""
+
+    def loss(self, batch: Any) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            return super().loss(batch)
+
+
+def _saves_products() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+
+
+# torch announces that saved-tensor hooks will see what these checkpoints save; ours keep what is no weight.
+SELECTIVE = "ignore:A saved_tensors_hooks context .* is active around a selective activation checkpoint:FutureWarning"
+
+
+class SelectiveInside(Block):
+    """Its dispatch mode counts operators in forward and in the recompute: the engine's own differ between them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False, context_fn=_saves_products)
+
+
+class SelectiveAround(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=_saves_products)
+        return self.head(x)
+
+
+def with_checkpointed_forwards() -> pl.LightningModule:
+    """As transformers does it: no module hook tells of the recompute, which brings every weight by its stand-in."""
+    module = llama(dropout=0.0)
+    for layer in module.net.model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=_saves_products)
+    return module
+
+
+class SavesInside(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        state = self.trainer.strategy.lightning_module_state_dict()
+        assert all(type(value) is Tensor and value.isfinite().all() for value in state.values())
+        loss = self.loss(batch)
+        return loss + sum(
+            g.square().sum() for g in torch.autograd.grad(loss, list(self.parameters()), create_graph=True)
+        )
+
+
+class Threads(Module):
+    """Calls in a thread of its own build graphs too; hooks were pushed on one thread and popped on another."""
+
+    def loss(self, batch: Any) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(super().loss, batch).result()
+        return first + super().loss(batch * 0.5)
+
+
+@pytest.mark.filterwarnings(SELECTIVE)
+def test_selective_checkpoints_of_transformers() -> None:
+    assert_like_plain(with_checkpointed_forwards, tokens())
+
+
+def test_a_graph_that_outlived_its_run_says_so() -> None:
+    class KeepsLoss(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.last = self.loss(batch)
+            return self.loss(batch)
+
+    pl.seed_everything(7, verbose=False)
+    module = KeepsLoss(Stack())
+    trainer_for(superpipeline(k=1)).fit(module, loader(vectors()))
+    with pytest.raises(RuntimeError, match="graph of a run that is over"):
+        module.last.backward()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("how", ["calls", "inside", "all", "kept", "kept-inside"])
+def test_weights_that_are_kept_as_they_are(how: str, frozen: bool) -> None:
+    assert_like_plain(lambda: Module(NormedStack(how, frozen=frozen)))
+
+
+def test_bounds_hold_without_module_hooks() -> None:
+    strategy = superpipeline(k=1)
+    bare(lambda: FunctionalCall(Stack()), strategy)
+    assert strategy.stats().peak_device_bytes <= strategy.plan.peak_device_bytes
+
+
+CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
+    "frozen-checkpoint": (lambda: FrozenAndCheckpointed(CheckpointedCalls(False)), {}),
+    "frozen-checkpoint-manual": (lambda: FrozenAndCheckpointed(CheckpointedCalls(False), manual=True), {}),
+    "frozen-checkpoint-reentrant": (lambda: FrozenAndCheckpointed(CheckpointedCalls(True), manual=True), {}),
+    "frozen-checkpoint-inside": (lambda: FrozenAndCheckpointed(InsideCheckpoint()), {}),
+    "frozen-checkpoint-inside-manual": (lambda: FrozenAndCheckpointed(InsideCheckpoint(), manual=True), {}),
+    "frozen-checkpoint-inside-reentrant": (lambda: FrozenAndCheckpointed(InsideReentrant()), {}),
+    "keeps-what-is-saved": (lambda: KeepsWhatIsSaved(Stack()), {}),
+    "saves-inside": (lambda: SavesInside(Stack()), {}),
+    "threads": (lambda: Threads(Stack()), {}),
+    "selective-inside": (lambda: Module(nn.Sequential(Block(), SelectiveInside(), Block(), SelectiveInside())), {}),
+    "selective-around": (lambda: Module(SelectiveAround()), {}),
+}
+
+
+@pytest.mark.filterwarnings(SELECTIVE)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", CASES)
+def test_like_plain(name: str, precision: str) -> None:
+    make, options = CASES[name]
+    assert_like_plain(make, **options, precision=precision)
+
+
+def test_bounds_hold_when_layers_thaw() -> None:
+    """The plan was made while layers were frozen, and did not count their gradients."""
+
+    class Thaws(Module):
+        def __init__(self) -> None:
+            super().__init__(Stack())
+            self.net.requires_grad_(False)
+            net: Any = self.net
+            net.head.requires_grad_(True)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def on_train_epoch_start(self) -> None:
+            self.net.requires_grad_(self.current_epoch > 0)
+            net: Any = self.net
+            net.head.requires_grad_(True)
+
+    assert_like_plain(Thaws, max_epochs=2)
+    strategy = superpipeline(k=1)
+    bare(Thaws, strategy, max_epochs=2)
+    assert strategy.stats().peak_device_bytes <= strategy.plan.peak_device_bytes

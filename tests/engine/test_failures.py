@@ -1,0 +1,227 @@
+"""After an error or Ctrl-C anywhere the module is whole, and nothing is under way."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.device.device import Device
+from sp_lightning.engine.access import Access
+from sp_lightning.engine.backward import _GraphTaskEnd
+from sp_lightning.engine.saved_tensors import packs
+from sp_lightning.engine.streamer import Streamer
+from sp_lightning.optim import background
+from sp_lightning.optim.layerwise import LayerwiseStep
+from sp_lightning.weights import swap
+from tests.support.engine import streamer_of
+from tests.support.models import Module, Stack, vectors
+from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "after_backward", "optimizer", "validation", "interrupt"])
+def test_after_a_failure_the_module_is_whole(where: str) -> None:
+    """Host parameters are back in the modules, finite, and a new run is equal to plain."""
+
+    class Fails(Module):
+        broken = True
+
+        def loss(self, batch: Any) -> Tensor:
+            if self.broken and where == "forward":
+                self.net(batch)
+                raise KeyError(where)
+            if self.broken and where == "interrupt":
+                raise SystemExit(where)
+            loss = super().loss(batch)
+            if self.broken and where == "backward":
+                loss.register_hook(lambda _: (_ for _ in ()).throw(KeyError(where)))
+            return loss
+
+        def on_after_backward(self) -> None:
+            if self.broken and where == "after_backward":
+                raise KeyError(where)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if self.broken and where == "optimizer":
+                raise KeyError(where)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            if self.broken and where == "validation":
+                raise KeyError(where)
+
+    def run(strategy: Any) -> Any:
+        pl.seed_everything(5, verbose=False)
+        module = Fails(Stack())
+        trainer = trainer_for(strategy)
+        with pytest.raises((KeyError, SystemExit), match=where):
+            trainer.fit(module, loader(vectors()), loader(vectors()))
+        assert all(type(p) is nn.Parameter and p.isfinite().all() for p in module.parameters())
+        assert not any(m._forward_hooks for m in module.modules())
+        broken = {name: value.clone() for name, value in module.state_dict().items()}
+        module.broken = False
+        trainer = trainer_for(superpipeline() if strategy != "auto" else "auto")
+        trainer.fit(module, loader(vectors()), loader(vectors()))
+        return broken, dict(module.state_dict())
+
+    assert_equal(run(superpipeline(k=1)), run("auto"), where)
+
+
+def at(original: Any, number: int, error: BaseException) -> Any:
+    """A function that raises the first time it has been called so often."""
+    calls = count(1)
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        if next(calls) == number:
+            raise error
+        return original(*args, **options)
+
+    return wrapped
+
+
+def half_swapped(number: int) -> Any:
+    """Places are exchanged one after the other, and in one of the exchanges Ctrl-C comes in the middle."""
+    original, calls = swap._swap, count(1)
+
+    def half(swaps: Any) -> None:
+        struck = next(calls) == number
+        for index, each in enumerate(swaps):
+            if struck and index == 3:
+                raise KeyboardInterrupt
+            original([each])
+
+    return half
+
+
+INTERRUPTED: dict[str, Callable[[], Any]] = {
+    "while layers are submitted": lambda: mock.patch.object(
+        LayerwiseStep, "_submit", at(LayerwiseStep._submit, 10, KeyboardInterrupt())
+    ),
+    "while one is handed over": lambda: mock.patch.object(Device, "later", at(Device.later, 12, KeyboardInterrupt())),
+    "when one has been waited for": lambda: mock.patch.object(
+        background, "_restore_classes", at(background._restore_classes, 3, KeyboardInterrupt())
+    ),
+    "while device parameters come": lambda: mock.patch.object(swap, "_swap", half_swapped(3)),
+    "while device parameters go": lambda: mock.patch.object(swap, "_swap", half_swapped(4)),
+}
+
+
+@pytest.mark.parametrize("when", INTERRUPTED)
+def test_ctrl_c_inside_the_engine_leaves_a_whole_module(when: str, tmp_path: Path) -> None:
+    module = Module(Stack())
+    trainer = trainer_for(SuperpipelineStrategy(k=1, optimizer_overlap="forward"))
+    with INTERRUPTED[when](), pytest.raises(SystemExit):
+        trainer.fit(module, loader(vectors(6)))
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+    state = trainer.optimizers[0].state
+    steps = {float(state[p]["step"]) if p in state else 0.0 for p in module.parameters()}
+    if len(steps) == 1:
+        trainer.save_checkpoint(tmp_path / "whole.ckpt")
+    else:
+        with pytest.raises(RuntimeError, match="not those of any whole step"):
+            trainer.save_checkpoint(tmp_path / "torn.ckpt")
+    assert ("submitted" in when or "handed" in when) == (len(steps) > 1)
+    trainer_for(SuperpipelineStrategy(k=1)).fit(module, loader(vectors()))
+
+
+def test_a_checkpoint_on_exception_that_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Lightning skips its teardown when a callback fails in ``on_exception``; the first error stays in sight."""
+    module = Module(Stack())
+    trainer = trainer_for(
+        SuperpipelineStrategy(k=1, optimizer_overlap="forward"),
+        callbacks=[ModelCheckpoint(tmp_path, save_on_exception=True)],
+        enable_checkpointing=True,
+    )
+    error = KeyError("in the update")
+    adam: Any = sys.modules["torch.optim.adam"]  # torch hides its name
+    with (
+        mock.patch.object(adam, "adam", at(adam.adam, 10, error)),
+        pytest.raises(RuntimeError, match=r"not saved: .*in the update.*Go on from the last checkpoint") as raised,
+    ):
+        trainer.fit(module, loader(vectors()))
+    assert raised.value.__context__ is error
+    assert streamer_of(trainer.strategy) is None
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+    assert not list(tmp_path.iterdir())
+
+
+def test_after_an_error_between_two_batches_nothing_is_under_way() -> None:
+    """``on_exception`` of callbacks comes before the strategy's."""
+    seen: list[set[type]] = []
+
+    class Looks(pl.Callback):
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            seen.append({type(p) for p in pl_module.parameters()})
+
+    strategy = SuperpipelineStrategy(k=1, optimizer_overlap="forward")
+    trainer = trainer_for(strategy, callbacks=[Looks()])
+    failing = mock.patch.object(Streamer, "prefetch_for", at(Streamer.prefetch_for, 4, KeyError("between")))
+    with failing, pytest.raises(KeyError, match="between"):
+        trainer.fit(Module(Stack()), loader(vectors()))
+    assert seen == [{nn.Parameter}]
+
+
+class GoesOn(Module):
+    """Catches what its first backward raises, in the middle of a layer, and goes on with the next batch."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        handle = self.net.blocks[2].inner.weight.register_hook(self.fail) if batch_idx == 0 else None
+        try:
+            self.manual_backward(loss)
+        except KeyError:
+            assert handle is not None
+            handle.remove()
+        else:
+            optimizer.step()
+
+    def fail(self, gradient: Tensor) -> None:
+        raise KeyError("in backward")
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_gradients_of_a_backward_that_failed_are_dropped(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one of autograd's threads still holds its graph task when the next batch begins."""
+    plain = fit(GoesOn, vectors(3))
+    if held:
+        monkeypatch.delattr(_GraphTaskEnd, "__del__")
+    assert_same(fit(GoesOn, vectors(3), superpipeline(k=1)), plain)
+
+
+class CallsBetween(Module):
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.enable_grad():
+            self.net(torch.ones(1, 16))
+
+
+def test_ctrl_c_as_a_call_between_steps_is_left_takes_its_hooks_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave = Access.leave
+    struck: list[bool] = []
+
+    def interrupted(self: Access, *args: Any) -> None:
+        if not self._step.running and packs() and not struck:
+            struck.append(True)
+            raise KeyboardInterrupt
+        leave(self, *args)
+
+    monkeypatch.setattr(Access, "leave", interrupted)
+    with pytest.raises(SystemExit):
+        trainer_for(superpipeline(k=1)).fit(CallsBetween(Stack()), loader(vectors(2)))
+    assert struck
+    assert not packs()

@@ -1,0 +1,134 @@
+"""The benchmarks' report: its numbers follow from the rows, here made-up ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from matplotlib import pyplot
+
+from examples.benchmarks import (
+    meter,
+    pictures,
+    report,
+    rows,
+)
+from tests.support.made_up_rows import cells, made_up, made_up_limits
+
+GIB = 2**30
+
+
+def test_the_reports_numbers_follow_from_the_rows(tmp_path: Path) -> None:
+    found = [
+        made_up_limits(),
+        made_up("plain", 1.0, 80),
+        made_up("superpipeline-2:1", 2.0, 16, registered_bytes=3 * GIB, counted_peak_bytes=1.5 * GIB),
+        made_up("superpipeline-4:2", 1.6, 20, losses=[11.0]),
+        made_up("fsdp2", 4.0, 18),
+        made_up("deepspeed"),
+        made_up("plain", device_gib=16),
+        made_up("superpipeline-2:1", 3.0, 9, device_gib=16),
+    ]
+    path = report.write(found, tmp_path)
+    text = path.read_text()
+    # step, quartiles, tokens/s, ÷ plain, our best ÷ it, of the limit, what is on the device, device, device ÷ plain,
+    # reserved, host, pinned, loss
+    numbers = "4 | 3.8 to 4.4 | 2,048 | 0.25 | 2.50 | 0.27 | – | 18.00 | 0.23 | 18.00 | 2.00 | 1.00 | 11.00000 |"
+    assert f"| FSDP2 CPUOffloadPolicy | {numbers}" in text
+    ours = cells(text, "superpipeline 2:1")
+    assert ours[1:8] == ["2", "1.9 to 2.2", "4,096", "0.50", "–", "0.55", "1.5 GiB"]
+    assert ours[9] == "0.20"
+    assert ours[12] == "3.00"
+    assert "| drain stall, s |" in text
+    assert "| AdamW as users write it, on the CPU | 2 ns per parameter |" in text
+    split = text[text.index("drain stall") :]
+    assert cells(split, "superpipeline 2:1")[1:] == ["1.67", "0.05", "0.01", "0.03", "0.04", "0.2"]
+    assert cells(split, "FSDP2 CPUOffloadPolicy")[1:] == ["3.8", "–", "–", "–", "–", "0.2"]
+    assert cells(text, "plain Lightning")[4:7] == ["1.00", "0.62", "–"]
+    assert "OutOfMemoryError: no \\| room" in text
+    assert (
+        "Llama-shaped language model, 3.21 B parameters, sequences of 4096 tokens, bf16-mixed, "
+        "activations kept (no checkpointing) unless a contestant says otherwise."
+    ) in text
+    larger = text[text.index("## Larger than the card") : text.index("## Train")]
+    assert (
+        "| 16 | train llm 3B, bf16-mixed, 8192 tokens | superpipeline 2:1 | 3 s per step, loss 10.5000 | 9.00 |"
+        in larger
+    )
+    assert "| plain Lightning | failed | – | failed: OutOfMemoryError" in larger
+    drawn = sorted(tmp_path.glob("*.png"))
+    assert [each.name for each in drawn] == ["step-time-against-limit.png", "step-time-against-memory.png"]
+    assert all(each.stat().st_size > 10_000 for each in drawn)
+    # Directly after the ceilings, each under what it shows.
+    shown = text[text.index("## Ceilings") : text.index("## Larger")]
+    assert all(f"({each.name})" in shown for each in drawn)
+    assert "train llm 3B, bf16-mixed, 8192 tokens" in shown
+
+
+def test_the_machine_is_named_with_threads_and_device_memory(tmp_path: Path) -> None:
+    row = made_up("plain", 1.0, 80)
+    row["machine"] |= {"accelerator": "Some GPU", "accelerator_bytes": 40 * GIB, "cores": 8, "threads": 4}
+    text = report.write([row], tmp_path).read_text()
+    assert "- Some GPU, 40.0 GiB; " in text
+    assert "8 cores, 4 threads" in text
+
+
+def test_labels_keep_clear_of_other_markers() -> None:
+    _, axes = pyplot.subplots(dpi=72)  # a point is a pixel
+    axes.set(xlim=(0, 10), ylim=(0, 10))
+    axes.figure.draw_without_rendering()
+    one, above = made_up("superpipeline-2:1", 5.0, 5), made_up("plain", 5.3, 5)
+    pictures._annotate(axes, [one], [above])
+    assert axes.texts[0].get_position()[1] < 0  # in points, from the marker
+    pyplot.close(axes.figure)
+
+
+def test_a_peak_is_no_counter() -> None:
+    counted = [{"fetched": 1, "peak_device_bytes": 9}, {"fetched": 3, "peak_device_bytes": 9}]
+    assert meter.deltas(counted) == [{"fetched": 2}]
+
+
+def test_without_an_accelerator_there_is_no_limit_and_no_picture(tmp_path: Path) -> None:
+    row = made_up("plain", 1.0, peak_allocated_bytes=None, peak_reserved_bytes=None, pinned_bytes=None)
+    text = report.write([row], tmp_path).read_text()
+    assert "| contestant | step, s | quartiles, s | tokens/s | ÷ plain | host, GiB |" in text
+    assert report.NO_PICTURES in text
+    assert "of the limit" not in text
+    assert not list(tmp_path.glob("*.png"))
+
+
+@pytest.mark.parametrize(("change", "message"), [({"commit": "other"}, "2 commits"), ({"machine": {}}, "2 machines")])
+def test_rows_of_several_origins_are_refused(change: rows.Row, message: str, tmp_path: Path) -> None:
+    one = made_up("plain", 1.0, 80)
+    other = {**made_up("fsdp2", 2.0, 80), **change}
+    other["machine"] = {**one["machine"], "processor": "another"} if "machine" in change else one["machine"]
+    with pytest.raises(ValueError, match=message):
+        report.write([one, other], tmp_path)
+    assert report.write([one, other], tmp_path, mixed=True).is_file()
+    with pytest.raises(ValueError, match="no rows"):
+        report.write([], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"b"', "line 3: is no JSON"),
+        ('{"kind": "train"}', "line 3: is no row, which has status, machine"),
+        ("[1]", "line 3: is no row"),
+    ],
+)
+def test_a_broken_line_is_named(line: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    row = made_up("plain", 1.0)
+    file.write_text(f"{json.dumps(row)}\n \n")
+    assert rows.read(file) == [row]
+    file.write_text(file.read_text() + line)
+    with pytest.raises(ValueError, match=message):
+        rows.read(file)
+
+
+def test_a_report_lies_beside_its_rows(tmp_path: Path) -> None:
+    rows.append(tmp_path / "rows.jsonl", made_up("plain", 1.0))
+    report.main([str(tmp_path)])
+    assert (tmp_path / "report.md").is_file()

@@ -1,0 +1,119 @@
+"""Layers and residents that the user chooses, and choices that do not fit."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.plan.units import parse_bytes
+from tests.support.models import Block, Module, Stack, vectors
+from tests.support.runs import assert_equal, fit, superpipeline
+from tests.support.starts import start
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"layers": ["net.block.*"]},
+            r"layers='net\.block\.\*' matches nothing in Module\. Closest names: \['net\.blocks.*Largest modules: \['net'",
+        ),
+        ({"resident": ["net.haed"]}, r"resident='net\.haed' matches nothing.*net\.head"),
+        ({"layers": [nn.Conv2d]}, r"layers= names the class Conv2d, which the module has none of\. It has: .*Stack"),
+        ({"layers": ["net.blocks.*", "net.blocks.0.inner"]}, r"Overlapping layers: 'net\.blocks\.0\.inner' is inside"),
+        (
+            {"layers": ["net.head"], "resident": ["net.head"]},
+            r"Overlapping layers: 'net\.head' is chosen by layers= and",
+        ),
+    ],
+)
+def test_patterns_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        start(SuperpipelineStrategy(**options))
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "message"),
+    [
+        (None, TypeError, "returned NoneType; expected a list"),
+        ("net.head", TypeError, "returned str; expected a list"),
+        ([nn.Linear(1, 1)], ValueError, "returned a Linear that is not part of the module"),
+    ],
+)
+def test_a_callable_that_returns_the_wrong_thing(returned: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        start(SuperpipelineStrategy(layers=lambda module: returned))
+
+
+@pytest.mark.parametrize(
+    ("layers", "names"),
+    [
+        (["net.blocks.*"], {"net.blocks.0", "net.blocks.4"}),
+        ("net.blocks.?", {"net.blocks.0", "net.blocks.4"}),
+        ([Block], {"net.blocks.0", "net.blocks.4"}),
+        (Block, {"net.blocks.0", "net.blocks.4"}),
+        (lambda module: module.net.blocks, {"net.blocks.0", "net.blocks.4"}),
+        (lambda module: [module.net.blocks[1], "net.blocks.2.inner"], {"net.blocks.1", "net.blocks.2.inner"}),
+        (["**.inner"], {"net.blocks.0.inner", "net.blocks.0.outer", "net.head"}),
+    ],
+)
+def test_layers_can_be_chosen(layers: Any, names: set[str]) -> None:
+    strategy = superpipeline(layers=layers)
+    ours = fit(lambda: Module(Stack()), vectors(), strategy)
+    assert names <= {layer.name for layer in strategy.plan.layers}
+    assert_equal(ours.state, fit(lambda: Module(Stack()), vectors()).state, "state")
+
+
+def test_residents_can_be_chosen() -> None:
+    strategy = superpipeline(resident=["net.head", "net.blocks.1.inner.weight"])
+    fit(lambda: Module(Stack()), vectors(), strategy)
+    assert {span.name for span in strategy.plan.residents.spans} == {
+        "net.head.weight", "net.head.bias", "net.blocks.1.inner.weight",
+    }  # fmt: skip
+
+
+class Nested(pl.LightningModule):
+    """Blocks alike, each of several linear layers."""
+
+    def __init__(self, *inner: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            *(
+                nn.Sequential(*(nn.Linear(64, 64) for _ in range(count))) if count else nn.Linear(64, 64)
+                for count in inner
+            )
+        )
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(("inner", "pattern"), [((4, 4, 4), "net.*.*"), ((0, 4, 0), "net.*.*")])
+def test_layers_that_are_advised_were_tried(inner: tuple[int, ...], pattern: str) -> None:
+    """What the error says can be pasted, and then the least is what it says."""
+    batches = [torch.randn(2, 64)]
+    with pytest.raises(ValueError, match="are of memory_budget=1024") as told:
+        fit(lambda: Nested(*inner), batches, SuperpipelineStrategy(memory_budget="1KiB", layers="net.*"))
+    advised = re.search(r"SuperpipelineStrategy\((layers=\[.*\])\), whose least is (.*)\.$", str(told.value))
+    assert advised is not None, str(told.value)
+    assert advised[1] == f'layers=["{pattern}"]'
+    least = parse_bytes("memory_budget", advised[2])
+    with pytest.raises(ValueError, match=re.escape(f"The least is {advised[2]}")):
+        fit(lambda: Nested(*inner), batches, SuperpipelineStrategy(memory_budget=least // 2, layers=[pattern]))
+    fit(lambda: Nested(*inner), batches, SuperpipelineStrategy(memory_budget=int(least * 1.01), layers=[pattern]))
+
+
+@pytest.mark.parametrize("inner", [(0, 0, 0), (1, 1)])
+def test_no_layers_are_advised_where_none_are_smaller(inner: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"There are no smaller layers in it\. Use precision=\"bf16-true\"") as told:
+        fit(lambda: Nested(*inner), [torch.randn(2, 64)], SuperpipelineStrategy(memory_budget="1KiB"))
+    assert "layers=[" not in str(told.value)

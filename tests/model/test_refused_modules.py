@@ -1,0 +1,95 @@
+"""Modules that cannot be streamed, or not as a whole, and what is said of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.models import Block, Module, Stack, llama, tokens, vectors
+from tests.support.runs import assert_equal, fit, loader, superpipeline, trainer_for
+from tests.support.starts import start
+
+
+def test_lazy_modules() -> None:
+    with pytest.raises(ValueError, match=r"'net\.1\.weight' has no shape yet.*Run one batch"):
+        start(superpipeline(), Module(nn.Sequential(nn.Linear(16, 16), nn.LazyLinear(4))))
+
+
+def test_meta_modules() -> None:
+    with torch.device("meta"):
+        module = Module(Stack())
+    with pytest.raises(ValueError, match=r"'net\.stem\.weight' is on the meta device.*to_empty"):
+        start(superpipeline(), module)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+def test_modules_that_are_never_cut() -> None:
+    """Attention reads a child's weight without calling it, ScriptModules take no hooks: whole, and equal."""
+
+    def make() -> Module:
+        scripted = torch.jit.script(nn.Linear(16, 16))
+        return Module(nn.Sequential(nn.Linear(16, 16), scripted, SelfAttention(), Block()))
+
+    strategy = superpipeline(k=1)
+    ours = fit(make, vectors(), strategy)
+    assert_equal(ours.state, fit(make, vectors()).state, "state")
+    assert any("ScriptModule" in note for note in strategy.plan.notes)
+    assert not any("out_proj" in layer.name for layer in strategy.plan.layers)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+def test_nothing_to_stream_just_runs() -> None:
+    class NoParameters(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            return None
+
+        def configure_optimizers(self) -> Any:
+            return None
+
+    strategy = superpipeline()
+    trainer_for(strategy).validate(NoParameters(nn.Tanh()), loader(vectors()), verbose=False)
+    assert strategy.plan.layers == ()
+    everything = superpipeline(resident=["**"])
+    ours = fit(llama, tokens(), everything)
+    assert everything.plan.layers == ()
+    assert_equal(ours.state, fit(llama, tokens()).state, "state")
+
+
+@pytest.mark.parametrize("options", [{"layers": "net.blocks"}, {"layers": "net"}, {"resident": ["**"]}], ids=str)
+def test_a_plan_that_saves_nothing_says_so(options: dict[str, Any]) -> None:
+    strategy = superpipeline(**options)
+    fit(lambda: Module(Stack()), vectors(1), strategy)
+    assert any("no less device memory than all weights and gradients do" in note for note in strategy.plan.notes)
+    assert "note:" in str(strategy.plan)
+
+
+def compile_whole(net: nn.Module) -> nn.Module:
+    return torch.compile(net, backend="eager")  # type: ignore[return-value]
+
+
+def compile_layers(net: Any) -> nn.Module:
+    for block in net.blocks:
+        block.compile(backend="eager")
+    return net
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at inputs
+@pytest.mark.parametrize("compiled", [compile_whole, compile_layers])
+def test_compiled_modules_are_one_layer(compiled: Any) -> None:
+    """Nothing can come and go inside a graph."""
+    strategy = superpipeline(k=1)
+    ours = fit(lambda: Module(compiled(Stack())), vectors(), strategy)
+    assert_equal(ours.state, fit(lambda: Module(compiled(Stack())), vectors()).state, "state")
+    assert len(strategy.plan.layers) == (1 if compiled is compile_whole else 7)
+    assert any("Compile its layers instead" in note for note in strategy.plan.notes) == (compiled is compile_whole)

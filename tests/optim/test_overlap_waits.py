@@ -1,0 +1,259 @@
+"""Who looks at a weight, saves it or fails waits for its update in the background, and never sees half of one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor, nn
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.optim.background import BackgroundUpdates
+from sp_lightning.weights.layer import StreamedLayer
+from tests.support.engine import streamer_of
+from tests.support.models import (
+    Module,
+    Stack,
+    vectors,
+)
+from tests.support.overlapping import OVERLAP, Looks, overlapping
+from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, loader, trainer_for
+from tests.support.simdevice import simulated
+
+# ---------------------------------------------------------------------- failures
+
+
+@contextmanager
+def failing(step: int, layer: int) -> Iterator[list[int]]:
+    """The update of a layer raises in a step; the layers that are updated after it."""
+    submit = BackgroundUpdates.submit
+    seen: dict[int, int] = {}
+
+    def noted(self: BackgroundUpdates, which: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
+        seen[which.index] = seen.get(which.index, 0) + 1
+
+        def fails() -> None:
+            failed.append(which.index)
+            raise FloatingPointError("in the update")
+
+        def goes_on() -> None:
+            after.extend([which.index] if failed else [])
+            work()
+
+        submit(self, which, fails if which.index == layer and seen[which.index] == step else goes_on, *then)
+
+    failed: list[int] = []
+    after: list[int] = []
+    with mock.patch.object(BackgroundUpdates, "submit", noted):
+        yield after
+
+
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+def test_whoever_looks_waits(device: str) -> None:
+    batches = vectors() * 3
+    with simulated() if device == "simulated" else nullcontext():
+        ours = fit(fused(Looks), batches, overlapping("forward"), gradients=False)
+    plain = fit(fused(Looks), batches, gradients=False)
+    assert_same(ours, plain)
+    assert len(plain.module.seen) == 8
+    assert_equal(ours.module.seen, plain.module.seen, "seen")
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_what_is_saved_waits_and_resumes_from_and_to_plain_in_mid_epoch(tmp_path: Path) -> None:
+    def run(strategy: Any, resume: Path | None = None, folder: str = "a") -> Outcome:
+        saver = ModelCheckpoint(tmp_path / folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+        return fit(
+            fused(Scheduled),
+            vectors()[:1] * 6,
+            strategy,
+            ckpt_path=resume,
+            gradients=False,
+            callbacks=[saver],
+            enable_checkpointing=True,
+        )
+
+    whole = {"auto": run("auto", folder="auto")}
+    for mode in OVERLAP:
+        whole[mode] = run(overlapping(mode), folder=mode)
+        assert_same(whole[mode], whole["auto"])
+    for source in whole:
+        for target in ("auto", *OVERLAP):
+            strategy = "auto" if target == "auto" else overlapping(target)
+            resumed = run(strategy, tmp_path / source / "step=4.ckpt", "resumed")
+            assert_equal(resumed.state, whole["auto"].state, f"from {source} to {target}")
+            assert_equal(resumed.optimizers, whole["auto"].optimizers, f"from {source} to {target}")
+
+
+def test_a_learning_rate_that_is_a_tensor_is_that_of_the_step() -> None:
+    class WithTensor(Scheduled):
+        @property
+        def rate(self) -> Tensor:
+            return torch.tensor(1e-2)  # the schedule writes it in place
+
+    reference = fit(fused(WithTensor), vectors(), gradients=False)
+    for mode in OVERLAP:
+        with simulated():
+            assert_same(fit(fused(WithTensor), vectors(), overlapping(mode), gradients=False), reference)
+
+
+class Scheduled(Module):
+    """The schedule moves the learning rate right after each step, while its updates are under way."""
+
+    rate: Any = 1e-2
+
+    def __init__(self) -> None:
+        super().__init__(Stack().eval())  # a run that resumes has another random state: no dropout
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate, weight_decay=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def test_step_hooks_and_counters_fire_once_per_step() -> None:
+    fired: list[str] = []
+
+    class Counted(Module):
+        def __init__(self) -> None:
+            super().__init__(Stack())
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, fused=True)
+            optimizer.register_step_pre_hook(lambda *_: fired.append("before"))
+            optimizer.register_step_post_hook(lambda o, *_: fired.append(f"after, {len(o.param_groups)} group"))
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    ours = fit(Counted, vectors(), overlapping("forward"), gradients=False)
+    assert fired == ["before", "after, 1 group"] * 3
+    assert ours.trainer.global_step == 3
+    with pytest.raises(ValueError, match="step hooks"):
+        fit(Counted, vectors(), overlapping("backward"), gradients=False)
+    assert_same(ours, fit(Counted, vectors(), gradients=False))
+
+
+@pytest.mark.parametrize("step", [1, 3])  # the last one is waited for when training ends
+@pytest.mark.parametrize("mode", OVERLAP)
+def test_an_error_in_the_background_reaches_the_user_and_nothing_is_saved(mode: str, step: int, tmp_path: Path) -> None:
+    strategy = overlapping(mode)
+    trainer = trainer_for(strategy)
+    module = Module(Stack())
+    with failing(step, 2) as after, pytest.raises(FloatingPointError, match="in the update") as raised:
+        trainer.fit(module, loader(vectors()))
+    assert not after
+    assert "in the background, by the optimizer's update of layer 'net.blocks.1'" in raised.value.__notes__[0]
+    assert any(entry.name == "fails" for entry in raised.traceback)
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+    for weights_only in (False, True):
+        with pytest.raises(RuntimeError, match="not those of any whole step"):
+            trainer.save_checkpoint(tmp_path / "torn.ckpt", weights_only=weights_only)
+    assert not list(tmp_path.iterdir())
+    trainer = trainer_for(overlapping(mode))
+    trainer.fit(module, loader(vectors()))  # and all is well again
+    trainer.save_checkpoint(tmp_path / "whole.ckpt")
+
+
+def test_a_backward_that_fails_after_early_updates_is_not_saved(tmp_path: Path) -> None:
+    class FailsInBackward(Module):
+        def __init__(self) -> None:
+            super().__init__(Stack())
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            stem = self.net.stem(batch)
+            if batch_idx == 1:
+                stem.register_hook(lambda gradient: (_ for _ in ()).throw(KeyError("in backward")))
+            x = stem
+            for block in self.net.blocks:
+                x = block(x)
+            return self.net.head(x).square().mean()
+
+    module = FailsInBackward()
+    trainer = trainer_for(overlapping("backward"))
+    with pytest.raises(KeyError, match="in backward"):
+        trainer.fit(module, loader(vectors()))
+    with pytest.raises(RuntimeError, match="not those of any whole step"):
+        trainer.save_checkpoint(tmp_path / "torn.ckpt")
+    trainer = trainer_for(overlapping("forward"))
+    with pytest.raises(KeyError, match="in backward"):
+        trainer.fit(FailsInBackward(), loader(vectors()))
+    trainer.save_checkpoint(tmp_path / "whole.ckpt")  # the first step is whole
+
+
+def test_a_weight_that_backward_needs_after_its_update_is_refused_or_right() -> None:
+    class Detached(Module):
+        """The first block's weight is used once more, detached, below its own layer."""
+
+        def __init__(self) -> None:
+            super().__init__(Stack())
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x = self.net.stem(batch)
+            x = nn.functional.linear(x, self.net.blocks[4].inner.weight[:16].detach())
+            for block in self.net.blocks:
+                x = block(x)
+            return self.net.head(x).square().mean()
+
+    with pytest.raises(RuntimeError, match=r"net\.blocks\.4.*optimizer_overlap=\"forward\""):
+        fit(fused(Detached), vectors(), overlapping("backward"), gradients=False)
+    reference = fit(fused(Detached), vectors(), gradients=False)
+    assert_same(fit(fused(Detached), vectors(), overlapping("forward"), gradients=False), reference)
+    assert_same(fit(fused(Detached), vectors(), overlapping("backward", k=99), gradients=False), reference)
+
+
+class SkipsBackward(Module):
+    """The second micro-batch of a step runs forward, and has no loss."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 2 else loss
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("mode", OVERLAP)
+def test_updates_after_a_forward_without_backward_wait_for_its_fetches(mode: str, precision: str) -> None:
+    batches = vectors() * 2
+    options: dict[str, Any] = {"gradients": False, "accumulate_grad_batches": 2, "precision": precision}
+    plain = fit(fused(SkipsBackward), batches, **options)
+    with simulated():
+        assert_same(fit(fused(SkipsBackward), batches, overlapping(mode), **options), plain)
+
+
+def test_validation_waits_first() -> None:
+    waiting: list[int] = []
+
+    class Looks(Callback):
+        def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
+            streamer = streamer_of(trainer.strategy)
+            waiting.append(sum(streamer.updates.under_way(layer) for layer in streamer._moving[:7]))
+
+    with simulated():
+        fit(
+            lambda: Module(Stack()),
+            vectors(),
+            overlapping("forward"),
+            vectors()[:1],
+            gradients=False,
+            callbacks=[Looks()],
+        )
+    assert waiting == [0]
+
+
+def test_a_copy_inside_a_step_in_the_background_is_refused() -> None:
+    class Copies(Module):
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            copy.deepcopy(self.trainer)
+
+    fit(lambda: Copies(Stack()), vectors(), SuperpipelineStrategy(optimizer_overlap="off"))
+    with pytest.raises(TypeError, match=r"inside an optimizer's step.*on_train_batch_end.*optimizer_overlap=\"off\""):
+        fit(lambda: Copies(Stack()), vectors(), SuperpipelineStrategy(optimizer_overlap="forward"), gradients=False)

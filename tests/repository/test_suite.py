@@ -1,0 +1,47 @@
+"""The shape of the test-suite: a folder for each wing, small files, and helpers in ``tests/support``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import sp_lightning
+from tests.support.source import imports
+
+TESTS = Path(__file__).parents[1]
+FILES = {path.relative_to(TESTS).as_posix(): path.read_text() for path in sorted(TESTS.rglob("*.py"))}
+BESIDE_THE_WINGS = {"conformance", "endurance", "equality", "examples", "gpu", "repository", "results", "support"}
+MOST_LINES = 600
+
+
+def imported_test_files(source: str) -> list[str]:
+    """What a source imports from files of tests; helpers live in ``tests/support``."""
+    return [
+        module
+        for module in imports(source)
+        if module.startswith("tests.") and any(part.startswith("test_") for part in module.split(".")[:-1])
+    ]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_no_helper_is_imported_from_a_test_file(file: str) -> None:
+    assert imported_test_files(FILES[file]) == []
+
+
+def test_the_import_check_can_fail() -> None:
+    assert imported_test_files("from tests.weights.test_tables import Text") == ["tests.weights.test_tables.Text"]
+    assert imported_test_files("from tests.support.models import test_case") == []
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_no_file_is_longer_than_a_reader_can_hold(file: str) -> None:
+    assert len(FILES[file].splitlines()) <= MOST_LINES
+
+
+def test_the_folders_are_those_of_the_wings() -> None:
+    package = Path(sp_lightning.__file__).parent
+    wings = {path.parent.name for path in package.glob("*/__init__.py")}
+    folders = {path.name for path in TESTS.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders - BESIDE_THE_WINGS <= wings
+    assert [path.name for path in TESTS.glob("test_*.py")] == []

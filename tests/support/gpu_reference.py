@@ -1,0 +1,46 @@
+"""The reference on a GPU: the plain module there, stepped on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from tests.support.runs import Batches, Make
+
+
+def to_device(batch: Any) -> Any:
+    from lightning.fabric.utilities import move_data_to_device
+
+    return move_data_to_device(batch, torch.device("cuda"))
+
+
+def reference(make: Make, batches: Batches, precision: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Losses and parameters of the plain module on the device, stepped on the CPU."""
+    pl.seed_everything(7, verbose=False)
+    module: Any = make()
+    optimizer = module.configure_optimizers()
+    masters = {p: p.detach().clone() for group in optimizer.param_groups for p in group["params"]}
+    on_cpu = {p: torch.nn.Parameter(value) for p, value in masters.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [on_cpu[p] for p in group["params"]]
+    module.to("cuda")
+    module.train()
+    losses = []
+    for batch in batches:
+        batch = to_device(batch)
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16-mixed", cache_enabled=False):
+            loss = module.loss(batch)
+        for p in module.parameters():
+            p.grad = None
+        loss.backward()
+        for p, master in on_cpu.items():
+            master.grad = None if p.grad is None else p.grad.cpu()
+        optimizer.step()
+        with torch.no_grad():
+            for p, master in on_cpu.items():
+                p.copy_(master)
+        losses.append(loss.detach().cpu())
+    return losses, {key: value.cpu() for key, value in module.state_dict().items()}

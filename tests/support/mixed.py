@@ -1,0 +1,103 @@
+"""Runs in mixed precision without callbacks of the tests', and modules that note what they see."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.models import Block, Stack, vectors
+from tests.support.poison import poisoned
+from tests.support.runs import assert_equal, loader, superpipeline, trainer_for
+from tests.support.simdevice import simulated
+
+
+class Masked(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * (self.weight > 0), self.bias) + F.linear(x, self.weight, self.bias)
+
+
+MIXED: dict[str, Any] = {"precision": "bf16-mixed"}
+
+
+def bare(make: Any, strategy: Any, **options: Any) -> list[Any]:
+    """Train without callbacks, so that copies are kept across batches; what is left, and what the module saw."""
+    pl.seed_everything(7, verbose=False)
+    module = make()
+    trainer = trainer_for(strategy, **{**MIXED, **options})
+    trainer.fit(module, loader(vectors(4)))
+    return [
+        dict(module.state_dict()),
+        [each.state_dict() for each in trainer.optimizers],
+        getattr(module, "seen", None),
+    ]
+
+
+def assert_like_plain(make: Any, **options: Any) -> None:
+    plain = bare(make, "auto", **options)
+    for context in (nullcontext, poisoned, simulated):
+        for k in (1, 99):
+            with context():
+                ours = bare(make, superpipeline(k=k), **options)
+            assert_equal(ours, plain, f"{context.__name__}, k={k}")
+
+
+class OwnLinear(Block):
+    """A subclass, an instance with a forward of its own, and a module that is called with its weight by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Masked(16, 32)
+        self.more = nn.Linear(16, 16)
+        self.more.forward = lambda x: F.linear(input=x, weight=self.more.weight * 2, bias=self.more.bias)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.more(x)
+        own = {"weight": self.outer.weight * 0.5, "bias": self.outer.bias.detach()}
+        return super().forward(x) + torch.func.functional_call(self.outer, own, (self.inner(x),))
+
+
+class Readers(nn.Module):
+    """Modules that read their children's weights past their calls, in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.decoder = nn.TransformerDecoderLayer(16, 2, 32, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[None]
+        x = self.encoder(x + self.attention(x, x, x)[0])
+        return self.decoder(x, x)[0]
+
+
+class Tied(nn.Module):
+    """One weight in two linear layers travels as a cast; one that an embedding has as well does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks[3].inner.weight = self.blocks[0].inner.weight
+        self.table = nn.Embedding(16, 16)
+        self.head = nn.Linear(16, 16, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + self.table(torch.arange(x.shape[0])))
+
+
+def of_blocks(block: type[Block]) -> Any:
+    class Of(Stack):
+        def __init__(self) -> None:
+            super().__init__(0)
+            self.blocks = nn.ModuleList(block() for _ in range(3))
+
+    Of.__name__ = block.__name__
+    return Of

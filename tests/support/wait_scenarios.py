@@ -1,0 +1,248 @@
+"""Runs that come past a wait of the engine each, and fail if it is left out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.device.waits import Wait
+from tests.support.engine import choose
+from tests.support.models import CASES, Module, Stack, vectors
+from tests.support.runs import Outcome, fit, fused, loader, trainer_for
+
+
+def training(strategy: Any) -> Outcome:
+    case = CASES["vit"]  # it has residents
+    return fit(case.make, case.batches(), strategy, val=case.batches()[:2], accumulate_grad_batches=2)
+
+
+def written_in_place(strategy: Any) -> Outcome:
+    case = CASES["rescaled-in-eval"]
+    return fit(case.make, case.batches(), strategy, val=case.batches()[:2])
+
+
+class StepsFirst(Module):
+    """Applies the last batch's gradients before anything else."""
+
+    def __init__(self) -> None:
+        super().__init__(CASES["vit"].make().net)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.manual_backward(loss)
+        return loss
+
+
+def steps_first(strategy: Any) -> Outcome:
+    return fit(StepsFirst, CASES["vit"].batches(), strategy)
+
+
+class Ahead(Module):
+    """Forwards right before an optimizer's step: the host comes to it long before the device has done with them."""
+
+    def __init__(self) -> None:
+        super().__init__(CASES["vit"].make().net)
+        self.automatic_optimization = False
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+        with torch.no_grad():
+            self.seen += [self.net(batch[0]) for _ in range(2)]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def ahead(strategy: Any) -> Outcome:
+    outcome = fit(Ahead, CASES["vit"].batches(), strategy)
+    assert isinstance(outcome.module, Ahead)
+    outcome.losses += [each.cpu() for each in outcome.module.seen]
+    return outcome
+
+
+class RaisesWhileApplying(Module):
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.automatic_optimization = False
+        net: Any = self.net
+        net.blocks[0].inner.weight.register_post_accumulate_grad_hook(self.fail)  # the stem's is still on its way
+
+    def fail(self, parameter: Tensor) -> None:
+        if self.trainer.global_step == 0 and not hasattr(self, "failed"):
+            self.failed = True
+            raise KeyError("in a hook")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        try:
+            self.manual_backward(self.loss(batch))
+        except KeyError:
+            self.zero_grad()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+def raises_while_applying(strategy: Any) -> Outcome:
+    return fit(RaisesWhileApplying, vectors(), strategy)
+
+
+class Looks(Callback):
+    """Reads a weight after each step."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.net.head.weight.sum()
+
+
+def in_the_background(strategy: Any, **options: Any) -> Outcome:
+    if isinstance(strategy, SuperpipelineStrategy):
+        choose(strategy, optimizer_overlap="forward", fused_optimizer=True)
+    make = fused(lambda: Module(Stack()))
+    return fit(make, vectors(), strategy, gradient_clip_val=0.05, gradients=False, **options)
+
+
+def looked_at(strategy: Any) -> Outcome:
+    return in_the_background(strategy, callbacks=[Looks()])
+
+
+def offloaded(strategy: Any, make: Any = lambda: Module(Stack())) -> Outcome:
+    if isinstance(strategy, SuperpipelineStrategy):
+        choose(strategy, activations="offload")
+    return fit(make, vectors(), strategy)
+
+
+def returned_in_vain(strategy: Any) -> Outcome:
+    """Nothing else comes to the device in backward: all layers stay in their slots, all other activations stay."""
+    if isinstance(strategy, SuperpipelineStrategy):
+        choose(strategy, activations={"net.blocks.2": "offload"}, k=99)
+    return fit(lambda: Module(Aside()), vectors(), strategy)
+
+
+class Aside(Stack):
+    """A block whose result nobody uses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for index, block in enumerate(self.blocks):
+            if index == 2:
+                self.unused = block(x + 0)  # which nobody else saves, and waits for
+            else:
+                x = block(x)
+        return self.head(x)
+
+
+class NoBackward(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        loss = self.loss(batch)
+        return loss if batch_idx < 2 else None
+
+
+class WritesBeforeBackward(Module):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for p in optimizer.param_groups[0]["params"]:
+            p.data.mul_(0.9)
+
+
+class Text(Stack):
+    """Looks up twice in a table, the second time while the first rows may still be leaving."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(300, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = x.abs().mul(50).long() % 300
+        return super().forward(self.table(numbers[:, 0]) + self.table(numbers[:, 1]))
+
+
+def looked_up(strategy: Any) -> Outcome:
+    return fit(lambda: Module(Text()), vectors(), strategy)
+
+
+def cast_again(strategy: Any) -> Outcome:
+    return fit(lambda: WritesBeforeBackward(Stack()), vectors(), strategy, precision="bf16-mixed")
+
+
+def predicted(strategy: Any) -> Outcome:
+    """Where no hook may write, the first layers for a batch that never comes are under way at the end."""
+    case = CASES["vit"]
+    pl.seed_everything(7, verbose=False)
+    trainer, module = trainer_for(strategy), case.make()
+    losses = trainer.predict(module, loader(case.batches()))
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    assert isinstance(losses, list)
+    return Outcome(losses, [], state, [], torch.get_rng_state(), module, trainer)
+
+
+def predicted_unseen(strategy: Any) -> Outcome:
+    """Nothing but residents: their transfer is waited for by compute alone, and compute by nobody."""
+    if isinstance(strategy, SuperpipelineStrategy):
+        choose(strategy, resident=("net",))
+    case = CASES["vit"]
+    pl.seed_everything(7, verbose=False)
+    trainer, module = trainer_for(strategy), case.make()
+    trainer.predict(module, loader(case.batches()), return_predictions=False)
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    return Outcome(list(state.values()), [], state, [], torch.get_rng_state(), module, trainer)
+
+
+SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {
+    Wait.FETCH_AFTER_USE: training,
+    Wait.USE_AFTER_FETCH: training,
+    Wait.CAST_AFTER_FETCH: cast_again,
+    Wait.WRITE_BACK_AFTER_USE: written_in_place,
+    Wait.RESIDENTS_AFTER_USE: training,
+    Wait.USE_AFTER_RESIDENTS: training,
+    Wait.DRAIN_AFTER_GRADIENT: training,
+    Wait.REUSE_AFTER_DRAIN: training,
+    Wait.APPLY_AFTER_DRAIN: training,
+    Wait.DROP_AFTER_DRAIN: raises_while_applying,
+    Wait.STORE_AFTER_SAVE: offloaded,
+    Wait.REUSE_AFTER_STORE: offloaded,
+    Wait.RETURN_AFTER_USE: offloaded,
+    Wait.USE_AFTER_RETURN: offloaded,
+    Wait.REUSE_AFTER_RETURN: returned_in_vain,
+    Wait.CLOSE_AFTER_STORE: lambda strategy: offloaded(strategy, lambda: NoBackward(Stack())),
+    Wait.GATHER_AFTER_SEND: looked_up,
+    Wait.UPDATE_AFTER_FETCH: training,
+    Wait.UPDATE_AFTER_RESIDENTS: steps_first,
+    Wait.FETCH_AFTER_UPDATE: in_the_background,
+    Wait.READ_AFTER_UPDATE: looked_at,
+    Wait.CLOSE_AFTER_FETCH: predicted,
+    Wait.UNPIN_AFTER_COPY: predicted_unseen,
+}
+
+
+@contextmanager
+def left_out() -> Iterator[None]:
+    """Around a run that is to fail."""
+    logging.getLogger("lightning.pytorch.superpipeline").setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:  # a race in tearing down leaves hooks, which is no matter here
+        torch_optimizer._global_optimizer_pre_hooks.clear()
+        torch_optimizer._global_optimizer_post_hooks.clear()
+        logging.getLogger("lightning.pytorch.superpipeline").setLevel(logging.NOTSET)
+
+
+IMPLIED = {
+    Wait.WRITE_BACK_AFTER_USE: "the weight's own copy to the host",
+    Wait.GATHER_AFTER_SEND: "the copy of the indices to the host, since compute has waited for the rows before",
+}
+"""Waits that a blocking copy beside them implies on a device; they would be needed were it none."""

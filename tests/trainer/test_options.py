@@ -1,0 +1,196 @@
+"""Options that cannot be get a clear error: what was found, what was expected, the name, a remedy."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import BitsandbytesPrecision, TransformerEnginePrecision
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+import sp_lightning
+from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
+from sp_lightning.device.device import Device
+from sp_lightning.engine.streamer import Streamer
+from tests.support.models import Module, Stack, vectors
+from tests.support.runs import loader, trainer_for
+from tests.support.starts import start
+
+
+@pytest.mark.parametrize("option", ["k", "k_prime"])
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (0, ValueError, "must be at least 1, found 0"),
+        (-3, ValueError, "must be at least 1, found -3"),
+        (1.5, TypeError, "whole number of layers, found 1.5"),
+        ("2", TypeError, "whole number of layers, found '2'"),
+        (True, TypeError, "whole number of layers, found True"),
+        (None, TypeError, "whole number of layers, found None"),
+    ],
+)
+def test_k_and_k_prime(option: str, value: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"{option} must be.*{re.escape(message.split(' ')[-1])}"):
+        SuperpipelineStrategy(**{option: value})
+
+
+def test_options_are_keyword_only() -> None:
+    with pytest.raises(TypeError, match=r"^SuperpipelineStrategy takes its options by name, found 2\."):
+        SuperpipelineStrategy(2)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("kprime", "Did you mean k_prime?"),
+        ("budget", "Did you mean memory_budget?"),
+        ("fused", "Did you mean fused_optimizer?"),
+        ("banana", f"There are {', '.join(inspect.signature(SuperpipelineStrategy).parameters)}."),
+    ],
+)
+@pytest.mark.parametrize("kind", [SuperpipelineStrategy, type("Own", (SuperpipelineStrategy,), {})])
+def test_an_option_that_is_not_there(kind: type[SuperpipelineStrategy], option: str, hint: str) -> None:
+    """By the class that the user knows, which is not the one that has the options."""
+    with pytest.raises(TypeError, match=re.escape(f"{kind.__name__} has no option '{option}'. {hint}") + "$"):
+        kind(**{option: 1})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("memory_budget: lots", "python -m sp_lightning fit: memory_budget takes a number with a unit"),
+        ("kprime: 2", "Option 'kprime' is not accepted"),
+    ],
+)
+def test_an_option_of_a_config_that_cannot_be(given: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "fit.yaml").write_text(CONFIG.format(given=given))
+    command = [sys.executable, "-W", "ignore", "-m", "sp_lightning", "fit", "--config", "fit.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env=with_checkout(), capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+CONFIG = """
+trainer:
+  accelerator: cpu
+  logger: false
+  strategy: {{class_path: sp_lightning.SuperpipelineStrategy, init_args: {{{given}}}}}
+model: {{class_path: lightning.pytorch.demos.boring_classes.BoringModel}}
+"""
+
+
+def with_checkout() -> dict[str, str]:
+    """The environment in which other folders' processes import this project."""
+    return {**os.environ, "PYTHONPATH": str(Path(sp_lightning.__file__).parent.parent)}
+
+
+def test_one_strategy_has_one_trainer_and_a_name_as_many_as_it_likes() -> None:
+    """What README says about options and several trainers."""
+    strategy = SuperpipelineStrategy(k=4)
+    trainer_for(strategy)
+    with pytest.raises(MisconfigurationException, match="accelerator set through both strategy class and accelerator"):
+        trainer_for(strategy)
+    StrategyRegistry.register("my_superpipeline", SuperpipelineStrategy, k=4)
+    try:
+        trainers = [trainer_for("my_superpipeline") for _ in range(2)]
+        for trainer in trainers:
+            trainer.fit(Module(Stack()), loader(vectors(2)))
+            assert trainer.strategy.plan.k == 4
+    finally:
+        StrategyRegistry.remove("my_superpipeline")
+    assert trainers[0].strategy is not trainers[1].strategy
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"layers": 5}, TypeError, r"layers= takes names.*found int"),
+        ({"layers": [5]}, TypeError, r"layers= takes names.*found 5"),
+        ({"layers": []}, ValueError, r"layers= is empty"),
+        ({"layers": nn.Linear(1, 1)}, TypeError, r"layers= takes names.*found Linear"),
+        ({"resident": None}, TypeError, r"resident= takes names or glob patterns, found None"),
+        ({"resident": [3]}, TypeError, r"resident= takes names or glob patterns"),
+        ({"fused_optimizer": None}, TypeError, r'fused_optimizer must be "auto", True or False, found None'),
+        ({"pin_memory": "no"}, TypeError, r"pin_memory must be True or False, found 'no'"),
+        ({"callback": None}, TypeError, r"callback must be True or False, found None"),
+    ],
+)
+def test_patterns_of_the_wrong_kind(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        SuperpipelineStrategy(**options)
+
+
+def test_more_than_one_device() -> None:
+    with pytest.raises(ValueError, match=r"runs on one device; the trainer chose 2.*devices=1"):
+        pl.Trainer(strategy="superpipeline", accelerator="cpu", devices=2)
+
+
+def test_more_than_one_node() -> None:
+    with pytest.raises(ValueError, match=r"runs on one node; the trainer was given 2"):
+        pl.Trainer(strategy="superpipeline", accelerator="cpu", devices=1, num_nodes=2)
+
+
+@pytest.mark.parametrize("kind", [TransformerEnginePrecision, BitsandbytesPrecision])
+def test_precision_plugins_that_cannot_work(kind: Any) -> None:
+    plugin = kind.__new__(kind)  # their packages need a GPU to be imported
+    with pytest.raises(ValueError, match=f"cannot work with {kind.__name__}.*bf16-mixed"):
+        SuperpipelineStrategy(precision_plugin=plugin)
+
+
+def test_devices_without_streams() -> None:
+    from sp_lightning.device.accelerator import device_for
+
+    with pytest.raises(ValueError, match=r"cannot use device 'meta'.*accelerator="):
+        device_for(torch.device("meta"))
+
+
+class RefusesPinning(Device):
+    def pin(self, memory: Tensor) -> bool:
+        return False
+
+
+def test_refused_pinning_warns_once_and_goes_on() -> None:
+    from sp_lightning.model.find import find_layers
+    from sp_lightning.plan.plan import make_plan
+
+    module = Stack()
+    found = find_layers(module)
+    with pytest.warns(UserWarning, match=r"GiB of host memory could not be page-locked.*pin_memory=False") as caught:
+        streamer = Streamer(
+            module, found, make_plan(found, k=1, k_prime=1), RefusesPinning(torch.device("cpu")), pin=True
+        )
+    assert len(caught) == 1
+    assert module(torch.ones(1, 16)).isfinite().all()
+    streamer.close()
+
+
+def test_plan_and_stats_before_setup() -> None:
+    strategy = SuperpipelineStrategy()
+    with pytest.raises(RuntimeError, match="no plan yet"):
+        _ = strategy.plan
+    with pytest.raises(RuntimeError, match="no counters yet"):
+        strategy.stats()
+
+
+def test_the_callback_needs_the_strategy() -> None:
+    with pytest.raises(ValueError, match=r"SuperpipelineCallback works with SuperpipelineStrategy only.*SingleDevice"):
+        start("auto", callbacks=[SuperpipelineCallback()])
+
+
+def test_the_name_is_registered() -> None:
+    trainer = pl.Trainer(strategy="superpipeline", accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert isinstance(trainer.strategy, SuperpipelineStrategy)
+    assert trainer.strategy.root_device.type == "cpu"
+    assert "superpipeline" in pl.strategies.StrategyRegistry
+    assert sp_lightning.__version__

@@ -1,0 +1,366 @@
+"""Weights that are given other memory, or share it: as plain autograd has them, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from sp_lightning.activations.forward_state import Unrepeatable
+from tests.support.data_writes import BLOCKS, Linears, Writes, multiply
+from tests.support.models import Module, vectors
+from tests.support.poison import poisoned
+from tests.support.runs import assert_same, fit, superpipeline
+from tests.support.simdevice import simulated
+
+pytestmark = pytest.mark.usefixtures("everything_is_worth_moving")
+
+
+class TransposesInStep(Module):
+    """``weight.data = weight.data.t()``: the same memory in another order, which the slot has no place for."""
+
+    def loss(self, batch: Any) -> Tensor:
+        first = super().loss(batch)
+        for block in self.net:
+            block.first.weight.data = block.first.weight.data.t()
+        return first + super().loss(batch)
+
+
+@pytest.mark.parametrize("resident", [[], ["net"]])
+def test_another_order_inside_a_step_is_refused(resident: list[str]) -> None:
+    """The order was dropped without a word; kernels choose by it."""
+
+    def make() -> Module:
+        return TransposesInStep(nn.Sequential(*(Linears() for _ in range(4))))
+
+    with pytest.raises(
+        RuntimeError, match=r"'net\.0\.first\.weight' has strides \(16, 1\) and was given .*\(1, 16\).*empty_like"
+    ):
+        fit(make, vectors(), superpipeline(k=2, k_prime=1, resident=resident))
+
+
+class BlendsInPlace(Module):
+    """``pt.data = …; pt.data.add_(p.data)``: reading ``p`` let go of ``pt``'s layer, and the write went where nobody looked."""
+
+    def __init__(self, trained: bool, before: bool) -> None:
+        super().__init__(nn.Sequential(*(Linears() for _ in range(4))))
+        self.target = nn.Sequential(*(Linears() for _ in range(4))).requires_grad_(trained)
+        self.before = before
+
+    def blend(self) -> None:
+        for p, pt in zip(self.net.parameters(), self.target.parameters(), strict=True):
+            pt.data = pt.data * 0.9
+            pt.data.add_(p.data, alpha=0.1)
+
+    def loss(self, batch: Any) -> Tensor:
+        if self.before:
+            self.blend()
+        loss = F.mse_loss(self.net(batch), self.target(batch))
+        if not self.before:
+            self.blend()
+        return loss
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(("trained", "before"), [(True, True), (True, False), (False, True), (False, False)])
+def test_writes_to_memory_that_a_weight_was_given(trained: bool, before: bool, precision: Any) -> None:
+    def make() -> Module:
+        return BlendsInPlace(trained, before)
+
+    plain = fit(make, vectors(), precision=precision)
+    for options in ({"k": 1}, {"k": 8}, {"k": 1, "activations": "offload"}, {"k": 1, "resident": ["target"]}):
+        assert_same(fit(make, vectors(), superpipeline(k_prime=1, **options), precision=precision), plain)
+    with simulated():
+        assert_same(fit(make, vectors(), superpipeline(k=1, k_prime=1), precision=precision), plain)
+
+
+def test_a_detached_weight_that_is_written_before_the_forward_is_no_reason_to_refuse() -> None:
+    """The write was counted twice: by its version, and when the host took it over, which may be after the first run."""
+
+    class Blends(Module):
+        def loss(self, batch: Any) -> Tensor:
+            p, q = self.net[0].first.weight, self.net[2].first.weight
+            mine, theirs = p.detach(), q.detach()
+            mine.add_(theirs, alpha=0.1)
+            p.data = p.data * 0.9
+            with torch.no_grad():
+                p.add_(q, alpha=0.1)
+            return super().loss(batch)
+
+    def make() -> Module:
+        return Blends(nn.Sequential(*(Linears() for _ in range(4))))
+
+    for precision in ("32-true", "bf16-mixed"):
+        plain = fit(make, vectors(), precision=precision)
+        for activations in ("keep", "recompute"):
+            ours = fit(make, vectors(), superpipeline(k=2, k_prime=1, activations=activations), precision=precision)
+            assert_same(ours, plain)
+
+
+class WritesWhatItWasGiven(Writes):
+    """Exchanged before the forward, written in place after it: backward sees that, as the memory is the same."""
+
+    def loss(self, batch: Any) -> Tensor:
+        for p in self.net.parameters():
+            p.data = p.data * 0.99
+        return super().loss(batch)
+
+
+class StandardizesInHook(Writes):
+    """Weight standardisation before each call: what the call saves lies in the memory that the weight was given."""
+
+    def __init__(self, block: type[nn.Module], write: Callable[[Any], None]) -> None:
+        super().__init__(block, write)
+        for layer in self.net:
+            layer.register_forward_pre_hook(self.standardize)
+
+    @staticmethod
+    def standardize(layer: Any, _: Any) -> None:
+        weight = layer.first.weight
+        weight.data = (weight.data - weight.data.mean()) / (weight.data.std() + 0.5)
+
+
+def add_then_multiply(p: Any) -> None:
+    p.data += 0.1  # which ends in p.data = p.data
+    p.data.mul_(0.5)
+
+
+def hold_and_put_back(p: Any) -> None:
+    before = p.data
+    p.data = torch.zeros_like(before)
+    p.data.sum()
+    p.data = before
+
+
+@pytest.mark.parametrize("write", [multiply, add_then_multiply, hold_and_put_back])
+@pytest.mark.parametrize("block", ["linear", "convolution"])
+def test_the_same_memory_is_the_same_weight(block: str, write: Callable[[Any], None]) -> None:
+    for case in (Writes, WritesWhatItWasGiven, StandardizesInHook):
+
+        def make(case: type[Writes] = case) -> Module:
+            return case(BLOCKS[block], write)
+
+        plain = fit(make, vectors())
+        for options in ({"k": 1}, {"k": 4}, {"k": 1, "activations": "offload"}, {"k": 1, "resident": ["net.3"]}):
+            assert_same(fit(make, vectors(), superpipeline(k_prime=1, **options)), plain)
+        with poisoned():
+            assert_same(fit(make, vectors(), superpipeline(k=1, k_prime=1)), plain)
+
+
+@pytest.mark.parametrize("resident", [[], ["net.3"], ["net.2", "net.3"]])
+def test_tying_inside_a_step_is_refused(resident: list[str]) -> None:
+    """Plain ties the two for good; here one would get a copy, and the two would part."""
+
+    class Ties(Module):
+        def loss(self, batch: Any) -> Tensor:
+            loss = super().loss(batch)
+            self.net[2].second.weight.data = self.net[3].second.weight.data
+            return loss
+
+    with pytest.raises(
+        RuntimeError,
+        match=r"'net\.2\.second\.weight' was given the memory of 'net\.3\.second\.weight'.*data\.clone\(\)",
+    ):
+        fit(
+            lambda: Ties(nn.Sequential(*(Linears() for _ in range(4)))),
+            vectors(),
+            superpipeline(k=2, resident=resident),
+        )
+
+
+class Followed(Module):
+    """A moving average, by ``how``, before the forward of each step."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(nn.Sequential(*(Linears() for _ in range(4))))
+        self.target = nn.Sequential(*(Linears() for _ in range(4))).requires_grad_(False)
+        self.how = how
+        self.mine = [list(self.net.parameters()), list(self.target.parameters())]
+
+    def loss(self, batch: Any) -> Tensor:
+        new = self.net.state_dict()
+        if self.how == "state_dict":
+            for name, value in self.target.state_dict().items():
+                value.data.copy_(value.data * 0.9 + new[name].data * 0.1)
+        elif self.how == "detach":
+            for p, pt in zip(self.net.parameters(), self.target.parameters(), strict=True):
+                pt.detach().data.lerp_(p.detach(), 0.1)
+        else:
+            for p, pt in zip(*self.mine, strict=True):
+                pt.data = pt.data * 0.9 + p.data * 0.1
+        return F.mse_loss(self.net(batch), self.target(batch)) + self.net(batch * 2).square().mean()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("how", ["state_dict", "detach", "references"])
+def test_averages_by_all_ways(how: str, precision: Any) -> None:
+    """What ``state_dict()`` gives is detached: writes of its ``.data`` were lost; casts of exchanged weights stayed the old."""
+
+    def make() -> Module:
+        return Followed(how)
+
+    plain = fit(make, vectors(), precision=precision)
+    # Residents are plain parameters within a step, and nobody notices that they are detached.
+    resident = {"resident": ["target"], "check_writes": how != "references"}
+    for options in ({"k": 1}, {"k": 8}, {"k": 2, **resident}):
+        assert_same(fit(make, vectors(), superpipeline(k_prime=1, **options), precision=precision), plain)
+
+
+class WritesBeforeItsStep(Module):
+    """Weight noise around the closure: after ``on_train_batch_start``, before ``training_step``."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(nn.Sequential(*(Linears() for _ in range(4))))
+        self.how = how
+
+    def shake(self, *_: Any) -> None:
+        for p in self.parameters():
+            p.data.mul_(0.9)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        if self.how == "hook":
+            self.shake()
+        super().optimizer_step(*args, **kwargs)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        shake = self.shake
+
+        class Shakes(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                shake()
+                return super().step(closure)
+
+        optimizer = (Shakes if self.how == "optimizer" else torch.optim.SGD)(self.parameters(), lr=0.1)
+        if self.how == "pre-hook":
+            optimizer.register_step_pre_hook(shake)
+        return optimizer
+
+
+@pytest.mark.parametrize("how", ["hook", "optimizer", "pre-hook"])
+def test_writes_between_a_batchs_start_and_its_step(how: str) -> None:
+    def make() -> Module:
+        return WritesBeforeItsStep(how)
+
+    plain = fit(make, vectors())
+    for options in ({"k": 1}, {"k": 4}, {"k": 2, "resident": ["net.0"]}):
+        assert_same(fit(make, vectors(), superpipeline(k_prime=1, **options)), plain)
+    with simulated():
+        assert_same(fit(make, vectors(), superpipeline(k=1, k_prime=1)), plain)
+
+
+class Sharpness(Module):
+    """SAM by hand: weights are moved along the gradient between two backwards of one step."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        moves = [0.1 * p.grad for p in self.parameters()]
+        for p, move in zip(self.parameters(), moves, strict=True):
+            p.data.add_(move)
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        for p, move in zip(self.parameters(), moves, strict=True):
+            p.data.sub_(move)
+        optimizer.step()
+        return loss
+
+
+@pytest.mark.parametrize("options", [{}, {"resident": ["net.0"]}, {"resident": ["net"]}, {"check_writes": True}])
+def test_weights_that_are_moved_between_two_backwards(options: dict[str, Any]) -> None:
+    def make() -> Module:
+        return Sharpness(nn.Sequential(*(Linears() for _ in range(4))))
+
+    plain = fit(make, vectors())
+    assert_same(fit(make, vectors(), superpipeline(k=2, k_prime=1, **options)), plain)
+
+
+@pytest.mark.parametrize("what", ["weight", "tied", "module", "pruned", "bias"])
+def test_what_is_exchanged_before_its_second_run_is_refused(what: str) -> None:
+    class Exchanges(Module):
+        def loss(self, batch: Any) -> Tensor:
+            loss = super().loss(batch)
+            layer = self.net[1]
+            if what == "weight":
+                layer.second.weight = nn.Parameter(layer.second.weight.detach() * 0.5)
+            elif what == "tied":
+                layer.second.weight = layer.first.weight
+            elif what == "module":
+                layer.second = nn.Linear(16, 16)
+            elif what == "pruned":
+                prune.l1_unstructured(layer.second, "weight", 0.5)
+            else:
+                layer.second.bias = None
+            return loss
+
+    with pytest.raises(Unrepeatable, match=r"'second(\.\w+)?' of 'net\.1' has been exchanged between.*\"offload\""):
+        fit(
+            lambda: Exchanges(nn.Sequential(*(Linears() for _ in range(4)))),
+            vectors(),
+            superpipeline(k=2, k_prime=1, activations="recompute"),
+        )
+
+
+class PutsBackOnce(Writes):
+    """A weight gets its own memory back in the first step; later ones write it after the forward."""
+
+    steps = 0
+
+    def loss(self, batch: Any) -> Tensor:
+        self.steps += 1
+        if self.steps == 1:
+            for p in self.net.parameters():
+                hold_and_put_back(p)
+        return super().loss(batch)
+
+
+def test_what_got_its_own_memory_back_still_does_not_leave() -> None:
+    """The residents' memory was counted among what a step had been given, and was offloaded in the next one."""
+
+    def make() -> Module:
+        return PutsBackOnce(Linears, multiply)
+
+    options = {"resident": ["**.second"], "activations": "offload"}
+    assert_same(fit(make, vectors(), superpipeline(k=1, k_prime=1, **options)), fit(make, vectors()))
+
+
+class KeepsTheOldMemory(Module):
+    """Gives a weight other memory between two steps and keeps the old, as a swap of averages does; writes it in the next."""
+
+    def __init__(self, write: str) -> None:
+        super().__init__(nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))))
+        self.write = write
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        weight = self.net[1][0].weight
+        if batch_idx == 1:
+            self.old = weight.data
+            weight.data = weight.data * 0.5
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weight, other = self.net[1][0].weight, self.net[2][0].weight
+        if self.write == "copy":
+            weight.data.copy_(other.data)
+        else:
+            weight.data.mul_(0.9)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("resident", [(), ("net.1",)])
+@pytest.mark.parametrize("write", ["copy", "mul"])
+def test_a_block_that_left_its_memory_to_somebody_is_not_out_of_date_for_ever(write: str, resident: Any) -> None:
+    batches = [torch.ones(2, 8) * i for i in range(1, 6)]
+    strategy = superpipeline(k=1, resident=resident)
+    ours = fit(lambda: KeepsTheOldMemory(write), batches, strategy, gradients=False)
+    assert_same(ours, fit(lambda: KeepsTheOldMemory(write), batches, gradients=False))
+    if not resident:
+        fetches = strategy.fetches()
+        assert fetches["net.1.0"] <= fetches["net.2.0"] + 2

@@ -1,0 +1,214 @@
+"""Gradients that are hooked, kept, shared, thawed, or come in several backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.bare import Manual, assert_like_plain, bare
+from tests.support.models import (
+    Module,
+    Scaled,
+    Stack,
+)
+from tests.support.normed import NormedStack
+from tests.support.runs import superpipeline
+
+
+class ClampsAfterBackward(Module):
+    def on_after_backward(self) -> None:
+        for p in self.parameters():
+            p.data.clamp_(-0.1, 0.1)
+
+
+class HookedGradients(Module):
+    """A hook on a parameter counts for ``torch.autograd.grad`` as well."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack(3))
+        for p in self.parameters():
+            p.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        return loss + sum(g.sum() for g in torch.autograd.grad(loss, list(self.parameters()), create_graph=True))
+
+
+class SometimesNoBackward(Module):
+    def __init__(self) -> None:
+        super().__init__(Scaled())
+        self.seen: list[Any] = []
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self.trainer.fit_loop.epoch_loop.batch_idx != 1:
+            loss.backward()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        net: Any = self.net
+        self.seen.append((type(net.scale).__name__, net.scale.sum().item()))
+
+
+class ExtraBackward(Module):
+    """A backward inside ``training_step`` ended the step: what came after it found the host's parameters."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.loss(batch * 0.5).backward()
+        loss = self.loss(batch)
+        grads = torch.autograd.grad(loss, list(self.parameters()), create_graph=True)
+        return loss + sum(g.square().sum() for g in grads)
+
+
+class BackwardWithInputs(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch), inputs=list(self.parameters())[2:6])
+        self.seen.append([None if p.grad is None else p.grad.clone() for p in self.parameters()])
+        optimizer.step()
+
+
+def doubled(gradient: Tensor) -> Tensor:
+    return gradient * 2
+
+
+class HooksWhatIsFrozen(Module):
+    """The user's hooks were once put on device parameters when they came up, and autograd refused frozen ones."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        weight = self.net.blocks[1].inner.weight
+        weight.register_hook(doubled)
+        weight.requires_grad_(False)
+
+
+class HooksWhatIsThawed(Module):
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.net.blocks[1].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.net.blocks[1].requires_grad_(True)
+            self.net.blocks[1].inner.weight.register_hook(doubled)
+
+
+class HooksInBackward(Module):
+    """Registered on a reference from before the step, while backward runs: it counts in that backward."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.captured = [self.net.blocks[0].inner.weight]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch
+        for block in self.net.blocks:
+            x = block(x)
+        x.register_hook(lambda gradient: self.captured[0].register_hook(doubled) and None)
+        return x.square().mean()
+
+
+class HooksWhatIsKept(Module):
+    """The graph has the device parameter that saved-tensor hooks kept; the hook must not be put on its successor only."""
+
+    def __init__(self) -> None:
+        super().__init__(NormedStack("kept", frozen=False))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if batch_idx == 1:
+            for block in self.net.blocks:
+                block.norm.weight.register_hook(doubled)
+        return loss
+
+
+class SharesGradients(Module):
+    """What another process was sent stays what it was."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.seen: list[Tensor] = []
+        self.mapped: list[Tensor] = []
+
+    def on_after_backward(self) -> None:
+        handle = self.net.blocks[1].inner.weight.grad.untyped_storage()._share_filename_cpu_()
+        self.mapped.append(torch.empty(0).set_(torch.UntypedStorage._new_shared_filename_cpu(*handle)))
+        self.seen.append(torch.stack([gradient.sum() for gradient in self.mapped]))
+
+
+class FreezesBeforeBackward(Module):
+    """A parameter that is frozen between forward and backward takes no gradient, whoever freezes it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        for p in self.trainer.optimizers[0].param_groups[0]["params"][:4]:
+            p.requires_grad_(batch_idx != 1)
+        return loss
+
+
+class KeepsOldGradients(Module):
+    """Gradients that somebody still holds after ``zero_grad`` are not overwritten by the next batch's."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.seen: list[Any] = []
+
+    def on_after_backward(self) -> None:
+        self.seen.append([p.grad for p in self.parameters()])
+
+
+class ThawsWithinStep(Module):
+    """A resident that is unfrozen between two forwards of one step takes the second one's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(Scaled())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (scale,) = (
+            p for p in self.trainer.optimizers[0].param_groups[0]["params"] if p.shape == (16,) and p.mean() == 1
+        )
+        scale.requires_grad_(False)
+        loss = self.loss(batch)
+        scale.requires_grad_(True)
+        return loss + self.loss(batch * 0.5)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen = [None if p.grad is None else p.grad.clone() for p in self.parameters()]
+
+
+def test_backward_with_inputs_brings_no_layer() -> None:
+    strategy = superpipeline(k=1)
+    bare(BackwardWithInputs, strategy)
+    assert strategy.stats().extra_slots == 0
+
+
+CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
+    "clamps-after-backward": (lambda: ClampsAfterBackward(Stack()), {"accumulate_grad_batches": 3}),
+    "hooked-gradients": (lambda: HookedGradients(), {}),
+    "no-backward": (lambda: SometimesNoBackward(), {}),
+    "no-backward-accumulating": (lambda: SometimesNoBackward(), {"accumulate_grad_batches": 2}),
+    "extra-backward": (lambda: ExtraBackward(Stack()), {}),
+    "backward-with-inputs": (lambda: BackwardWithInputs(), {}),
+    "freezes-before-backward": (lambda: FreezesBeforeBackward(Stack()), {}),
+    "keeps-old-gradients": (lambda: KeepsOldGradients(), {}),
+    "thaws-within-step": (lambda: ThawsWithinStep(), {}),
+    "hooks-what-is-frozen": (lambda: HooksWhatIsFrozen(), {}),
+    "hooks-what-is-thawed": (lambda: HooksWhatIsThawed(), {}),
+    "hooks-in-backward": (lambda: HooksInBackward(), {}),
+    "hooks-what-is-kept": (lambda: HooksWhatIsKept(), {}),
+    "shares-gradients": (lambda: SharesGradients(), {}),
+}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", CASES)
+def test_like_plain(name: str, precision: str) -> None:
+    make, options = CASES[name]
+    assert_like_plain(make, **options, precision=precision)

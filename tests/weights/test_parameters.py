@@ -1,0 +1,124 @@
+"""Parameters of all kinds, and ways to come by them, are those of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.bare import assert_like_plain, bare
+from tests.support.models import Block, FunctionalCall, Module, Stack
+from tests.support.runs import assert_equal, superpipeline
+
+
+class LooksParametersUp(Module):
+    def __init__(self) -> None:
+        super().__init__(Stack(4))
+        self.start = {p: p.detach().clone() for p in self.parameters()}
+        for p in self.parameters():
+            p.no_decay = p.ndim < 2  # type: ignore[attr-defined]
+
+    def loss(self, batch: Any) -> Tensor:
+        assert all((p == p).all() for p in self.parameters()), "compared with itself it is elementwise, as ever"
+        decayed = [p for p in self.parameters() if not getattr(p, "no_decay", False)]
+        assert len(decayed) == 10
+        distance = sum((p - self.start[p]).square().sum() for p in self.parameters())
+        return super().loss(batch) + distance + 0.1 * sum(p.square().sum() for p in decayed)
+
+
+class Scale(nn.Parameter):
+    def doubled(self) -> Tensor:
+        return self * 2
+
+
+class OwnParameterClass(Module):
+    def __init__(self) -> None:
+        super().__init__(Stack(3))
+        self.net.scale = Scale(torch.ones(16))
+        self.net.big = Scale(torch.ones(64, 64))
+
+    def loss(self, batch: Any) -> Tensor:
+        net: Any = self.net
+        assert isinstance(net.big, Scale)
+        assert isinstance(net.scale, Scale)
+        return (net(batch) * net.scale.doubled()).square().mean() + net.big.doubled().mean()
+
+
+class TiesInForward(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        self.blocks[3].inner.weight = self.blocks[0].inner.weight
+        return super().forward(x)
+
+
+class FrozenAttributes(nn.Linear):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and "weight" in self._parameters:
+            raise AttributeError("frozen weight")
+        super().__setattr__(name, value)
+
+
+class OwnParameters(Stack):
+    def parameters(self) -> Any:  # type: ignore[override]
+        return iter([p for _, p in self.named_parameters()])
+
+
+class MakesParameters(Module):
+    """``type(p)`` in a step is a class of ours, which makes ordinary parameters."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weight = self.net.blocks[2].inner.weight
+        cast = weight.as_subclass(Tensor).square().mean()
+        made = type(weight)(weight.data * 2)
+        assert type(made) is nn.Parameter
+        return self.loss(batch) + made.mean() + cast
+
+
+class Empty(nn.Module):
+    """Layers without a byte, views of which are kept: extra slots have no address."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(0, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.weight.sum()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Empty.Layer() for _ in range(6))
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for layer in self.layers:
+            x = layer(x)
+            kept.append(layer.weight.detach())
+        return self.head(x)
+
+
+def test_layers_without_a_byte() -> None:
+    ours = bare(lambda: Module(Empty()), superpipeline(k=1, layers=["net.layers.*"]))
+    assert_equal(ours, bare(lambda: Module(Empty()), "auto"), "empty")
+
+
+CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
+    "looks-parameters-up": (lambda: LooksParametersUp(), {}),
+    "own-parameter-class": (lambda: OwnParameterClass(), {}),
+    "ties-in-forward": (lambda: Module(TiesInForward()), {"max_epochs": 2}),
+    "frozen-attributes": (lambda: Module(nn.Sequential(FrozenAttributes(16, 16), Block(), Block())), {}),
+    "own-parameters-method": (lambda: Module(OwnParameters()), {}),
+    "makes-parameters": (lambda: MakesParameters(Stack()), {}),
+    "functional-call": (lambda: FunctionalCall(Stack()), {}),
+}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", CASES)
+def test_like_plain(name: str, precision: str) -> None:
+    make, options = CASES[name]
+    assert_like_plain(make, **options, precision=precision)

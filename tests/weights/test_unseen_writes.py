@@ -1,0 +1,89 @@
+"""Writes of which torch shows no sign, which ``check_writes=True`` looks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.data_writes import Linears
+from tests.support.models import Module, Stack, vectors
+from tests.support.runs import assert_same, fit, fused, superpipeline
+
+pytestmark = pytest.mark.usefixtures("everything_is_worth_moving")
+
+
+class WritesUnseen(Module):
+    """Writes of which torch shows no sign, by ``how``."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(nn.Sequential(*(Linears() for _ in range(4))))
+        self.old = [[layer.second.weight for layer in self.net]]
+        self.how = how
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if self.how == "reference":
+            self.old[0][1].data.mul_(0.5)
+        elif self.how == "numpy":
+            self.net[1].second.weight.detach().numpy()[:] *= 0.5
+        elif self.how == "dlpack":
+            torch.from_dlpack(self.net[1].second.weight.detach()).mul_(0.5)
+        return loss
+
+
+@pytest.mark.parametrize("resident", [[], ["net.1"]])
+@pytest.mark.parametrize("how", ["numpy", "dlpack"])
+def test_unseen_writes_on_the_device_are_looked_for(how: str, resident: list[str]) -> None:
+    def make() -> Module:
+        return WritesUnseen(how)
+
+    strategy = superpipeline(k=1, k_prime=1, resident=resident, check_writes=True)
+    assert_same(fit(make, vectors(), strategy), fit(make, vectors()))
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_unseen_writes_on_the_host_are_refused(activations: Any) -> None:
+    strategy = superpipeline(k=1, k_prime=1, activations=activations, check_writes=True)
+    with pytest.raises(RuntimeError, match=r"'net\.1\.second\.weight' was written within a step by a way.*its module"):
+        fit(lambda: WritesUnseen("reference"), vectors(), strategy)
+
+
+class Alternates(Module):
+    """Manual optimization: two steps in each batch, one of them fused, which bumps no version."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(self.parameters(), fused=fused) for fused in (False, True)]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"activations": "recompute"}, {"optimizer_overlap": "forward", "fused_optimizer": True}]
+)
+def test_looking_finds_nothing_where_nothing_is(options: dict[str, Any]) -> None:
+    strategy = superpipeline(k=2, k_prime=1, check_writes=True, **options)
+    make = fused(lambda: Module(Stack())) if "fused_optimizer" in options else lambda: Module(Stack())
+    assert_same(
+        fit(make, vectors(), strategy, val=vectors(), accumulate_grad_batches=2),
+        fit(make, vectors(), val=vectors(), accumulate_grad_batches=2),
+    )
+    if "optimizer_overlap" not in options:
+        strategy = superpipeline(k=2, k_prime=1, check_writes=True, **options)
+        assert_same(fit(lambda: Alternates(Stack()), vectors(), strategy), fit(lambda: Alternates(Stack()), vectors()))
+
+
+def test_looking_goes_with_no_update_inside_backward() -> None:
+    with pytest.raises(ValueError, match=r'check_writes=True.*optimizer_overlap="off"'):
+        superpipeline(check_writes=True, optimizer_overlap="backward")
