@@ -14,7 +14,7 @@ from torch.nn.attention import sdpa_kernel
 from sp_lightning.activations.containers import copy_container, restore_container
 from sp_lightning.activations.snapshot import SMALL, Snapshot
 from sp_lightning.activations.tensor_copy import TensorCopy, clone, write
-from sp_lightning.activations.weight_state import host_of
+from sp_lightning.activations.weight_state import WeightState, host_of
 from sp_lightning.device.torch_private import preserve_version_counter
 
 Elsewhere = Callable[[str], Callable[[], str | None]]
@@ -175,6 +175,7 @@ class _Values(NamedTuple):
     random: list[tuple[Callable[[Any], Any], Any]]
     containers: list[tuple[Any, Any]]
     foreign: list[tuple[dict[str, Any], str, Any]]
+    weights: list[tuple[WeightState, bool]]
     training: list[tuple[nn.Module, bool]]
     dtype: torch.dtype
 
@@ -188,6 +189,8 @@ class _Values(NamedTuple):
             restore_container(container, copied)
         for place, key, held in self.foreign:
             place[key] = held
+        for weight, trained in self.weights:
+            weight.train(trained)
         for module, training in self.training:
             module.training = training
         torch.set_default_dtype(self.dtype)
@@ -199,6 +202,7 @@ def _values_before(before: Snapshot) -> _Values:
         [(source.write, source.state) for source in before.random],
         list(before.containers.values()),
         before.foreign,
+        [(weight, weight.trained) for weight in before.weights],
         before.training,
         before.dtype,
     )
@@ -211,6 +215,7 @@ def _values_now(before: Snapshot) -> _Values:
         [(source.write, source.read()) for source in before.random],
         [(container, copy_container(container)) for container, _ in before.containers.values()],
         [(place, key, place.get(key)) for place, key, _ in before.foreign],
+        [(weight, weight.is_trained) for weight in before.weights],
         [(module, module.training) for module, _ in before.training],
         torch.get_default_dtype(),
     )

@@ -19,6 +19,7 @@ class WeightState(NamedTuple):
         position: its position among them.
         writes: how often it had been written.
         gradient: which gradient its host parameter had, and the version of that.
+        trained: whether it required a gradient.
     """
 
     name: str
@@ -26,6 +27,17 @@ class WeightState(NamedTuple):
     position: int
     writes: int
     gradient: tuple[int, int] | None
+    trained: bool
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it requires a gradient now."""
+        return bool(self.group.hosts[self.position].requires_grad)
+
+    def train(self, trained: bool) -> None:
+        """Sets whether it requires a gradient."""
+        if trained != self.is_trained:
+            self.group.all[self.position].requires_grad = trained
 
     @property
     def is_written(self) -> bool:
@@ -41,7 +53,8 @@ class WeightState(NamedTuple):
 def state_of(name: str, parameter: Any) -> WeightState:
     """A device parameter now."""
     group, index = parameter._of, parameter._index
-    return WeightState(name, group, index, group.writes(index), _gradient(group.hosts[index]))
+    host = group.hosts[index]
+    return WeightState(name, group, index, group.writes(index), _gradient(host), host.requires_grad)
 
 
 def is_device_parameter(value: Any) -> bool:

@@ -118,9 +118,11 @@ class Backward:
             RuntimeError: the running backward has updated the layer already.
         """
         gradient = take_gradient(parameter)
-        if gradient is None:
-            return
         group = layer.parameters
+        # The user may have frozen the host's parameter since the forward. Once it has arrived, a gradient counts as one that
+        # is in param.grad already, whether its parameter is frozen later or not.
+        if gradient is None or not group.hosts[index].requires_grad:
+            return
         if gradient.dtype is not group.hosts[index].dtype:
             self._lent.take_back(
                 layer

@@ -116,7 +116,7 @@ class DeviceParameter(nn.Parameter):
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         self.host.requires_grad = value
-        set_requires_grad(self, value)
+        self._of.sync_requires_grad()
 
     def as_subclass(self, cls: Any) -> Any:
         with self._of.present(self):  # torch's own method does not call __torch_function__
@@ -163,7 +163,7 @@ class StandIn(DeviceParameter):
         if func is torch.autograd.grad:
             return _grad_by_edges(*args, **kwargs)
         if func in (torch.autograd.backward, Tensor.backward):  # backward(inputs=…)
-            args, kwargs = tree_map_only(DeviceParameter, gradient_edge, (args, kwargs))
+            args, kwargs = tree_map_only(DeviceParameter, _present_edge, (args, kwargs))
             return func(*args, **kwargs)
         away = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)]
         if not away:
@@ -276,7 +276,7 @@ def _grad_by_edges(outputs: Any, inputs: Any, *args: Any, materialize_grads: boo
     ``__torch_function__``.
     """
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    edges = [gradient_edge(tensor) if isinstance(tensor, DeviceParameter) else tensor for tensor in inputs]
+    edges = [_present_edge(tensor) if isinstance(tensor, DeviceParameter) else tensor for tensor in inputs]
     if not materialize_grads:
         return torch.autograd.grad(outputs, edges, *args, **kwargs)
     gradients = torch.autograd.grad(outputs, edges, *args, **{**kwargs, "allow_unused": True})
@@ -284,6 +284,12 @@ def _grad_by_edges(outputs: Any, inputs: Any, *args: Any, materialize_grads: boo
         torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) if gradient is None else gradient
         for gradient, tensor in zip(gradients, inputs, strict=True)
     )
+
+
+def _present_edge(parameter: DeviceParameter) -> GradientEdge:
+    """As :func:`gradient_edge`. The user may have frozen or unfrozen the parameter since its layer was used last."""
+    parameter._of.sync_requires_grad()
+    return gradient_edge(parameter)
 
 
 def _alias(parameter: DeviceParameter) -> Tensor:

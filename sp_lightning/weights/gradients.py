@@ -355,15 +355,13 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:
     """Does for the host's parameter what autograd's ``AccumulateGrad`` does.
 
     The first gradient becomes ``param.grad``, later ones are added in place, and the user's hooks that run after
-    accumulation follow. A parameter that was frozen meanwhile takes no gradient.
+    accumulation follow.
 
     Args:
         parameter: the user's parameter.
         gradient: a tensor on the host with the parameter's shape, and its dtype or a lower one.
         own: whether ``gradient`` itself may become ``param.grad``; otherwise a copy does.
     """
-    if not parameter.requires_grad:
-        return
     if parameter.grad is None and own:
         parameter.grad = gradient
     else:
