@@ -1,0 +1,130 @@
+"""What README and the guides show is run: Python code, commands, configs; and what they link to is there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from torch.utils.data import DataLoader
+
+from sp_lightning.__main__ import main
+from tests.support.models import llama, tokens
+from tests.support.runs import loader
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "examples" / "guide").glob("*.md"))]
+ELLIPSIS = "…"
+LINK = re.compile(r"\]\((?!https?://)([^)]+)\)")
+
+pytestmark = [
+    # torch's own remark about nn.RMSNorm under autocast, which leaves its weight in float32.
+    pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary:UserWarning"),
+]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of one language, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def having(language: str) -> list[Any]:
+    return [pytest.param(page, id=named(page)) for page in PAGES if blocks(page, language)]
+
+
+@pytest.mark.parametrize("page", having("python"))
+def test_python_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks of a page in one namespace, which has the reader's ``model``: a small Llama with its data."""
+
+    def train_dataloader() -> DataLoader[Any]:
+        return loader(tokens(2))
+
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"model": llama()}
+    namespace["model"].train_dataloader = train_dataloader
+    for block in blocks(page, "python"):
+        exec(compile(block, named(page), "exec"), namespace)
+    trained = "trainer.fit" in page.read_text()
+    assert not trained or namespace["trainer"].global_step > 0
+
+
+def commands() -> list[Any]:
+    """The commands of the package with what they print; a command's block ends with the next command."""
+    found = []
+    for page in PAGES:
+        for block in blocks(page, "console"):
+            for shown in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+                command, *output = shown.strip().splitlines()
+                found.append(pytest.param(command, output, id=f"{named(page)}: {command[:60]}"))
+    return found
+
+
+@pytest.mark.parametrize(("command", "output"), commands())
+def test_commands_print_what_is_shown(
+    command: str, output: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(command)
+    assert words[:3] == ["python", "-m", "sp_lightning"]
+    main(words[3:])
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in output if line != ELLIPSIS and line not in printed] == []
+
+
+@pytest.mark.parametrize("page", having("yaml"))
+def test_configs_train(page: Path, tmp_path: Path) -> None:
+    """With a model and data of the CLI's own kind beside them."""
+    for block in blocks(page, "yaml"):
+        shown = yaml.safe_load(block)
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_steps": 1}
+        config = tmp_path / "config.yaml"
+        config.write_text(yaml.safe_dump({**shown, "trainer": {**shown["trainer"], **quiet}}))
+        demos = "lightning.pytorch.demos.boring_classes"
+        data = ["--model", f"{demos}.BoringModel", "--data", f"{demos}.BoringDataModule"]
+        arguments = ["fit", "--config", str(config), *data]
+        run = subprocess.run([sys.executable, "-m", "sp_lightning", *arguments], capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+
+
+def test_the_two_commands_of_readme_are_one_line_each() -> None:
+    """Scripts and people copy them; each makes its environment and activates it."""
+    install, tests = [line for block in blocks(ROOT / "README.md", "bash") for line in block.splitlines()]
+    for command in (install, tests):
+        assert command.startswith("python3 -m venv .venv && . .venv/bin/activate && pip install -q -e ")
+    assert install.endswith(" && python examples/finetune_llm.py")
+    assert tests.endswith(" && python -m pytest")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if anchor:
+            heads = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}, link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_recipes_that_are_named_have_the_options_that_are_shown(page: Path) -> None:
+    for script, options in re.findall(r"`python (examples/\w+\.py)([^`]*)`", page.read_text()):
+        source = (ROOT / script).read_text() + (ROOT / "examples" / "recipe.py").read_text()
+        for option in re.findall(r"--[\w-]+", options):
+            assert f'"{option}"' in source, f"{script} {option}"
+
+
+def test_readme_stays_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    assert len(text.split()) <= 2000
