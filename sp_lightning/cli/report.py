@@ -138,7 +138,7 @@ def _notes(estimate: ModelEstimate) -> list[str]:
     return [
         *notes,
         f"{human_bytes(work.outside)} are saved outside of all layers (largest: {largest}), whatever activations= says. "
-        'If that is the loss, a chunked or fused one needs a fraction: see examples/guide/activations.md.',
+        "If that is the loss, a chunked or fused one needs a fraction: see examples/guide/activations.md.",
     ]
 
 

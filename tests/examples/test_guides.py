@@ -92,7 +92,9 @@ def test_configs_train(page: Path, tmp_path: Path) -> None:
         demos = "lightning.pytorch.demos.boring_classes"
         data = ["--model", f"{demos}.BoringModel", "--data", f"{demos}.BoringDataModule"]
         arguments = ["fit", "--config", str(config), *data]
-        run = subprocess.run([sys.executable, "-m", "sp_lightning", *arguments], capture_output=True, text=True, check=False)
+        run = subprocess.run(
+            [sys.executable, "-m", "sp_lightning", *arguments], capture_output=True, text=True, check=False
+        )
         assert run.returncode == 0, run.stderr
 
 
