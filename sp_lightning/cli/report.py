@@ -31,7 +31,9 @@ def as_text(answer: Answer) -> str:
         _assumed(question),
         "",
         *_windows(answer),
-        *_waiting(estimate, row),
+        *_words(answer),
+        "",
+        _faster(estimate, row),
     ]
     if estimate.work is not None and not question.predict:
         lines += ["", *_modes(estimate.work), *(f"note: {note}" for note in _notes(estimate))]
@@ -100,8 +102,26 @@ def _windows(answer: Answer) -> list[str]:
     return lines
 
 
-def _waiting(estimate: ModelEstimate, row: Row) -> list[str]:
-    """What costs most time beside computing, and what helps: the batch is predicted without each kind of waiting."""
+def _words(answer: Answer) -> list[str]:
+    """What the columns mean, a line each."""
+    question = answer.question
+    weights = (
+        "weights on the device" if question.predict else "weights on the device, and gradients on their way to the host"
+    )
+    rest = "the same with activations" + (", keys and values" if question.generate is not None else "")
+    words = {
+        "k": "layers that are usable on the device at once",
+        "k'": "layers that move as one transfer; a window is k and k' with their memory",
+        "weights+grads": weights,
+        "with the rest": f"{rest} and intermediate results: what the device needs",
+        "waiting": "share of the time in which the device does not compute",
+        "binds": "what takes longest and so decides the time",
+    }
+    return ["", *(f"  {word:<14} {meaning}" for word, meaning in words.items())]
+
+
+def _faster(estimate: ModelEstimate, row: Row) -> str:
+    """What would make it faster: the batch is predicted without each kind of waiting."""
     rates, plan = estimate.rates, row.plan
     # In prediction, fetches alone pass over the host's memory.
     memory = math.inf if estimate.question.predict else rates.host_memory
@@ -112,10 +132,11 @@ def _waiting(estimate: ModelEstimate, row: Row) -> list[str]:
     }
     saved = {what: 1 - other.seconds / max(row.prediction.seconds, 1e-9) for what, other in without.items()}
     what = max(saved, key=saved.__getitem__)
+    window = f"with k = {plan.k} and k' = {plan.k_prime}"
     if saved[what] < _LEAST_WAITING:
-        return []
-    window = f"k = {plan.k}, k' = {plan.k_prime}"
-    return [f"waiting, with {window}: {saved[what]:.0%} of the time for {what}; {remedy(what, plan)}."]
+        computing = f"the device computes {1 - row.waiting:.0%} of the time"
+        return f"faster: {window}, {computing}; fewer operations or a faster device help."
+    return f"faster: {window}, {saved[what]:.0%} of the time is waited for {what}; {remedy(what, plan)}."
 
 
 def _modes(work: Work) -> list[str]:
