@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import sp_lightning
+
+ROOT = Path(__file__).parents[2]
 
 FITS = """
 import io, logging, sys
@@ -47,3 +52,35 @@ def test_who_imports_pytorch_lightning_later_registers_by_hand() -> None:
     names = "; print(StrategyRegistry.available_strategies().count('superpipeline'))"
     code = "import sp_lightning; from pytorch_lightning.strategies import StrategyRegistry" + names
     assert said_by(code + "; import sp_lightning.pytorch_lightning" + names) == ["0", "1"]
+
+
+WITHOUT_LINUX = """
+import importlib, pkgutil, sys
+import lightning.pytorch, torch, matplotlib.pyplot
+for name in ("fcntl", "resource", "pwd", "grp", "termios"):
+    sys.modules[name] = None
+import sp_lightning
+for found in pkgutil.walk_packages(sp_lightning.__path__, "sp_lightning."):
+    if not found.name.endswith("__main__") and found.name != "sp_lightning.pytorch_lightning":
+        importlib.import_module(found.name)
+
+from pathlib import Path
+from sp_lightning.plan.host_memory import available_bytes
+from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
+
+files = AtomicCheckpointIO()
+for number in (1, 2):
+    files.save_checkpoint({"number": torch.tensor(number)}, "some.ckpt")
+print(files.load_checkpoint("some.ckpt")["number"].item(), [path.name for path in Path().iterdir()])
+print(available_bytes(Path("nowhere")))
+"""
+
+
+def test_a_system_that_is_not_linux_is_not_refused_at_the_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as that can be seen here: without the modules that Windows lacks, and without ``/proc``."""
+    monkeypatch.chdir(tmp_path)
+    if Path(sp_lightning.__file__).parents[1] == ROOT:  # otherwise it is installed
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert said_by(WITHOUT_LINUX)[-2:] == ["2 ['some.ckpt']", "None"]
