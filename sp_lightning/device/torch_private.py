@@ -276,8 +276,9 @@ RNN_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 frame_compiler: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 """What ``torch.compile`` does with the frames that this thread enters now: None while it compiles nothing. No public way."""
 
-DYNAMO_MARKS = "_dynamo"
-"""How the attributes begin that ``torch.compile`` hangs on tensors and looks for in their ``__dict__``."""
+DYNAMO_MARKS = ("_dynamo", "_has_dynamo", "_specialize_on")
+"""How the attributes begin that ``torch.compile`` hangs on tensors and looks for in their ``__dict__``. The one that says
+whether there are others (``_has_dynamo…``) is in torch 2.15 and not in 2.11."""
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -450,10 +450,15 @@ def test_a_thread_that_compiles_says_so() -> None:
 
 
 def test_compile_marks_tensors_with_attributes_that_begin_so() -> None:
-    tensor = torch.ones(2, 2)
-    torch._dynamo.mark_static(tensor, 0)
-    marks = [name for name in vars(tensor) if name.startswith(torch_private.DYNAMO_MARKS)]
-    assert marks
+    decorators = torch._dynamo.decorators
+    for mark in (
+        decorators.mark_dynamic, decorators.maybe_mark_dynamic, decorators.mark_static, decorators.mark_unbacked,
+        lambda tensor, _: decorators.mark_static_address(tensor),
+    ):  # fmt: skip
+        tensor = torch.ones(2, 2)
+        mark(tensor, 0)
+        assert vars(tensor)
+        assert [name for name in vars(tensor) if not name.startswith(torch_private.DYNAMO_MARKS)] == []
 
 
 def test_normalisation_with_statistics_has_a_base() -> None:
