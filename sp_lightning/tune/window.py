@@ -156,7 +156,9 @@ class Window:
             return
         largest = max(plan.layers, key=lambda layer: layer.nbytes)
         smallest = make_plan(self._found, k=1, k_prime=1) if self._found else plan
-        budget = f"free on {device.device}" if self._budget is None else f"of memory_budget={self._budget!r}"
+        there = f"{room} bytes ({human_bytes(room)}) are free on {device.device}"
+        if self._budget is not None:
+            there = f"with memory_budget={self._budget!r} there are {room} bytes ({human_bytes(room)})"
         if smallest.peak_device_bytes <= room:
             remedy = "Use less: SuperpipelineStrategy(k=1, k_prime=1)."
         else:
@@ -165,7 +167,7 @@ class Window:
             )
         raise ValueError(
             f"Weights and gradients need {plan.peak_device_bytes} bytes ({human_bytes(plan.peak_device_bytes)}) with k={plan.k} "
-            f"and k_prime={plan.k_prime}, and {room} bytes ({human_bytes(room)}) are {budget}. The least is "
+            f"and k_prime={plan.k_prime}, and {there}. The least is "
             f"{human_bytes(smallest.peak_device_bytes)}, with k=1 and k_prime=1; the largest layer, {largest.name!r}, takes "
             f"{largest.nbytes} bytes ({human_bytes(largest.nbytes)}). {remedy}"
         )

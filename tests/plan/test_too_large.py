@@ -34,7 +34,7 @@ class SmallDevice(Device):
         (24576, {"k": 2, "k_prime": 1}, r"need 25600 bytes .* with k=2 .*least is 20\.0 KiB.*Strategy\(k=1, k_prime=1\)"),
         (
             2**20, {"memory_budget": "10KiB"},
-            r"need 20480 bytes .* with k=1 .*, and 10240 bytes \(10\.0 KiB\) are of memory_budget=10240",
+            r"need 20480 bytes .* with k=1 .*, and with memory_budget=10240 there are 10240 bytes \(10\.0 KiB\)\. The",
         ),
         (None, {"memory_budget": 0.5}, r"memory_budget=0\.5 is a share of the device's free memory, and cpu has no"),
     ],
