@@ -13,7 +13,7 @@ from torch import nn
 
 from sp_lightning.cli.arguments import PRECISIONS, Question
 from sp_lightning.cli.model_source import load_model
-from sp_lightning.cli.model_with_batch import ModelWithBatch
+from sp_lightning.cli.model_with_batch import FORWARD_WANTED, ModelWithBatch, has_forward
 from sp_lightning.device.torch_private import VALUES_NEEDED
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found
@@ -195,10 +195,12 @@ def _run_batch(
     Raises:
         ValueError: the model cannot take the size that was asked for.
     """
+    if not has_forward(model.module):
+        return model, None, f"{type(model.module).__name__} has no forward; {FORWARD_WANTED}"
     work = _try_batch(model, found, question, autocast)
     if isinstance(work, Work):
         return model, work, ""
-    why = f"{type(work).__name__}: {str(work).strip().splitlines()[0] if str(work).strip() else ''}"
+    why = _in_one_line(work)
     if question.image is None and question.input is None:
         return model, None, why
     other = replace(_load(question, whole=question.input is not None), module=model.module)
@@ -212,11 +214,17 @@ def _run_batch(
         )
     if question.input is not None and not isinstance(work, VALUES_NEEDED):
         raise ValueError(
-            f"--input {' '.join(map(str, question.input))}: {question.model!r} cannot take one tensor of that shape ({why}). "
+            f"--input {' '.join(map(str, question.input))}: {question.model!r} cannot take one tensor of that shape "
+            f"(numbers with a fraction: {why}; whole numbers: {_in_one_line(again)}). "
             "Give the shape of a whole batch, or set example_input_array in the module to what its forward takes, and "
             "leave --input out."
         )
     return model, None, why
+
+
+def _in_one_line(error: Work | Exception) -> str:
+    said = str(error).strip()
+    return f"{type(error).__name__}: {said.splitlines()[0].removesuffix('.') if said else ''}"
 
 
 def _try_batch(

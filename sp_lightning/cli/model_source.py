@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -114,7 +115,8 @@ def _load_torchvision(source: str, batch: int, image: int | None) -> ModelWithBa
     except ImportError as error:
         raise ImportError(f"{source!r} may be a torchvision model, and torchvision is not installed.") from error
     if source not in models.list_models():
-        raise ValueError(f"Unknown model {source!r}. Give {WANTED}.")
+        alike = " or ".join(map(repr, difflib.get_close_matches(source, models.list_models())))
+        raise ValueError(f"Unknown model {source!r}.{f' Did you mean {alike}?' if alike else ''} Give {WANTED}.")
     try:
         # Without weights_backbone, detectors would download the weights of their backbone.
         module = models.get_model(source, weights=None, weights_backbone=None)

@@ -21,6 +21,12 @@ WANTED = (
 # Most of transformers' vision models have patches of so many pixels on each side.
 _PATCH = 16
 
+FORWARD_WANTED = (
+    "define one that calls the network as training_step does, or give what makes the network itself "
+    "(package.module:make_network)"
+)
+"""What helps where a module has no forward."""
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the keyword arguments of a forward."""
 
@@ -59,6 +65,13 @@ class ModelWithBatch:
         with torch.autocast("cpu", autocast) if autocast is not None else nullcontext():
             output = self.module(*args, **kwargs)
             return _loss(output) if training else None
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module, or one of its classes, has a forward of its own. Lightning's calls the one of torch, which raises."""
+    forward = getattr(module.forward, "__func__", module.forward)
+    where = getattr(forward, "__module__", None) or ""
+    return where != nn.Module.__module__ and not where.startswith(("lightning.pytorch.", "pytorch_lightning."))
 
 
 def describe_images(batch: int, size: int) -> str:

@@ -177,8 +177,13 @@ def verdict(answer: Answer) -> str:
 def _refused_by_host(answer: Answer) -> str:
     return (
         f"It does not fit: {human_bytes(answer.estimate.host_bytes)} of host memory are needed, "
-        f"{human_bytes(answer.question.host_memory or 0)} are there. {_less_host_memory(answer.question)}"
+        f"{_there(answer.estimate.host_bytes, answer.question.host_memory or 0)}. {_less_host_memory(answer.question)}"
     )
+
+
+def _there(needed: int, limit: int) -> str:
+    """What there is, and what is missing, which may be less than the last digit of both."""
+    return f"{human_bytes(limit)} are there, {human_bytes(needed - limit)} too little"
 
 
 def _less_host_memory(question: Question) -> str:
@@ -205,7 +210,7 @@ def _refused_by_device(answer: Answer) -> str:
         advice = "Cut layers finer with --layers."
     return (
         f"It does not fit: the least is {human_bytes(least)} of device memory, of which {human_bytes(activations)} are "
-        f"activations; {human_bytes(limit)} are there. {advice}"
+        f"activations; {_there(least, limit)}. {advice}"
     )
 
 

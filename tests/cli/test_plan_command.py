@@ -59,13 +59,14 @@ def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[s
     found = plan(capsys, model, "--gpu-memory", "8GiB", "--tokens", "4096", "--k", "1")
     assert found["best"] is None
     assert "It does not fit: the least is" in found["verdict"]
-    assert found["verdict"].endswith("are there. Use a smaller batch.")
+    assert found["verdict"].endswith(" too little. Use a smaller batch.")
     found = plan(capsys, model, "--gpu-memory", "1GiB", "--tokens", "8192", "--k", "1")  # less than weights alone take
-    assert found["verdict"].endswith("are there. Cut layers finer with --layers.")
+    assert found["verdict"].endswith(" too little. Cut layers finer with --layers.")
     found = plan(capsys, model, "--gpu-memory", "16GiB", "--tokens", "4096", "--k", "1")
     assert found["verdict"].endswith("Use a smaller batch, or --activations recompute or offload.")
     found = plan(capsys, model, "--host-memory", "64GiB", "--k", "1")
-    assert "of host memory are needed, 64.0 GiB are there. Use --precision bf16-true" in found["verdict"]
+    assert "of host memory are needed, 64.0 GiB are there, " in found["verdict"]
+    assert " too little. Use --precision bf16-true" in found["verdict"]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,8 @@ def needs_hub_code(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("resnet5000", "Unknown model 'resnet5000'. Give a factory"),
+        ("nothing-like-it", "Unknown model 'nothing-like-it'. Give a factory"),
+        ("swin_tt", "Unknown model 'swin_tt'. Did you mean 'swin_t' or "),
         ("tests.cli.test_plan_command:Missing", "has no attribute 'Missing'"),
         ("no.such.module:Factory", "No module named 'no'"),
         ("builtins:dict", "made a dict, no nn.Module"),
@@ -347,6 +349,45 @@ def test_a_module_that_is_made_late_and_an_input_by_its_shape(capsys: pytest.Cap
     assert found["batch"] == "a batch of 4 × 16"
 
 
+def make_known_by_name() -> nn.Module:
+    module = Known()
+    module.example_input_array = {"x": torch.zeros(4, 16)}  # type: ignore[assignment]
+    return module
+
+
+def test_an_example_of_keyword_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "tests.cli.test_plan_command:make_known_by_name", "--k", "1")
+    assert (
+        found["activation_bytes"] == plan(capsys, "tests.cli.test_plan_command:Known", "--k", "1")["activation_bytes"]
+    )
+
+
+class WithoutForward(Module):
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.example_input_array = torch.zeros(4, 16)
+
+
+class BareWithoutForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Stack()
+
+
+@pytest.mark.parametrize("name", ["WithoutForward", "BareWithoutForward"])
+@pytest.mark.parametrize("shape", [(), ("--input", "4", "16")])
+def test_a_module_without_a_forward(name: str, shape: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, f"tests.cli.test_plan_command:{name}", *shape, "--k", "1")
+    assert found["why_no_activations"].startswith(f"{name} has no forward; define one that calls the network as ")
+    assert plan(capsys, "tests.cli.test_plan_command:Stack", "--input", "4", "16", "--k", "1")["activation_bytes"]
+
+
+def test_little_that_is_missing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    needed = plan(capsys, "tests.cli.test_plan_command:Known", "--k", "1")["windows"][0]["device_bytes"]
+    found = plan(capsys, "tests.cli.test_plan_command:Known", "--k", "1", "--gpu-memory", f"{needed - 3}B")
+    assert " are there, 3 B too little. " in found["verdict"]
+
+
 def test_what_does_not_fit_ends_with_another_status(capsys: pytest.CaptureFixture[str]) -> None:
     """The answer is printed all the same."""
     for option in ("--gpu-memory=1KiB", "--host-memory=1KiB"):
@@ -362,6 +403,15 @@ class TakesTokens(Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.net(ids)  # type: ignore[no-any-return]
+
+
+class TakesEightTokens(TakesTokens):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(8, 16))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + self.positions
 
 
 def test_an_input_of_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -380,6 +430,10 @@ def test_an_input_of_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
         (["vit_b_16", "--image", "100"], "Leave --image out: it is run with 1 image of 224 × 224 then."),
         ([str(SHAPES / "llama-3-8b.json"), "--image", "100"], "which takes no images. Leave it out."),
         (["tests.cli.test_plan_command:ConfiguresModel", "--input", "4", "8"], "set example_input_array in the module"),
+        (
+            ["tests.cli.test_plan_command:TakesEightTokens", "--input", "4", "9"],
+            "; whole numbers: RuntimeError: ",
+        ),
     ],
 )
 def test_sizes_that_the_model_cannot_take(
