@@ -125,8 +125,7 @@ class ParameterGroup:
         self._kept: dict[int, int] = {}  # the same, for those that somebody has kept since then
         with no_inference_mode(), Untouched():  # these share the parameters' versions, and are read without a call
             self._counters = [parameter.detach() for parameter in self.all]
-        self._versions = versions(self._counters)
-        self._host_versions = versions(hosts)
+        self._versions, self._host_versions = versions(self._counters), versions(hosts)
         self._addresses = addresses(hosts)
 
     def connect(self, layer: StreamedLayer, doors: Doors) -> None:
