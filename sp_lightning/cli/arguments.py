@@ -43,6 +43,9 @@ class Question(argparse.Namespace):
     checkpointing: bool
     activations: Mode
     overlap: Literal["off", "forward", "backward"]
+    optimizer: Literal["adamw", "sgd", "muon"]
+    step_seconds: float | None
+    host_tflops: float
     layers: list[str] | None
     resident: list[str] | None
     k: list[int] | None
@@ -79,7 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_model(plan: argparse.ArgumentParser) -> None:
     """The model, its batch, and what is done with it."""
     plan.add_argument("model", help=WANTED)
-    plan.add_argument("--predict", action="store_true", help="no training (which is with AdamW otherwise)")
+    plan.add_argument("--predict", action="store_true", help="no training")
     plan.add_argument(
         "--generate",
         type=_count,
@@ -101,6 +104,14 @@ def _add_window(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--overlap", choices=("off", "forward", "backward"), default="forward", help="optimizer_overlap (%(default)s)"
     )
+    plan.add_argument("--optimizer", choices=("adamw", "sgd", "muon"), default="adamw", help="(%(default)s)")
+    plan.add_argument(
+        "--step-seconds",
+        type=_rate,
+        metavar="S",
+        help="what the optimizer's step takes on the host, if it is none of torch's fused ones (8-bit states, Shampoo): "
+        "measure a smaller one, it grows with the parameters",
+    )
     plan.add_argument("--layers", nargs="+", help="as SuperpipelineStrategy(layers=…)")
     plan.add_argument("--resident", nargs="+", help="as SuperpipelineStrategy(resident=…)")
     plan.add_argument("--k", type=_count, nargs="+", help="(a range)")
@@ -114,6 +125,7 @@ def _add_machine(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--tflops", type=_rate, default=100, help="of the device, TFLOP/s (%(default)s)")
     plan.add_argument("--device-bandwidth", type=_rate, default=1000, help="of its memory, GB/s (%(default)s)")
     plan.add_argument("--pcie", type=_rate, default=25, help="between host and device, each way, GB/s (%(default)s)")
+    plan.add_argument("--host-tflops", type=_rate, default=1, help="of the host, for Muon (%(default)s)")
     plan.add_argument("--dram", type=_rate, default=60, help="of host memory, GB/s (%(default)s)")
 
 

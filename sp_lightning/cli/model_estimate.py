@@ -7,11 +7,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import nn
 
 from sp_lightning.cli.arguments import PRECISIONS, Question
+from sp_lightning.cli.host_step import HostStep, host_step
 from sp_lightning.cli.model_source import load_model
 from sp_lightning.cli.model_with_batch import FORWARD_WANTED, ModelWithBatch, has_forward
 from sp_lightning.device.torch_private import VALUES_NEEDED
@@ -25,9 +27,6 @@ from sp_lightning.tune.dry_run import Work, cast, estimate, on_paper
 from sp_lightning.tune.simulator import Prediction, predict
 from sp_lightning.tune.visits import Rates, Visit, schedule_visits
 
-# One fused AdamW pass reads and writes seven times the bytes of the gradients: weights, gradients, two moments.
-_PASSES_OF_ADAMW = 7
-
 
 @dataclass(frozen=True)
 class ModelEstimate:
@@ -38,6 +37,7 @@ class ModelEstimate:
         model: the model with its batch.
         found: its layers.
         ledger: the host's memory in training; None for prediction.
+        step: the optimizer's step; None for prediction.
         work: what a batch computes, or, if tokens are generated, what the last token does. None if the batch could not
             be run without values.
         why_no_work: the reason for that.
@@ -48,6 +48,7 @@ class ModelEstimate:
     model: ModelWithBatch
     found: Found
     ledger: Ledger | None
+    step: HostStep | None
     work: Work | None
     why_no_work: str = ""
     prompts: Work | None = None
@@ -93,14 +94,31 @@ class ModelEstimate:
     def rates(self) -> Rates:
         """What the machine does in a second, as the question says."""
         transfers, memory = self.question.pcie * 1e9, self.question.dram * 1e9
-        return Rates(upload=transfers, download=transfers, update=memory / _PASSES_OF_ADAMW, host_memory=memory)
+        return Rates(upload=transfers, download=transfers, update=self._update_rate(memory), host_memory=memory)
+
+    def _update_rate(self, memory: float) -> float:
+        """Bytes of gradients that the optimizer consumes in a second, if it reads and writes ``memory`` bytes in that."""
+        if self.step is None:
+            return math.inf
+        gradients = sum(layer.gradient_bytes for layer in self.smallest_plan.trained)
+        return gradients / (self.step.seconds or max(self._update_traffic, 1) / memory)
+
+    @property
+    def _update_traffic(self) -> int:
+        """Bytes that a step of a fused optimizer reads and writes on the host."""
+        updates = [each for each in self.ledger.passes if each.what == "update"] if self.ledger is not None else []
+        return sum(each.read + each.written for each in updates)
+
+    @property
+    def overlap(self) -> Literal["off", "forward", "backward"]:
+        """When updates run. Only torch's fused optimizers can run in the background."""
+        return self.question.overlap if self.step is None or self.step.seconds is None else "off"
 
     def predict(self, plan: Plan, rates: Rates | None = None) -> Prediction:
         """The time of a batch with a window; by default on the machine that the question describes."""
         rates = rates or self.rates
-        updates = [each for each in self.ledger.passes if each.what == "update"] if self.ledger is not None else []
-        traffic = sum(each.read + each.written for each in updates)
-        return predict(plan, self._visits(plan, rates), rates, overlap=self.question.overlap, host_traffic=traffic)
+        visits = self._visits(plan, rates)
+        return predict(plan, visits, rates, overlap=self.overlap, host_traffic=self._update_traffic)
 
     def _visits(self, plan: Plan, rates: Rates) -> list[Visit]:
         flops = self.question.tflops * 1e12
@@ -142,9 +160,11 @@ def estimate_model(question: Question) -> ModelEstimate:
         found = find_layers(module, layers=question.layers, resident=question.resident or (), autocast=autocast)
         if question.generate is None:
             model, work, why = _run_batch(model, found, question, autocast)
-            return ModelEstimate(question, model, found, _training_ledger(found, question, module), work, why)
+            step = None if question.predict else _step(question, module)
+            ledger = None if step is None else _ledger(found, question, step)
+            return ModelEstimate(question, model, found, ledger, step, work, why)
         prompts, work = _generate(model, found, question, autocast)
-        return ModelEstimate(question, model, found, None, work, prompts=prompts)
+        return ModelEstimate(question, model, found, None, None, work, prompts=prompts)
 
 
 @contextmanager
@@ -170,16 +190,18 @@ def _checkpoint(module: nn.Module) -> None:
     enable()
 
 
-def _training_ledger(found: Found, question: Question, module: nn.Module) -> Ledger | None:
-    if question.predict:
-        return None
+def _step(question: Question, module: nn.Module) -> HostStep:
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trained:
         raise ValueError(f"No parameter of {question.model!r} requires a gradient. Say --predict.")
+    return host_step(question, trained)
+
+
+def _ledger(found: Found, question: Question, step: HostStep) -> Ledger:
+    early = question.overlap == "backward" and step.seconds is None
     return make_ledger(
-        make_plan(found, k=1, k_prime=1), [torch.optim.AdamW(trained)],
-        early=question.overlap == "backward", accumulate=1, clips=None, scales=False,
-    )  # fmt: skip
+        make_plan(found, k=1, k_prime=1), step.optimizers, early=early, accumulate=1, clips=None, scales=False
+    )
 
 
 # ---------------------------------------------------------------------- a batch

@@ -28,6 +28,7 @@ def as_text(answer: Answer) -> str:
         "",
         _activations(estimate),
         _host(estimate),
+        *_step(estimate),
         _assumed(question),
         "",
         *_windows(answer),
@@ -42,7 +43,7 @@ def as_text(answer: Answer) -> str:
 
 def _heading(estimate: ModelEstimate) -> str:
     question = estimate.question
-    what = "prediction" if question.predict else "training, AdamW"
+    what = "prediction" if estimate.step is None else f"training, {estimate.step.name}"
     count = _human_count(_parameters(estimate))
     return f"{estimate.model.name}: {count} parameters, {question.precision}, {what}, {estimate.model.items}"
 
@@ -76,6 +77,16 @@ def _host(estimate: ModelEstimate) -> str:
         f"host memory {human_bytes(nbytes)}, {nbytes / max(_parameters(estimate), 1):.3g} bytes per parameter: {parts}, "
         f"optimizer state {human_bytes(ledger.state or 0)}"
     )
+
+
+def _step(estimate: ModelEstimate) -> list[str]:
+    """What an optimizer's step takes, if it is more than a pass over memory."""
+    step = estimate.step
+    if step is None or step.seconds is None:
+        return []
+    return [
+        f"{step.name}: each step takes {step.why}, and the device waits: only torch's fused optimizers run beside it"
+    ]
 
 
 def _assumed(question: Question) -> str:

@@ -1,0 +1,69 @@
+"""The optimizer's step on the host, for ``plan``: a pass over memory if it is fused, more if it computes much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.cli.arguments import Question
+
+_MOST_OBLONG = 8  # Muon is for the matrices of layers; those of a vocabulary (embeddings, heads) are more oblong
+
+
+@dataclass(frozen=True)
+class HostStep:
+    """How an optimizer's step runs.
+
+    Attributes:
+        name: what it is called in the answer.
+        optimizers: optimizers with the same state, so that host memory can be counted.
+        seconds: what a step takes, if that is not a pass of a fused optimizer over memory; None if it is.
+        why: how many seconds, in words; empty for a fused optimizer.
+    """
+
+    name: str
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    seconds: float | None = None
+    why: str = ""
+
+
+def host_step(question: Question, trained: list[nn.Parameter]) -> HostStep:
+    """The step of the optimizer that the question names."""
+    asked = question.step_seconds
+    if question.optimizer == "muon":
+        matrices = [weight for weight in trained if _is_for_muon(weight)]
+        # SGD with momentum has one tensor of state for each matrix, as Muon has. The others are AdamW's, by convention.
+        others = [weight for weight in trained if not _is_for_muon(weight)]
+        momentum = [torch.optim.SGD(matrices, momentum=0.95)] if matrices else []
+        optimizers = (*momentum, *([torch.optim.AdamW(others)] if others else []))
+        if asked is None:
+            flops = muon_flops(matrices)
+            seconds = flops / (question.host_tflops * 1e12)
+            why = f"{flops / 1e12:.3g} TFLOP on the host, {seconds:.3g} s with {question.host_tflops:g} TFLOP/s (--host-tflops)"
+            return HostStep("Muon", optimizers, seconds, why)
+        return HostStep("Muon", optimizers, asked, f"{asked:g} s (--step-seconds)")
+    fused = torch.optim.SGD(trained, momentum=0.9) if question.optimizer == "sgd" else torch.optim.AdamW(trained)
+    name = "SGD with momentum" if question.optimizer == "sgd" else "AdamW"
+    return HostStep(name, (fused,), asked, "" if asked is None else f"{asked:g} s (--step-seconds)")
+
+
+def muon_flops(matrices: Iterable[Tensor]) -> int:
+    """What Muon multiplies in a step: five Newton–Schulz iterations for each matrix, as ``torch.optim.Muon`` does them.
+
+    An iteration of an m × n matrix, m ≤ n, has products of m·n·m, m·m·m and m·m·n multiplications and additions.
+
+    Args:
+        matrices: of shape ``(rows, columns)``.
+    """
+    total = 0
+    for matrix in matrices:
+        m, n = sorted(matrix.shape)
+        total += 5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
+    return total
+
+
+def _is_for_muon(weight: Tensor) -> bool:
+    return weight.ndim == 2 and max(weight.shape) <= _MOST_OBLONG * min(weight.shape)
