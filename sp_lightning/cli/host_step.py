@@ -47,7 +47,9 @@ def host_step(question: Question, trained: list[nn.Parameter]) -> HostStep:
         return HostStep("Muon", optimizers, asked, f"{asked:g} s (--step-seconds)")
     fused = torch.optim.SGD(trained, momentum=0.9) if question.optimizer == "sgd" else torch.optim.AdamW(trained)
     name = "SGD with momentum" if question.optimizer == "sgd" else "AdamW"
-    return HostStep(name, (fused,), asked, "" if asked is None else f"{asked:g} s (--step-seconds)")
+    if asked is None:
+        return HostStep(name, (fused,))
+    return HostStep(f"an optimizer with the state of {name}", (fused,), asked, f"{asked:g} s (--step-seconds)")
 
 
 def muon_flops(matrices: Iterable[Tensor]) -> int:

@@ -327,6 +327,7 @@ class Streamer:
             drain_stall_seconds=stalled(Wait.REUSE_AFTER_DRAIN),
             update_stall_seconds=stalled(Wait.FETCH_AFTER_UPDATE, Wait.READ_AFTER_UPDATE),
             activation_stall_seconds=stalled(Wait.REUSE_AFTER_STORE, Wait.USE_AFTER_RETURN),
+            step_seconds=self.updating.step_seconds,
         )
 
     def fetches(self) -> dict[str, int]:

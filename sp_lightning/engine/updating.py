@@ -30,6 +30,9 @@ class Updating:
         layers: all layers.
         residency, lent, source, step, backward, gradients, updates: the engine's parts.
         device: the device.
+
+    Attributes:
+        step_seconds: seconds that optimizers' steps took on the host while the device had nothing to do.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Updating:
         self._gradients = gradients
         self.updates = updates
         self.device = device
+        self.step_seconds = 0.0
         self._layer_of = {id(p): layer for layer in layers for p in layer.block.parameters}
 
     @property

@@ -24,6 +24,8 @@ class Stats:
         drain_stall_seconds: seconds that compute waited for gradients to leave.
         update_stall_seconds: seconds that the host waited for updates in the background.
         activation_stall_seconds: seconds that compute waited for activations to leave and to come back.
+        step_seconds: seconds that optimizers' steps took on the host while the device waited; 0 where the model computes on
+            the host, too.
     """
 
     fetched_layers: int
@@ -40,8 +42,10 @@ class Stats:
     drain_stall_seconds: float
     update_stall_seconds: float
     activation_stall_seconds: float
+    step_seconds: float
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds of waiting of all four kinds."""
-        return self.stall_seconds + self.drain_stall_seconds + self.update_stall_seconds + self.activation_stall_seconds
+        """Seconds of waiting of all kinds."""
+        transfers = self.stall_seconds + self.drain_stall_seconds + self.activation_stall_seconds
+        return transfers + self.update_stall_seconds + self.step_seconds

@@ -20,7 +20,7 @@ def counters_line(stats: Stats) -> str:
         f"transfers, {stats.demand_fetches} on demand, {stats.extra_slots} extra slots; {human_bytes(stats.drained_bytes)} of "
         f"gradients drained; {activations}peak of weights and gradients {human_bytes(stats.peak_device_bytes)}; waited "
         f"{stats.stall_seconds:.2f} s for fetches, {stats.drain_stall_seconds:.2f} s for gradients, "
-        f"{stats.update_stall_seconds:.2f} s for updates{waited}{held_up}."
+        f"{stats.update_stall_seconds:.2f} s for updates, {stats.step_seconds:.2f} s for optimizers' steps{waited}{held_up}."
     )
 
 
@@ -37,6 +37,7 @@ def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
         "gradients to leave": stats.drain_stall_seconds,
         "updates": stats.update_stall_seconds,
         "activations": stats.activation_stall_seconds,
+        "optimizers' steps": stats.step_seconds,
     }
     what, most = max(waits.items(), key=lambda each: each[1])
     share = min(most / max(seconds, 1e-9), 1.0)
@@ -47,10 +48,13 @@ def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
 
 def remedy(what: str, plan: Plan) -> str:
     """What makes a run wait less for one thing, as a half-sentence."""
+    rarer = "a larger batch, or accumulate_grad_batches, makes them rarer"
     more = "" if plan.k >= len(plan.layers) else "a larger k or memory_budget, or "
     return {
         "fetches": f"{more}more work per batch (tokens, images) hides them",
         "gradients to leave": "a larger k_prime leaves them more time",
-        "updates": "a larger batch, or accumulate_grad_batches, makes them rarer",
+        "updates": rarer,
         "activations": "recompute some of them, or give a larger memory_budget",
+        "optimizers' steps": f"{rarer}; those of torch's Adam, AdamW, SGD and Adagrad can run beside the model "
+        '(optimizer_overlap="forward")',
     }[what]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class OptimizerSteps:
         self._trainer: Any = None
         self._ledger: Ledger | None = None
         self._told = ""
+        self._begun = 0.0  # when the running step began, or, if it has run forward and backward itself, went on
         self.overlap: Overlap = "off"
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -179,6 +181,7 @@ class OptimizerSteps:
             _hold_hosts(optimizer)
             if fused is not None and not (layerwise is not None and layerwise.begun):
                 fused.switch_on()  # gradients are there now, and may be sparse
+            self._begun = perf_counter()
             return result
 
         background = nullcontext() if layerwise is None else self._in_background(optimizer, layerwise, plugin)
@@ -218,11 +221,16 @@ class OptimizerSteps:
         if self._run.streamer is not None:
             parameters = (p for group in optimizer.param_groups for p in group["params"])
             self._run.streamer.updating.before(deferred=optimizer is self._deferring, parameters=parameters)
+        self._begun = perf_counter()
 
     def _after_step(self, *_: Any) -> None:
         """A hook of torch's after every optimizer's step in this process."""
-        if self._run.streamer is not None:
-            self._run.streamer.invalidate()
+        streamer, now = self._run.streamer, perf_counter()
+        if streamer is not None:
+            if not streamer.device.computes_on_host:
+                streamer.updating.step_seconds += now - self._begun
+            self._begun = now  # an optimizer may have stepped inside another one's step
+            streamer.invalidate()
 
 
 def _hold_hosts(optimizer: Any) -> None:

@@ -137,6 +137,7 @@ def stats(**seconds: float) -> Stats:
         ),
         ({"drain_stall_seconds": 2.0}, "20% were waited for gradients to leave; a larger k_prime"),
         ({"update_stall_seconds": 3.0}, "30% were waited for updates; a larger batch"),
+        ({"step_seconds": 5.0, "stall_seconds": 1.0}, "50% were waited for optimizers' steps; a larger batch"),
     ],
 )
 def test_the_bottleneck_is_named_with_the_option_that_helps(seconds: dict[str, float], said: str) -> None:
