@@ -34,7 +34,7 @@ STALLS = {  # counters of superpipeline, and their columns
     "update_stall_seconds": "wait for updates, s",
     "activation_stall_seconds": "wait for activations, s",
 }
-MODULES = ("limits", "overhead")  # kinds of rows that no contestant has
+MODULES = ("limits", "overhead", "compiled")  # kinds of rows that no contestant has
 NO_PICTURES = "No pictures: they need device memory figures of training, that is, an accelerator."
 
 
@@ -93,6 +93,7 @@ def render(found: Sequence[Row], drawn: Sequence[Picture] = ()) -> str:
         sections.append(section(title, row, _what(row), _table(group, _limits(row, found)), _split(group)))
     visit = "Host time per visit of a layer, beyond the layer itself"
     sections += [section(visit, row, _overhead(row)) for row in _measured(found, "overhead")]
+    sections += [section("Layers that are compiled", row, _compiled(row)) for row in _measured(found, "compiled")]
     others = [row for row in found if row["kind"] in MODULES and row["status"] != "ok"]
     sections += [section(f"Did not run: {row['kind']}", row, _note(row)) for row in others]
     return "\n\n".join(sections) + "\n"
@@ -235,6 +236,16 @@ def _overhead(row: Row) -> str:
         lines.append([kind, *(f"{1e6 * each:.0f}" for each in (plain, ours, theirs)), f"{ours / theirs:.2f}"])
     head = ["layer", "the layer itself, µs", "superpipeline 2:1, µs", "FSDP2, µs", "superpipeline ÷ FSDP2"]
     return _markdown(head, lines)
+
+
+def _compiled(row: Row) -> str:
+    """A training step with compiled layers and without."""
+    eager = row["ways"]["plain"]["step_seconds"]
+    lines = [
+        [way, f"{found['step_seconds']:.3g}", f"{eager / found['step_seconds']:.2f}", f"{found['first_seconds']:.3g}"]
+        for way, found in row["ways"].items()
+    ]
+    return _markdown(["way", "step, s", "times as fast as plain", "first steps, s"], lines)
 
 
 def _quartiles(row: Row) -> str:

@@ -21,6 +21,7 @@ from examples.benchmarks import __main__ as everything
 from examples.benchmarks import (
     agenda,
     cli,
+    compiled,
     contest,
     contestants,
     foresight,
@@ -334,6 +335,22 @@ def test_where_rows_go_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         cli.rows_file(f"{tmp_path}/new/")
     with pytest.raises(cli.ArgumentTypeError, match="cannot be written to"):
         cli.report_folder(f"{tmp_path}/new")
+
+
+def test_compiled_layers_are_measured_and_told(tmp_path: Path) -> None:
+    with torch.compiler.set_stance("force_eager"):  # graphs take their time, and are none of ours
+        row = {**rows.origin(), **compiled.measure(0.1, width=32, tokens=8)}
+    assert list(row["ways"]) == ["plain", "streamed", "plain compiled", "streamed compiled"]
+    for way, seconds in zip(row["ways"].values(), (4.0, 5.0, 2.0, 3.2), strict=True):
+        assert way["step_seconds"] > 0
+        way["step_seconds"] = seconds
+    text = report.write([row], tmp_path).read_text()
+    assert [cells(text, way)[1:3] for way in row["ways"]] == [
+        ["4", "1.00"],
+        ["5", "0.80"],
+        ["2", "2.00"],
+        ["3.2", "1.25"],
+    ]
 
 
 def test_overhead_is_measured_and_told(tmp_path: Path) -> None:
