@@ -25,15 +25,24 @@ COMMON: dict[str, Any] = {
     "print_blob": True,
     "phases": [Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
 }
+settings.register_profile("first", max_examples=100, derandomize=True, **COMMON)
 settings.register_profile("ci", max_examples=300, derandomize=True, **COMMON)
 settings.register_profile("long", max_examples=5000, **COMMON)
-settings.load_profile("ci")
+settings.load_profile("first")
 
 # Models are tiny: a second thread costs more than it brings, and very much more on a busy machine.
 torch.set_num_threads(1)
 
 for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric", "transformers"):
     logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a test that leaves the first tier without a word why."""
+    for item in items:
+        for mark in (mark for tier in ("rest", "long") for mark in item.iter_markers(tier)):
+            if not (len(mark.args) == 1 and isinstance(mark.args[0], str) and len(mark.args[0].split()) > 1):
+                raise pytest.UsageError(f'{item.nodeid}: say why, as in @pytest.mark.{mark.name}("a run of minutes")')
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ from tests.support.features import feature
 from tests.support.models import vectors
 from tests.support.nets import Does, Fails, WithExtras, clock, fails
 from tests.support.runs import loader
+from tests.support.tiers import first
 from tests.support.ways import Net, Seen, Way, compare, files, left
 
 pytestmark = [
@@ -42,7 +43,9 @@ SAVERS: dict[str, dict[str, Any]] = {
 
 
 @feature("Checkpoints", *(f"`ModelCheckpoint`: {name}" for name in SAVERS))
-@pytest.mark.parametrize("name", SAVERS)
+@pytest.mark.parametrize(
+    "name", first(SAVERS, "monitor, min", "save_last=link", "save_weights_only", why="other options of Lightning's")
+)
 def test_model_checkpoint(name: str, tmp_path: Path) -> None:
     def run(way: Way) -> Seen:
         saver = ModelCheckpoint(way.folder, "{epoch}-{step}-{train_loss_step:.9f}", **SAVERS[name])

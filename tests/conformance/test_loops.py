@@ -19,6 +19,7 @@ from tests.support.features import feature
 from tests.support.models import CASES, vectors
 from tests.support.nets import Does, clock, middle
 from tests.support.runs import fused, loader
+from tests.support.tiers import first
 from tests.support.ways import LATE, Net, Seen, Way, compare, left
 
 
@@ -73,7 +74,19 @@ class StopsAt(Callback):
 @feature("Loops and flags", *(f"`{name}`" for name in FLAGS), "`trainer.should_stop`")
 @pytest.mark.usefixtures("_as_before")
 @pytest.mark.filterwarnings("ignore:.*Anomaly Detection has been enabled.*:UserWarning")
-@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize(
+    "name",
+    first(
+        FLAGS,
+        "val_check_interval",
+        "max_steps",
+        "overfit_batches",
+        "num_sanity_val_steps",
+        "barebones",
+        "detect_anomaly",
+        why="other flags of Lightning's",
+    ),
+)
 def test_flags(name: str, tmp_path: Path) -> None:
     def run(way: Way) -> Seen:
         options: dict[str, Any] = {"max_epochs": 2, **FLAGS[name]}
@@ -244,8 +257,8 @@ def test_skipped(how: str, accumulate: int, tmp_path: Path) -> None:
 
 
 @feature("Loops and flags", "fit → validate → test → predict", "`inference_mode` on and off")
-@pytest.mark.parametrize("inference_mode", [True, False])
-@pytest.mark.parametrize("name", ["stack", "gpt2-tied", "resnet50"])
+@pytest.mark.parametrize("inference_mode", first([True, False], True, why="the same without inference mode"))
+@pytest.mark.parametrize("name", first(["stack", "gpt2-tied", "resnet50"], "resnet50", why="other models"))
 def test_all_loops(name: str, inference_mode: bool, tmp_path: Path) -> None:
     def run(way: Way) -> Seen:
         trainer = way.trainer(inference_mode=inference_mode)

@@ -15,6 +15,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from tests.support.features import feature
 from tests.support.models import CASES
 from tests.support.runs import fused, loader
+from tests.support.tiers import first
 from tests.support.ways import EVERY, LATE, Seen, Way, compare, files, left
 
 
@@ -43,7 +44,7 @@ PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-t
 
 
 @feature("Precision", *(f"`{precision}`" for precision in PRECISIONS))
-@pytest.mark.parametrize("name", ["stack", "llama-dropout"])
+@pytest.mark.parametrize("name", first(["stack", "llama-dropout"], "stack", why="a larger model"))
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_precision(precision: str, name: str, tmp_path: Path) -> None:
     case = CASES[name]

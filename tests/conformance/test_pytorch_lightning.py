@@ -206,7 +206,7 @@ def rewritten(folder: Path) -> None:
         file.write_text(text)
 
 
-@pytest.mark.long
+@pytest.mark.long("a virtual environment of its own")
 @pytest.mark.timeout(1800)
 def test_in_a_venv_of_its_own() -> None:
     """The tests that use Lightning most, and a file about them."""
@@ -219,7 +219,7 @@ def test_in_a_venv_of_its_own() -> None:
         subprocess.run(install, check=True)
         files = [f"tests/{each}" for each in MOST]
         # That one replaces what Lightning's own file reading is called by, in lightning's package.
-        run = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files,
+        run = [python, "-m", "pytest", "-q", "-m", "not long", "-p", "no:cacheprovider", *files,
                "--ignore", "tests/conformance/test_pytorch_lightning.py", "--deselect",
                "tests/trainer/test_checkpoint_files.py::test_files_elsewhere_go_lightnings_way"]  # fmt: skip
         found = subprocess.run(run, cwd=folder, stdout=subprocess.PIPE, text=True, check=False)

@@ -73,7 +73,7 @@ def test_every_test_has_a_row() -> None:
 
 if __name__ == "__main__":
     importlib.import_module("tensorboard")  # a skipped test says nothing
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", str(FOLDER), "-k", "not the_table"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not long", str(FOLDER), "-k", "not the_table"]
     if not (failed := subprocess.run(command).returncode):
         TABLE.write_text(table())
     sys.exit(failed)

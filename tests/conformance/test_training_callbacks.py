@@ -22,6 +22,7 @@ from tests.support.features import feature
 from tests.support.models import Classifier, images, vectors
 from tests.support.runs import loader
 from tests.support.simdevice import simulated
+from tests.support.tiers import first
 from tests.support.ways import LATE, Net, Seen, Way, compare, files, left
 
 
@@ -39,7 +40,7 @@ pytestmark = [
 
 
 @feature("Callbacks", "`Tuner.lr_find`", "`LearningRateFinder`")
-@pytest.mark.parametrize("callback", [False, True], ids=["tuner", "callback"])
+@pytest.mark.parametrize("callback", first([False, True], True, why="the same by the tuner"), ids=["tuner", "callback"])
 def test_learning_rate_finder(callback: bool, tmp_path: Path) -> None:
     def run(way: Way) -> Seen:
         trainer = way.trainer(callbacks=[plc.LearningRateFinder(num_training_steps=25)] if callback else [])
@@ -91,7 +92,9 @@ def _small_heap() -> Iterator[None]:
 @feature("Callbacks", "`Tuner.scale_batch_size`: power", "`Tuner.scale_batch_size`: binsearch", "`BatchSizeFinder`")
 @pytest.mark.usefixtures("_small_heap")
 @pytest.mark.parametrize("limit", [11, 100], ids=["out of memory", "enough memory"])
-@pytest.mark.parametrize("way_to_find", ["power", "binsearch", "callback"])
+@pytest.mark.parametrize(
+    "way_to_find", first(["power", "binsearch", "callback"], "binsearch", why="other ways to search")
+)
 def test_batch_size_scaler(way_to_find: str, limit: int, tmp_path: Path) -> None:
     def run(way: Way) -> Seen:
         finder = plc.BatchSizeFinder(steps_per_trial=2, max_trials=4)
@@ -131,8 +134,11 @@ class Averages(plc.WeightAveraging):
 
 
 @feature("Callbacks", "`WeightAveraging`, on the device and on the CPU", "`EMAWeightAveraging`")
-@pytest.mark.parametrize("device", [None, "cpu"])
-@pytest.mark.parametrize("kind", [plc.WeightAveraging, plc.EMAWeightAveraging, Averages])
+@pytest.mark.parametrize("device", first([None, "cpu"], None, why="the same on the CPU"))
+@pytest.mark.parametrize(
+    "kind",
+    first([plc.WeightAveraging, plc.EMAWeightAveraging, Averages], plc.EMAWeightAveraging, why="its other kinds"),
+)
 def test_weight_averaging(kind: Any, device: str | None, tmp_path: Path) -> None:
     """Validation sees the averages; a file has both, and a run resumes with both."""
 

@@ -95,7 +95,7 @@ def predicted(make: Callable[[], pl.LightningModule], **options: Any) -> None:
 
 def fails() -> None:
     with pytest.raises(KeyError):
-        fit(lambda: Fails(Stack()), vectors(), superpipeline(k=1), gradients=False)
+        fit(lambda: Fails(Stack()), vectors(), superpipeline(k=1), recorded="losses")
 
 
 ENDS: dict[str, Callable[[], Any]] = {

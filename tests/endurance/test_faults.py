@@ -48,6 +48,7 @@ from tests.support.engine import streamer_of
 from tests.support.models import Module, Stack
 from tests.support.runs import assert_equal, loader, trainer_for
 from tests.support.simdevice import SimDevice, simulated
+from tests.support.tiers import first
 
 STEPS = 7
 LAYERS = 7  # of Stack
@@ -476,7 +477,10 @@ def _collections_are_short() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.mark.parametrize(("name", "way", "asynchronous"), SHORT)
+@pytest.mark.parametrize(
+    ("name", "way", "asynchronous"),
+    first(SHORT, if_=lambda each: each[2], why="the same where copies are done at once"),
+)
 def test_a_fault(name: str, way: str, asynchronous: bool, tmp_path: Path) -> None:
     """The rows of plain Lightning say that the test asks for what it gives."""
     trial = Trial(name, way, asynchronous, 0, tmp_path)
@@ -494,7 +498,7 @@ def held(check: Callable[[], None], name: str) -> bool:
     return True
 
 
-@pytest.mark.long
+@pytest.mark.long("each fault at many random moments")
 @pytest.mark.timeout(3600)
 def test_faults_at_random_moments() -> None:
     """Each at ten moments in each way, and a file about them."""

@@ -1,6 +1,7 @@
 """Random modules and random uses of them, bitwise equal to plain PyTorch, on the CPU and the simulated device.
 
-300 examples in every run; ``pytest tests/endurance/test_fuzz.py --hypothesis-profile=long`` makes 5,000.
+100 examples in the first tier, 300 in the second (``pytest tests/endurance/test_fuzz.py --hypothesis-profile=ci``), 5,000 in
+the third (``--hypothesis-profile=long``).
 """
 
 from __future__ import annotations

@@ -79,6 +79,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.rest("hundreds of steps")
 def test_nothing_grows(tmp_path: Path) -> None:
     """Memory is left to the long run: what the allocator holds is no matter of so few steps."""
     counts = soak(200, tmp_path, optimizer_overlap="forward", activations="recompute")
@@ -89,7 +90,7 @@ def test_nothing_grows(tmp_path: Path) -> None:
     assert min(objects[-3:]) <= max(objects[2:5])  # one that leaked at each step would be more than comes and goes
 
 
-@pytest.mark.long
+@pytest.mark.long("two thousand steps, in four ways")
 @pytest.mark.timeout(3600)
 def test_two_thousand_steps() -> None:
     """In each way, and a file about them."""

@@ -1,92 +1,48 @@
-"""The heart: training through a window of layers is bitwise equal to plain Lightning."""
+"""The heart: each case of the registry, trained in each of its variants, is bitwise equal to plain Lightning."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor
 
-from tests.support.bare import assert_like_plain
-from tests.support.models import (
-    CASES,
-    llama,
-    tokens,
-)
-from tests.support.poison import poisoned
-from tests.support.reference import plain, run
+from sp_lightning.activations.offload import Offload
+from tests.equality.cases import CASES
+from tests.equality.training import ours, plain
+from tests.equality.variants import VARIANTS, Variant, pairs
+from tests.support.models import llama, tokens
+from tests.support.overlapping import taken_apart
 from tests.support.runs import Outcome, assert_same, fit, superpipeline
 
-ALL = 99  # more than any model here has
+REST = pytest.mark.rest("the registry of variants has other cases for the first tier")
+PAIRS = [
+    pytest.param(case, variant, id=f"{case} | {variant}", marks=() if quick else REST)
+    for case, variant, quick in pairs()
+]
+pytestmark = [
+    pytest.mark.usefixtures("everything_is_worth_moving"),
+    # peft warns that these adapters cannot be merged: nobody told it how to quantise again.
+    pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without"),
+]
 
 
-@pytest.mark.parametrize("k_prime", [1, 2])
-@pytest.mark.parametrize("k", [1, 2, 3, ALL])
-@pytest.mark.parametrize("name", CASES)
-def test_training_is_bitwise_equal(name: str, k: int, k_prime: int) -> None:
-    assert_same(run(CASES[name], superpipeline(k=k, k_prime=k_prime)), plain(name))
-
-
-@pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 2)])
-@pytest.mark.parametrize("name", CASES)
-def test_nobody_reads_memory_that_is_not_theirs(name: str, k: int, k_prime: int) -> None:
-    with poisoned():
-        ours = run(CASES[name], superpipeline(k=k, k_prime=k_prime))
-    assert_same(ours, plain(name))
-
-
-@pytest.mark.parametrize("poison", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"accumulate_grad_batches": 2},
-        {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1},
-        {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
-        {"gradient_clip_val": 0.1, "max_epochs": 2, "val_check_interval": 2},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    "name", ["llama-dropout", "llama-checkpoint-reentrant", "gpt2-tied", "resnet50", "reused", "frozen", "returns-view"]
-)
-def test_accumulation_and_clipping(name: str, options: dict[str, Any], poison: bool) -> None:
-    with poisoned() if poison else nullcontext():
-        ours = run(CASES[name], superpipeline(k=2, k_prime=1), **options)
-    assert_same(ours, plain(name, **options))
-
-
-@pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("name", CASES)
-def test_bf16_mixed(name: str, k: int) -> None:
-    """Autocast keeps copies of its own for backward; what it leaves alone comes from wherever the weight is then."""
-    options: dict[str, Any] = {"precision": "bf16-mixed"}
-    if name not in ("gan", "lbfgs"):
-        options |= {"accumulate_grad_batches": 2}
-    with poisoned():
-        ours = run(CASES[name], superpipeline(k=k), **options)
-    assert_same(ours, plain(name, **options))
-
-
-@pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
-@pytest.mark.parametrize("name", ["llama-dropout", "resnet50", "t5-checkpoint", "lstm"])
-def test_precision(name: str, precision: Any) -> None:
-    if (name, precision) == ("t5-checkpoint", "16-true"):
-        pytest.skip("its recompute has another dtype on plain Lightning, and autograd refuses it")
-
-    def make() -> Any:
-        module = CASES[name].make()
-        convert = {"64-true": module.double, "bf16-true": module.bfloat16, "16-true": module.half}.get(
-            precision, lambda: module
-        )
-        return convert()
-
-    def batches() -> Any:
-        return CASES[name].batches()
-
-    reference = fit(make, batches(), precision=precision)
-    assert_same(fit(make, batches(), superpipeline(k=1, k_prime=2), precision=precision), reference)
+@pytest.mark.parametrize(("name", "variant_name"), PAIRS)
+def test_training_is_bitwise_equal(name: str, variant_name: str) -> None:
+    case, variant = CASES[name], VARIANTS[variant_name]
+    said = variant.refused.get(name, variant.refused.get("*"))
+    if said is not None:
+        with pytest.raises((ValueError, RuntimeError), match=said):
+            ours(case, variant)
+        return
+    with taken_apart() as layers:
+        outcome, strategy = ours(case, variant)
+    assert_same(outcome, plain(name, case, variant))
+    assert bool(layers) == (variant.background and case.fusible), "updates in the background, and nowhere else"
+    if case.shown_by is not None and variant.strategy.get("activations") != "recompute":  # where blocks move whole
+        assert case.shown_by(strategy.plan)
 
 
 @pytest.mark.parametrize("clip", [None, 1e-3])
@@ -101,34 +57,62 @@ def test_16_mixed_scales_skips_and_grows(name: str, init_scale: float, clip: flo
         options = {"plugins": [plugin], "gradient_clip_val": clip, "max_epochs": 2}
         return fit(CASES[name].make, CASES[name].batches(), strategy, **options), plugin.state_dict()
 
-    (ours, our_scaler), (plain, plain_scaler) = run(superpipeline(k=1)), run("auto")
-    assert_same(ours, plain)
-    assert our_scaler == plain_scaler
+    (mine, my_scaler), (plain, plain_scaler) = run(superpipeline(k=1)), run("auto")
+    assert_same(mine, plain)
+    assert my_scaler == plain_scaler
     assert plain_scaler["scale"] != init_scale
 
 
 def test_the_comparison_can_fail() -> None:
     """A wrong gradient in one layer, one bit in one parameter: both are seen."""
-    reference = plain("stack")
-    ours = run(CASES["stack"], superpipeline())
+    variant = VARIANTS["k=2, k'=1"]
+    reference = plain("stack", CASES["stack"], variant)
+    outcome, _ = ours(CASES["stack"], variant)
     name = "net.blocks.2.inner.weight"
-    ours.state[name] = ours.state[name].clone()
-    ours.state[name].view(-1)[3] += 1e-7
+    outcome.state[name] = outcome.state[name].clone()
+    outcome.state[name].view(-1)[3] += 1e-7
     with pytest.raises(AssertionError, match=name):
-        assert_same(ours, reference)
+        assert_same(outcome, reference)
+
+
+def test_the_comparison_of_offloaded_activations_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes back is what backward reads: one wrong number is seen."""
+    load, variant = Offload.load, VARIANTS["offloaded"]
+
+    def wrong(self: Offload, stored: Any) -> Tensor:
+        tensor = load(self, stored).clone()
+        tensor.view(-1)[0] += 1
+        return tensor
+
+    monkeypatch.setattr(Offload, "load", wrong)
+    with pytest.raises(AssertionError, match=r"gradients|losses"):
+        assert_same(ours(CASES["stack"], variant)[0], plain("stack", CASES["stack"], variant))
 
 
 @pytest.mark.parametrize("batch_count", [1, 5])
 def test_without_the_callback(batch_count: int) -> None:
     """The strategy alone is right; the callback only makes it fast and legible."""
     batches = tokens(batch_count)
-    ours = fit(llama, batches, superpipeline(callback=False), val=batches)
-    assert_same(ours, fit(llama, batches, val=batches))
+    mine = fit(llama, batches, superpipeline(callback=False), val=batches)
+    assert_same(mine, fit(llama, batches, val=batches))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_path_that_users_take(name: str) -> None:
-    """The recorder of the equality tests overrides a hook, so with it copies were never kept: this runs without it."""
-    if name == "checkpoint-whole":
-        pytest.skip("its batches need gradients of their own")
-    assert_like_plain(CASES[name].make, CASES[name].batches(), max_epochs=2)
+# ---------------------------------------------------------------------- the registry itself
+
+
+def test_every_case_and_every_variant_says_what_it_covers() -> None:
+    assert all(len(each.covers.split()) > 2 for each in [*CASES.values(), *VARIANTS.values()])
+    assert len({case.covers for case in CASES.values()}) == len(CASES)
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_a_variant_names_cases_that_there_are(variant: Variant) -> None:
+    assert variant.cases
+    assert variant.cases | set(variant.refused) - {"*"} <= set(CASES)
+
+
+def test_the_first_tier_has_every_variant_or_one_like_it_and_every_case() -> None:
+    first = [(case, variant) for case, variant, quick in pairs() if quick]
+    assert {case for case, _ in first} == set(CASES)
+    left = {name for name in VARIANTS if name not in {variant for _, variant in first}}
+    assert all("simulated" in name or "accumulated" in name for name in left)

@@ -99,6 +99,7 @@ def test_the_real_shapes_have_the_real_sizes() -> None:
     assert workloads.parameter_count("vision", "huge") == 632_045_800  # torchvision's vit_h_14
 
 
+@pytest.mark.rest("processes that measure for seconds")
 def test_training_is_measured_and_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.jsonl"
     done = train.main([*SHORT, "--contestants", "plain", "superpipeline", "deepspeed", "--out", str(out)])
@@ -120,6 +121,7 @@ def test_training_is_measured_and_equal(tmp_path: Path, capsys: pytest.CaptureFi
         assert len(plain["optimizer_seconds"]) == 3
 
 
+@pytest.mark.rest("processes that measure for seconds")
 def test_prediction_is_measured_and_equal(tmp_path: Path) -> None:
     out = str(tmp_path / "rows.jsonl")
     plain, ours, other = predict.main([*SHORT, "--contestants", "plain", "superpipeline", "accelerate", "--out", out])
@@ -127,6 +129,7 @@ def test_prediction_is_measured_and_equal(tmp_path: Path) -> None:
     assert other["status"] == "missing" or other["losses"] == plain["losses"]
 
 
+@pytest.mark.rest("processes that measure for seconds")
 def test_ways_of_activations_are_measured_and_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As on the command line, but in this process: fourteen would take a minute to start.
     monkeypatch.setattr(contest, "wait", lambda command, *_: measure.main(command[3:]))
@@ -353,6 +356,7 @@ def test_compiled_layers_are_measured_and_told(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.rest("processes that measure for seconds")
 def test_overhead_is_measured_and_told(tmp_path: Path) -> None:
     row = {**rows.origin(), **overhead.measure(0.5)}
     found = row["models"]["mlp"]

@@ -32,7 +32,7 @@ def run(tmp_path: Path, overlap: Any = "off", **options: Any) -> tuple[list[dict
     file = tmp_path / "a folder" / "run.json"
     callback = SuperpipelineCallback(timeline=file, every_n_steps=2, **options)
     strategy = SuperpipelineStrategy(k=1, k_prime=1, optimizer_overlap=overlap)
-    outcome = fit(lambda: llama(layers=4), tokens() * 2, strategy, callbacks=[callback], gradients=False)
+    outcome = fit(lambda: llama(layers=4), tokens() * 2, strategy, callbacks=[callback], recorded="losses")
     return [each for each in json.loads(file.read_text())["traceEvents"] if each["ph"] == "X"], outcome
 
 
@@ -69,7 +69,7 @@ def test_compute_waits_for_its_fetch(tmp_path: Path) -> None:
 
 def test_results_are_the_same_with_a_timeline(tmp_path: Path) -> None:
     strategy = SuperpipelineStrategy(k=1, k_prime=1, optimizer_overlap="forward")
-    without = fit(lambda: llama(layers=4), tokens() * 2, strategy, gradients=False)
+    without = fit(lambda: llama(layers=4), tokens() * 2, strategy, recorded="losses")
     assert_same(run(tmp_path, "forward", plot=tmp_path / "run.png")[1], without)
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
@@ -106,7 +106,7 @@ def test_what_happens_between_batches_is_no_computation(tmp_path: Path) -> None:
 
     file = tmp_path / "run.json"
     callback = SuperpipelineCallback(timeline=file, every_n_steps=1)
-    fit(lambda: Sleeps(Stack()), vectors(), SuperpipelineStrategy(), callbacks=[callback], gradients=False)
+    fit(lambda: Sleeps(Stack()), vectors(), SuperpipelineStrategy(), callbacks=[callback], recorded="losses")
     events = json.loads(file.read_text())["traceEvents"]
     assert max(each["dur"] for each in events if each["ph"] == "X") < 100_000
 
@@ -169,7 +169,7 @@ def test_a_run_is_predicted_from_its_own_timeline(tmp_path: Path) -> None:
 
     strategy = SuperpipelineStrategy(k=1, k_prime=1)
     callback = Watches(timeline=tmp_path / "unused.json", every_n_steps=2)
-    fit(lambda: llama(layers=4), tokens() * 2, strategy, callbacks=[callback], gradients=False)
+    fit(lambda: llama(layers=4), tokens() * 2, strategy, callbacks=[callback], recorded="losses")
     intervals = taken[1]
     visits, rates = measured(intervals, len(strategy.plan.layers), synchronous=True)
     found = predict(strategy.plan, visits, rates)

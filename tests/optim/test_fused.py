@@ -348,10 +348,10 @@ def test_fused_is_for_accelerators_and_for_who_asks(
     """The log says so in one sentence, and what it is to be compared with."""
     caplog.set_level("INFO", "lightning.pytorch")
     with simulated() if accelerated else nullcontext(), mock.patch("sp_lightning.observe.messages._SAID", set()):
-        ours = fit(lambda: Net(OPTIMIZERS["AdamW"]), BATCHES, SuperpipelineStrategy(k=1, **options), gradients=False)
+        ours = fit(lambda: Net(OPTIMIZERS["AdamW"]), BATCHES, SuperpipelineStrategy(k=1, **options), recorded="losses")
     runs_fused = runs_fused or accelerated
     make = in_groups(OPTIMIZERS["AdamW"]) if runs_fused else OPTIMIZERS["AdamW"]
-    assert_same(ours, open_again(fit(lambda: Net(make), BATCHES, gradients=False)))
+    assert_same(ours, open_again(fit(lambda: Net(make), BATCHES, recorded="losses")))
     (line,) = (each for each in caplog.messages if each.startswith("Superpipeline: "))
     assert ("AdamW runs fused on the host" in line) is runs_fused
     assert ("results are bitwise those of plain Lightning whose optimizer has fused=True" in line) is runs_fused
@@ -380,7 +380,7 @@ def test_between_steps_the_groups_are_the_users(overlap: Any) -> None:
     """``BaseFinetuning`` keeps copies of them, which its checkpoints hold."""
     seen: set[Any] = set()
     strategy = SuperpipelineStrategy(k=1, fused_optimizer=True, optimizer_overlap=overlap)
-    fit(lambda: Net(OPTIMIZERS["AdamW"]), BATCHES, strategy, gradients=False, callbacks=[looks(seen)])
+    fit(lambda: Net(OPTIMIZERS["AdamW"]), BATCHES, strategy, recorded="losses", callbacks=[looks(seen)])
     assert seen == {None}
 
 
@@ -392,5 +392,5 @@ def test_after_a_step_that_failed_the_groups_are_the_users() -> None:
     seen: set[Any] = set()
     strategy = SuperpipelineStrategy(k=1, fused_optimizer=True)
     with pytest.raises(ArithmeticError):
-        fit(lambda: Fails(OPTIMIZERS["AdamW"]), BATCHES, strategy, gradients=False, callbacks=[looks(seen)])
+        fit(lambda: Fails(OPTIMIZERS["AdamW"]), BATCHES, strategy, recorded="losses", callbacks=[looks(seen)])
     assert seen == {None}

@@ -24,7 +24,7 @@ from sp_lightning.optim.layerwise import LayerwiseStep
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.slots import Slots
 from tests.support.models import CASES, Module, Stack, vectors
-from tests.support.overlapping import OVERLAP, at_once, overlapping, plain, run, taken_apart
+from tests.support.overlapping import at_once, overlapping, plain, run, taken_apart
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, loader, trainer_for
 from tests.support.simdevice import simulated
 
@@ -37,70 +37,6 @@ class KeepsGradients(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         self.found += [p.grad.clone() for p in pl_module.parameters() if p.grad is not None]
-
-
-# ---------------------------------------------------------------------- equality
-
-
-@pytest.mark.parametrize("device", ["cpu", "simulated"])
-@pytest.mark.parametrize("mode", OVERLAP)
-@pytest.mark.parametrize("name", [name for name in CASES if name != "lbfgs"])
-def test_updates_in_the_background_are_bitwise_those_of_the_step(name: str, mode: str, device: str) -> None:
-    options: dict[str, Any] = {"max_epochs": 2}
-    if name != "gan":
-        options |= {"accumulate_grad_batches": 2}
-        if mode == "forward" and name != "sparse-embedding":  # torch cannot clip sparse gradients
-            options |= {"gradient_clip_val": 0.05}
-    refused = {"gan": "manual", "sparse-embedding": "sparse", "parameter-hooks": "post-accumulate"}
-    if mode == "backward" and name in refused:
-        with pytest.raises((ValueError, RuntimeError), match=refused[name]):
-            run(name, overlapping(mode), max_epochs=2)
-        return
-    with simulated() if device == "simulated" else nullcontext(), taken_apart() as layers:
-        ours = run(name, overlapping(mode), **options)
-    assert layers or name == "sparse-embedding"
-    assert_same(ours, plain(name, **options))
-
-
-CLIPS: list[dict[str, Any]] = [
-    {},
-    {"gradient_clip_val": 0.05},
-    {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-]
-
-
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("clip", CLIPS, ids=str)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("mode", OVERLAP)
-@pytest.mark.parametrize("name", ["llama-dropout", "stack"])
-def test_every_precision_clipping_and_accumulation(
-    name: str, mode: str, precision: str, clip: dict[str, Any], accumulate: int
-) -> None:
-    options = {"precision": precision, "accumulate_grad_batches": accumulate, "max_epochs": 2, **clip}
-    if mode == "backward" and (clip or precision == "16-mixed"):
-        with pytest.raises(ValueError, match='optimizer_overlap="backward" cannot be used'):
-            run(name, overlapping(mode), **options)
-        return
-    with taken_apart() as layers:
-        ours = run(name, overlapping(mode), **options)
-    assert layers
-    assert_same(ours, plain(name, **options))
-
-
-@pytest.mark.parametrize("mode", OVERLAP)
-@pytest.mark.parametrize("name", ["llama-dropout", "stack"])
-def test_mixed_precision_on_the_simulated_device(name: str, mode: str) -> None:
-    """Autocast's copies save backward a fetch: one that came early may be under way when its layer is updated."""
-    options: dict[str, Any] = {"precision": "bf16-mixed", "max_epochs": 2}
-    with simulated():
-        ours = run(name, overlapping(mode), **options)
-    assert_same(ours, plain(name, **options))
-
-
-@pytest.mark.parametrize("clip", CLIPS[1:], ids=str)
-def test_layers_without_gradients_are_not_clipped(clip: dict[str, Any]) -> None:
-    assert_same(run("conditional", overlapping("forward"), **clip), plain("conditional", **clip))
 
 
 class Constructed(Module):
@@ -132,7 +68,7 @@ def test_gradients_after_skipped_and_whole_steps_are_clipped_too(
         keeps = KeepsGradients()
         make = fused(CASES["stack"].make) if case == "stack" else lambda: Constructed(stray=case == "stray")
         options: dict[str, Any] = {"plugins": plugins, "gradient_clip_val": clip, "callbacks": [keeps]}
-        return fit(make, vectors() * 2, strategy, gradients=False, **options), keeps.found
+        return fit(make, vectors() * 2, strategy, recorded="losses", **options), keeps.found
 
     plain, gradients = run("auto")
     with nullcontext() if case == "stray" else simulated():  # which would not let it meet the device's batch
@@ -160,7 +96,7 @@ class SharedWithCheckpoint(Module):
 
 
 def test_gradients_of_one_layer_from_nested_backwards() -> None:
-    options: dict[str, Any] = {"gradients": False, "max_epochs": 2}
+    options: dict[str, Any] = {"recorded": "losses", "max_epochs": 2}
     for outside_last in (False, True):
         make = fused(partial(SharedWithCheckpoint, outside_last))
         clipped = {**options, "gradient_clip_val": 0.01}
@@ -205,7 +141,7 @@ def test_updates_run_under_the_next_forward_and_each_fetch_waits_for_its_own() -
         mock.patch.object(Slots, "fetch", note_fetch),
         mock.patch.object(Access, "enter", note_enter),
     ):
-        fit(lambda: Module(Stack()), vectors()[:2], overlapping("forward"), gradients=False)
+        fit(lambda: Module(Stack()), vectors()[:2], overlapping("forward"), recorded="losses")
     first = happened.index("update 0")
     assert happened[first : first + 9] == [
         *("update 0", "fetch 0", "forward 0"),
@@ -308,7 +244,7 @@ def test_a_run_that_resumes_runs_fused_again(tmp_path: Path) -> None:
     """What was saved has the user's own ``fused``, which is open."""
     make = CASES["stack"].make
     saver = ModelCheckpoint(tmp_path, filename="first")
-    fit(make, vectors(), overlapping("forward"), gradients=False, callbacks=[saver], enable_checkpointing=True)
+    fit(make, vectors(), overlapping("forward"), recorded="losses", callbacks=[saver], enable_checkpointing=True)
     with taken_apart() as layers:
-        fit(make, vectors(), overlapping("forward"), gradients=False, ckpt_path=tmp_path / "first.ckpt", max_epochs=2)
+        fit(make, vectors(), overlapping("forward"), recorded="losses", ckpt_path=tmp_path / "first.ckpt", max_epochs=2)
     assert len(layers) == 3 * 7

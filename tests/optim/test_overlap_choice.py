@@ -60,7 +60,7 @@ def test_auto_overlaps_where_nobody_would_wait_and_says_what_it_does(
 
 def test_auto_is_off_where_the_cpu_computes_the_model() -> None:
     with taken_apart() as layers:
-        fit(lambda: Module(Stack()), vectors(), SuperpipelineStrategy(k=1, fused_optimizer=True), gradients=False)
+        fit(lambda: Module(Stack()), vectors(), SuperpipelineStrategy(k=1, fused_optimizer=True), recorded="losses")
     assert not layers
 
 
@@ -81,7 +81,7 @@ def test_what_cannot_be_is_refused_before_the_first_step(
     options = dict(options)
     extra = {key: options.pop(key) for key in list(options) if key == "fused_optimizer"}
     with pytest.raises(ValueError, match=message):
-        fit(make or (lambda: Module(Stack())), vectors(), overlapping(mode, **extra), gradients=False, **options)
+        fit(make or (lambda: Module(Stack())), vectors(), overlapping(mode, **extra), recorded="losses", **options)
 
 
 def test_a_wrong_mode_is_refused() -> None:
@@ -104,7 +104,7 @@ def test_the_thread_leaves_one_core_and_ends(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(BackgroundUpdates, "submit", noted)
     try:
-        fit(lambda: Module(Stack()), vectors(), overlapping("forward"), gradients=False)
+        fit(lambda: Module(Stack()), vectors(), overlapping("forward"), recorded="losses")
         elsewhere: list[int] = []
         thread = threading.Thread(target=lambda: elsewhere.append(torch.get_num_threads()))
         thread.start()
@@ -128,7 +128,7 @@ def test_the_ledger_follows_what_is_unfrozen() -> None:
             if batch_idx == 1:
                 self.net.blocks.requires_grad_(True)
 
-    fit(Thaws, vectors(), overlapping("off"), gradients=False)
+    fit(Thaws, vectors(), overlapping("off"), recorded="losses")
     assert seen[2] > 3 * seen[0]
 
 

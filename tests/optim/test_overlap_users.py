@@ -25,15 +25,16 @@ from tests.support.models import Module, Stack, vectors
 from tests.support.overlapping import OVERLAP, at_once, overlapping
 from tests.support.runs import assert_equal, assert_same, fit, fused, loader, trainer_for
 from tests.support.simdevice import simulated
+from tests.support.tiers import first
 
 # ---------------------------------------------------------------------- what an attack found
 
 
 def both(make: Any, mode: Any = "forward", *, lazy: bool = True, **options: Any) -> tuple[Any, Any]:
     """Ours and plain; ``lazy`` updates are done when somebody waits for them, on the simulated device."""
-    plain = fit(make, vectors() * 2, gradients=False, **options)
+    plain = fit(make, vectors() * 2, recorded="losses", **options)
     with simulated() if lazy else nullcontext():
-        ours = fit(make, vectors() * 2, overlapping(mode), gradients=False, **options)
+        ours = fit(make, vectors() * 2, overlapping(mode), recorded="losses", **options)
     assert_same(ours, plain)
     return ours, plain
 
@@ -115,7 +116,7 @@ class ListOfBetas(Module):
         exchanges_optimizers, makes_parameters,
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("mode", OVERLAP)
+@pytest.mark.parametrize("mode", first(OVERLAP, "forward", why="the same under backward"))
 def test_whatever_a_callback_does_to_the_optimizer(mode: str, what: Callable[[Any, Any], Any]) -> None:
     both(ListOfBetas, mode, callbacks=[EveryStep(what)])
 
@@ -138,8 +139,8 @@ class Late(Module):
 @pytest.mark.parametrize("mode", OVERLAP)
 def test_a_first_gradient_that_comes_late(mode: str) -> None:
     """torch's fused SGD fails then: that step runs as the user's optimizer would."""
-    off = fit(Late, vectors() * 2, overlapping("off"), gradients=False)
-    assert_same(fit(Late, vectors() * 2, overlapping(mode), gradients=False), off)
+    off = fit(Late, vectors() * 2, overlapping("off"), recorded="losses")
+    assert_same(fit(Late, vectors() * 2, overlapping(mode), recorded="losses"), off)
 
 
 class SetsInStep(Module):
@@ -184,14 +185,14 @@ class StraysFromOptimizer(Module):
         self.sums += [p.grad.clone() for name, p in self.named_parameters() if "inner" not in name]
 
 
-@pytest.mark.parametrize("k", [1, 99])
+@pytest.mark.parametrize("k", first([1, 99], 1, why="the same where all layers stay"))
 @pytest.mark.parametrize("make", [SetsInStep, BackwardBefore, StraysFromOptimizer])
 @pytest.mark.parametrize("mode", OVERLAP)
 def test_whatever_happens_around_backward(mode: str, make: Any, k: int) -> None:
-    plain = fit(fused(make), vectors() * 2, gradients=False)
+    plain = fit(fused(make), vectors() * 2, recorded="losses")
     for device in (nullcontext, simulated):
         with device():
-            ours = fit(fused(make), vectors() * 2, overlapping(mode, k=k), gradients=False)
+            ours = fit(fused(make), vectors() * 2, overlapping(mode, k=k), recorded="losses")
         assert_same(ours, plain)
         assert_equal(getattr(ours.module, "sums", None), getattr(plain.module, "sums", None), "gradients")
 
@@ -248,7 +249,7 @@ class OwnStep(Module):
 def test_code_that_decides_on_gradients_is_refused_where_they_are_gone(make: Any, name: str) -> None:
     build = fused(make if make is ScalesInBackward else lambda: make(Stack()))
     with pytest.raises(ValueError, match=f"gradients are freed before {make.__name__}.{name}"):
-        fit(build, vectors(), overlapping("backward"), gradients=False)
+        fit(build, vectors(), overlapping("backward"), recorded="losses")
     both(build)
 
 
@@ -372,7 +373,10 @@ def test_early_updates_beside_another_run() -> None:
     class Nested(Module):
         def on_train_start(self) -> None:
             fit(
-                lambda: Module(Stack()), vectors(), SuperpipelineStrategy(optimizer_overlap="backward"), gradients=False
+                lambda: Module(Stack()),
+                vectors(),
+                SuperpipelineStrategy(optimizer_overlap="backward"),
+                recorded="losses",
             )
 
     fit(lambda: Nested(Stack()), vectors(), Other(k=1))

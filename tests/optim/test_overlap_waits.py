@@ -59,8 +59,8 @@ def failing(step: int, layer: int) -> Iterator[list[int]]:
 def test_whoever_looks_waits(device: str) -> None:
     batches = vectors() * 3
     with simulated() if device == "simulated" else nullcontext():
-        ours = fit(fused(Looks), batches, overlapping("forward"), gradients=False)
-    plain = fit(fused(Looks), batches, gradients=False)
+        ours = fit(fused(Looks), batches, overlapping("forward"), recorded="losses")
+    plain = fit(fused(Looks), batches, recorded="losses")
     assert_same(ours, plain)
     assert len(plain.module.seen) == 8
     assert_equal(ours.module.seen, plain.module.seen, "seen")
@@ -75,7 +75,7 @@ def test_what_is_saved_waits_and_resumes_from_and_to_plain_in_mid_epoch(tmp_path
             vectors()[:1] * 6,
             strategy,
             ckpt_path=resume,
-            gradients=False,
+            recorded="losses",
             callbacks=[saver],
             enable_checkpointing=True,
         )
@@ -98,10 +98,10 @@ def test_a_learning_rate_that_is_a_tensor_is_that_of_the_step() -> None:
         def rate(self) -> Tensor:
             return torch.tensor(1e-2)  # the schedule writes it in place
 
-    reference = fit(fused(WithTensor), vectors(), gradients=False)
+    reference = fit(fused(WithTensor), vectors(), recorded="losses")
     for mode in OVERLAP:
         with simulated():
-            assert_same(fit(fused(WithTensor), vectors(), overlapping(mode), gradients=False), reference)
+            assert_same(fit(fused(WithTensor), vectors(), overlapping(mode), recorded="losses"), reference)
 
 
 class Scheduled(Module):
@@ -131,12 +131,12 @@ def test_step_hooks_and_counters_fire_once_per_step() -> None:
             optimizer.register_step_post_hook(lambda o, *_: fired.append(f"after, {len(o.param_groups)} group"))
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
-    ours = fit(Counted, vectors(), overlapping("forward"), gradients=False)
+    ours = fit(Counted, vectors(), overlapping("forward"), recorded="losses")
     assert fired == ["before", "after, 1 group"] * 3
     assert ours.trainer.global_step == 3
     with pytest.raises(ValueError, match="step hooks"):
-        fit(Counted, vectors(), overlapping("backward"), gradients=False)
-    assert_same(ours, fit(Counted, vectors(), gradients=False))
+        fit(Counted, vectors(), overlapping("backward"), recorded="losses")
+    assert_same(ours, fit(Counted, vectors(), recorded="losses"))
 
 
 @pytest.mark.parametrize("step", [1, 3])  # the last one is waited for when training ends
@@ -201,10 +201,10 @@ def test_a_weight_that_backward_needs_after_its_update_is_refused_or_right() -> 
             return self.net.head(x).square().mean()
 
     with pytest.raises(RuntimeError, match=r"net\.blocks\.4.*optimizer_overlap=\"forward\""):
-        fit(fused(Detached), vectors(), overlapping("backward"), gradients=False)
-    reference = fit(fused(Detached), vectors(), gradients=False)
-    assert_same(fit(fused(Detached), vectors(), overlapping("forward"), gradients=False), reference)
-    assert_same(fit(fused(Detached), vectors(), overlapping("backward", k=99), gradients=False), reference)
+        fit(fused(Detached), vectors(), overlapping("backward"), recorded="losses")
+    reference = fit(fused(Detached), vectors(), recorded="losses")
+    assert_same(fit(fused(Detached), vectors(), overlapping("forward"), recorded="losses"), reference)
+    assert_same(fit(fused(Detached), vectors(), overlapping("backward", k=99), recorded="losses"), reference)
 
 
 class SkipsBackward(Module):
@@ -223,7 +223,7 @@ class SkipsBackward(Module):
 @pytest.mark.parametrize("mode", OVERLAP)
 def test_updates_after_a_forward_without_backward_wait_for_its_fetches(mode: str, precision: str) -> None:
     batches = vectors() * 2
-    options: dict[str, Any] = {"gradients": False, "accumulate_grad_batches": 2, "precision": precision}
+    options: dict[str, Any] = {"recorded": "losses", "accumulate_grad_batches": 2, "precision": precision}
     plain = fit(fused(SkipsBackward), batches, **options)
     with simulated():
         assert_same(fit(fused(SkipsBackward), batches, overlapping(mode), **options), plain)
@@ -243,7 +243,7 @@ def test_validation_waits_first() -> None:
             vectors(),
             overlapping("forward"),
             vectors()[:1],
-            gradients=False,
+            recorded="losses",
             callbacks=[Looks()],
         )
     assert waiting == [0]
@@ -256,4 +256,4 @@ def test_a_copy_inside_a_step_in_the_background_is_refused() -> None:
 
     fit(lambda: Copies(Stack()), vectors(), SuperpipelineStrategy(optimizer_overlap="off"))
     with pytest.raises(TypeError, match=r"inside an optimizer's step.*on_train_batch_end.*optimizer_overlap=\"off\""):
-        fit(lambda: Copies(Stack()), vectors(), SuperpipelineStrategy(optimizer_overlap="forward"), gradients=False)
+        fit(lambda: Copies(Stack()), vectors(), SuperpipelineStrategy(optimizer_overlap="forward"), recorded="losses")

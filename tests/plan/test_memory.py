@@ -20,6 +20,7 @@ from sp_lightning.weights.gradients import Gradients
 from tests.support.engine import streamer_of
 from tests.support.models import CASES, Block, Module, Stack, llama, tokens, vectors
 from tests.support.runs import fit, loader, superpipeline, trainer_for
+from tests.support.tiers import first
 
 # A view of a weight that leaves its layer keeps a slot; these do so by design.
 ESCAPING = {"returns-view", "target-network", "clamped-in-forward"}
@@ -81,7 +82,12 @@ def test_nothing_is_evicted_with_k_for_all() -> None:
 
 
 @pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 1), (3, 2)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    first(
+        CASES, "llama-dropout", "resnet50", "stack", "reused", "frozen", "lstm", why="other models of the same kinds"
+    ),
+)
 def test_the_peak_is_the_plans(name: str, k: int, k_prime: int) -> None:
     """Gradients are counted by their storages, alive or not, and not by the engine's own books."""
     strategy = superpipeline(k=k, k_prime=k_prime)
@@ -231,6 +237,7 @@ print((high_water() - before) / 2**24)
 """
 
 
+@pytest.mark.rest("a subprocess that imports torch")
 def test_set_up_peaks_at_the_model_and_one_layer() -> None:
     """Each original goes as soon as it is absorbed: the whole model is never there twice. Slots are on this host, too."""
     if not Path("/proc/self/status").exists():

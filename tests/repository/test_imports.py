@@ -36,6 +36,7 @@ def said_by(code: str) -> list[str]:
     return done.stdout.split("\n")[:-1]
 
 
+@pytest.mark.rest("a subprocess that imports torch")
 @pytest.mark.parametrize(
     ("trainers", "told"),
     [
@@ -48,6 +49,7 @@ def test_a_trainer_finds_the_name_and_its_logger_all_messages(trainers: str, tol
     assert said_by(FITS.format(trainers=trainers))[-3:] == told
 
 
+@pytest.mark.rest("a subprocess that imports torch")
 def test_who_imports_pytorch_lightning_later_registers_by_hand() -> None:
     names = "; print(StrategyRegistry.available_strategies().count('superpipeline'))"
     code = "import sp_lightning; from pytorch_lightning.strategies import StrategyRegistry" + names

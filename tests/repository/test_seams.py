@@ -178,8 +178,8 @@ def test_the_optimizer_s_state_is_elsewhere(mode: Any) -> None:
     saved: dict[int, bytes] = {}
     with mock.patch("sp_lightning.optim.layerwise.OnHost", type("AwayHere", (Away,), {"saved": saved})):
         strategy = SuperpipelineStrategy(k=1, optimizer_overlap=mode)
-        ours = fit(fused(lambda: Module(Stack())), vectors(), strategy, gradients=False)
-    plain = fit(fused(lambda: Module(Stack())), vectors(), gradients=False)
+        ours = fit(fused(lambda: Module(Stack())), vectors(), strategy, recorded="losses")
+    plain = fit(fused(lambda: Module(Stack())), vectors(), recorded="losses")
     assert_equal(ours.losses, plain.losses, "losses")
     assert_equal(ours.state, plain.state, "state")
     assert len(saved) == len(list(plain.module.parameters()))
@@ -206,8 +206,8 @@ def test_updates_of_layers_are_done_by_somebody_else() -> None:
     order: list[int] = []
     with mock.patch("sp_lightning.engine.streamer.BackgroundUpdates", type("AtOnceHere", (AtOnce,), {"order": order})):
         strategy = SuperpipelineStrategy(k=1, optimizer_overlap="backward")
-        ours = fit(fused(lambda: Module(Stack())), vectors(), strategy, gradients=False)
-    assert_same(ours, fit(fused(lambda: Module(Stack())), vectors(), gradients=False))
+        ours = fit(fused(lambda: Module(Stack())), vectors(), strategy, recorded="losses")
+    assert_same(ours, fit(fused(lambda: Module(Stack())), vectors(), recorded="losses"))
     blocks = order[: len(strategy.plan.layers)]
     assert blocks == sorted(blocks, reverse=True)  # backward completes the last layer first
 

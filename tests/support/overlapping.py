@@ -38,7 +38,7 @@ def run(name: str, strategy: Any, **options: Any) -> Outcome:
 
     batches = case.batches()
     val = None if any(getattr(batch, "requires_grad", False) for batch in batches) else case.batches()[:2]
-    return fit(make, batches, strategy, val=val, gradients=False, **options)
+    return fit(make, batches, strategy, val=val, recorded="losses", **options)
 
 
 def plain(name: str, **options: Any) -> Outcome:

@@ -4,15 +4,20 @@ Slots are NaN-filled as soon as nobody uses them, and the host's weights are NaN
 only a fetch may read them then. Random NaN bit patterns are all ones, which is NaN in every float type.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
 
+import torch
 from torch import Tensor
 
+from sp_lightning.activations.offload import Offload
+from sp_lightning.activations.offloaded_storage import OffloadedStorage
+from sp_lightning.device.modes import no_dispatch_modes
 from sp_lightning.engine.exchange import Exchange
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.slots import Slot, Slots, SlotState
+from tests.support.simdevice import poison
 
 
 @contextmanager
@@ -59,4 +64,26 @@ def poisoned() -> Iterator[None]:
         mock.patch.object(Exchange, "to_host", show),
         mock.patch.object(HostBlock, "write", hidden_write),
     ):
+        yield
+
+
+@contextmanager
+def poisoned_ring() -> Iterator[None]:
+    """Host memory is NaN as soon as no graph needs what is in it, and device memory when nothing is to be read there."""
+    end, drop = OffloadedStorage.__del__, Offload._drop
+
+    def ended(self: OffloadedStorage) -> None:
+        with no_dispatch_modes():  # nothing that the engine does
+            poison(self.buffer.memory.bytes)
+        end(self)
+
+    def dropped(self: Offload, storages: Sequence[OffloadedStorage]) -> None:
+        mine = [storage.returned for storage in storages if storage.returned is not None]
+        drop(self, storages)
+        for memory in mine:
+            if torch._C._storage_Use_Count(memory.untyped_storage()._cdata) <= 2:  # ours and the object's
+                with no_dispatch_modes():
+                    poison(memory)
+
+    with mock.patch.object(OffloadedStorage, "__del__", ended), mock.patch.object(Offload, "_drop", dropped):
         yield

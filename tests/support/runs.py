@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -21,6 +21,7 @@ from sp_lightning.model.wrapped import parts
 
 Batches = Sequence[Any]
 Make = Callable[[], pl.LightningModule]
+Recorded = Literal["gradients", "losses", "nothing"]
 
 
 class LossRecorder(Callback):
@@ -93,14 +94,14 @@ def fit(
     strategy: Strategy | str = "auto",
     val: Batches | None = None,
     ckpt_path: Path | None = None,
-    gradients: bool = True,
+    recorded: Recorded = "gradients",
     **options: Any,
 ) -> Outcome:
-    """Seed, make the module, train it; without ``gradients`` no hook looks at them."""
+    """Seed, make the module, train it. What is noted is noted by a hook of a callback, and the engine heeds hooks."""
     pl.seed_everything(7, verbose=False)
     module = make()
-    recorder = Recorder() if gradients else LossRecorder()
-    callbacks = [*options.pop("callbacks", []), recorder]
+    recorder = Recorder() if recorded == "gradients" else LossRecorder()
+    callbacks = [*options.pop("callbacks", []), *([] if recorded == "nothing" else [recorder])]
     trainer = trainer_for(strategy, callbacks=callbacks, **options)
     batches = copy.deepcopy(batches)
     trainer.fit(module, loader(batches), None if val is None else loader(val), ckpt_path=ckpt_path)

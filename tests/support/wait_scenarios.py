@@ -114,7 +114,7 @@ def in_the_background(strategy: Any, **options: Any) -> Outcome:
     if isinstance(strategy, SuperpipelineStrategy):
         choose(strategy, optimizer_overlap="forward", fused_optimizer=True)
     make = fused(lambda: Module(Stack()))
-    return fit(make, vectors(), strategy, gradient_clip_val=0.05, gradients=False, **options)
+    return fit(make, vectors(), strategy, gradient_clip_val=0.05, recorded="losses", **options)
 
 
 def looked_at(strategy: Any) -> Outcome:

@@ -268,7 +268,7 @@ def test_asynchronous_checkpoints_are_those_of_their_step(overlap: str, tmp_path
     saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1)
     strategy = SuperpipelineStrategy(k=1, fused_optimizer=True, optimizer_overlap=overlap)  # type: ignore[arg-type]
     plugin = AsyncCheckpointIO(Slow())
-    fit(make, vectors(4), strategy, callbacks=[saver], enable_checkpointing=True, plugins=[plugin], gradients=False)
+    fit(make, vectors(4), strategy, callbacks=[saver], enable_checkpointing=True, plugins=[plugin], recorded="losses")
     for step in (1, 2, 3, 4):
         saved = torch.load(tmp_path / f"step={step}.ckpt")
         plain = fit(fused(make), vectors(4), max_steps=step)
@@ -488,7 +488,11 @@ def limited(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
-@pytest.mark.parametrize("how", ["checkpoint", "safetensors", "mapped", "from_pretrained", "save"])
+@pytest.mark.parametrize(
+    "how",
+    ["checkpoint", "safetensors", "mapped", "from_pretrained", "save"],
+)
+@pytest.mark.rest("a subprocess that imports torch")
 def test_the_model_is_there_once(how: str, models: Path) -> None:
     """While it is loaded, set up, run and saved. On this host the two slots are host memory, too."""
     ran = limited(models, how)
@@ -498,6 +502,7 @@ def test_the_model_is_there_once(how: str, models: Path) -> None:
     assert float(said["output"]) > 0
 
 
+@pytest.mark.rest("a subprocess that imports torch")
 @pytest.mark.parametrize("how", ["plain checkpoint", "plain save"])
 def test_the_limit_notices_a_second_copy(how: str, models: Path) -> None:
     ran = limited(models, how)

@@ -17,6 +17,7 @@ from sp_lightning.device.device import Device
 from sp_lightning.model.checks import refuse_cuda_graphs
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.runs import Batches, LossRecorder, assert_equal, loader, superpipeline, trainer_for
+from tests.support.tiers import first
 
 # dynamo's own remarks: on inputs that are no leaves, and on hooks that it leaves out of graphs, as it is told to
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -77,9 +78,11 @@ def run(
     return recorder.losses, state, trainer.predict(compiled, loader(batches))
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("net", [Stack, Text])
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "32-true", why="seconds of compilation"))
+@pytest.mark.parametrize("net", first([Stack, Text], Stack, why="seconds of compilation"))
+@pytest.mark.parametrize(
+    "way", first(WAYS, each_layer, lightning_module, why="seconds of compilation"), ids=lambda way: way.__name__
+)
 def test_results_are_those_of_plain_lightning(way: Any, net: Any, precision: Any) -> None:
     def results(strategy: Any) -> Any:
         return run(lambda: Module(net()), vectors(), way, "aot_eager", strategy, precision=precision)
@@ -87,6 +90,7 @@ def test_results_are_those_of_plain_lightning(way: Any, net: Any, precision: Any
     assert_equal(results(superpipeline(k=1)), results("auto"), way.__name__)
 
 
+@pytest.mark.rest("seconds of compilation")
 def test_a_language_model() -> None:
     def results(strategy: Any) -> Any:
         return run(lambda: llama(dropout=0.0), tokens(), each_layer, "aot_eager", strategy)

@@ -18,6 +18,7 @@ from sp_lightning.tune.simulator import Walk
 from sp_lightning.tune.visits import Rates, Visit, schedule_visits
 from tests.support.engine import events, step, streamed
 from tests.support.simdevice import SimDevice
+from tests.support.tiers import first
 
 SLOW = Rates(upload=1e9, download=1e9, update=1e12, host_memory=1e12)
 
@@ -95,7 +96,7 @@ def worked(make: Any) -> Work:
 
 
 @pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 1), (2, 2)])
-@pytest.mark.parametrize("make", [llama, bert, vit])
+@pytest.mark.parametrize("make", first([llama, bert, vit], llama, why="other models"))
 def test_a_batch_on_paper_gives_the_engines_events(make: Any, k: int, k_prime: int) -> None:
     net, loss = make()
     plan = make_plan(find_layers(net), k=k, k_prime=k_prime)

@@ -19,6 +19,7 @@ from tests.support.mixed import MIXED, OwnLinear, Readers, Tied, assert_like_pla
 from tests.support.models import Block, CheckpointedCalls, Module, Stack, vectors
 from tests.support.poison import poisoned
 from tests.support.runs import assert_equal, loader, superpipeline, trainer_for
+from tests.support.tiers import first
 
 
 def relu_of_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -322,20 +323,37 @@ BLOCKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+FIRST = {
+    "Twice",
+    "Readers",
+    "Tied",
+    "WritesBetweenCalls",
+    "ReadsInside",
+    "OwnFunction",
+    "Scripted",
+    "Transformed",
+    "Block",
+}
+
+
+@pytest.mark.parametrize("accumulate", first([1, 2], 1, why="the same with accumulated gradients"))
 @pytest.mark.parametrize(
     "net",
-    [
-        Twice,
-        Convolutions,
-        DecidingStack,
-        Readers,
-        Tied,
-        Across,
-        WritesBetweenCalls,
-        LooksElsewhere,
-        *map(of_blocks, BLOCKS),
-    ],
+    first(
+        [
+            Twice,
+            Convolutions,
+            DecidingStack,
+            Readers,
+            Tied,
+            Across,
+            WritesBetweenCalls,
+            LooksElsewhere,
+            *map(of_blocks, BLOCKS),
+        ],
+        if_=lambda net: net.__name__ in FIRST,
+        why="other ways to come by a weight",
+    ),
     ids=lambda net: net.__name__,
 )
 def test_whatever_reads_or_writes_a_weight(net: Any, accumulate: int) -> None:
@@ -364,6 +382,7 @@ def test_compiled_where_no_set_up_sees_it() -> None:
     assert_equal(bare(lambda: Module(of_blocks(CompiledInside)()), superpipeline(k=1)), plain, "compiled inside")
 
 
+@pytest.mark.rest("blocks that the test above has, under checkpoints")
 @pytest.mark.parametrize(
     ("block", "use_reentrant"),
     [

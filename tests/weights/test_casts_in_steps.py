@@ -14,6 +14,7 @@ from tests.support.mixed import MIXED, assert_like_plain, bare, of_blocks
 from tests.support.models import Block, Module, Stack, llama, tokens
 from tests.support.runs import assert_equal, fit, superpipeline
 from tests.support.simdevice import simulated
+from tests.support.tiers import first
 
 
 class Seeing(Module):
@@ -326,7 +327,18 @@ def test_writes_by_references_between_two_calls() -> None:
             assert_equal(bare(WritesByReference, superpipeline(k=99)), plain, context.__name__)
 
 
-@pytest.mark.parametrize("make", STEPS)
+@pytest.mark.parametrize(
+    "make",
+    first(
+        STEPS,
+        WritesBeforeBackward,
+        SecondDerivatives,
+        Exchanges,
+        Adversaries,
+        Validates,
+        why="other things that happen in a step",
+    ),
+)
 def test_in_the_middle_of_a_step(make: Any) -> None:
     assert_like_plain(make)
 

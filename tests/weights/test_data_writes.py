@@ -22,6 +22,7 @@ from tests.support.models import Module, Stack, vectors
 from tests.support.poison import poisoned
 from tests.support.runs import assert_same, fit, superpipeline
 from tests.support.simdevice import simulated
+from tests.support.tiers import first
 
 pytestmark = pytest.mark.usefixtures("everything_is_worth_moving")
 
@@ -32,7 +33,7 @@ IN_PRECISIONS = [(write, "32-true") for write in WRITES] + [
 
 
 @pytest.mark.parametrize(("write", "precision"), IN_PRECISIONS)
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", first(BLOCKS, "linear", why="other kinds of layers"))
 def test_backward_sees_what_plain_autograd_sees(block: str, write: Callable[[Any], None], precision: Any) -> None:
     def make() -> Module:
         return Writes(BLOCKS[block], write)
@@ -59,7 +60,9 @@ def test_with_nothing_left_in_slots_or_on_the_host(block: str, write: Callable[[
         assert_same(fit(make, vectors(), superpipeline(k=1, k_prime=1)), plain)
 
 
-@pytest.mark.parametrize("activations", ["keep", "offload"])
+@pytest.mark.parametrize(
+    "activations", first(["keep", "offload"], "offload", why="offloaded ones are kept on the device for a while, too")
+)
 @pytest.mark.parametrize(("write", "precision"), IN_PRECISIONS)
 def test_on_a_device_of_its_own(write: Callable[[Any], None], activations: Any, precision: Any) -> None:
     def make() -> Module:

@@ -18,6 +18,7 @@ from tests.support.engine import streamer_of
 from tests.support.models import Module
 from tests.support.runs import Outcome, assert_same, fit, superpipeline
 from tests.support.simdevice import simulated
+from tests.support.tiers import first
 
 WIDTH = 8
 
@@ -168,9 +169,9 @@ def trained(kind: str, order: str, strategy: Any, precision: Any) -> Outcome:
     return fit(lambda: Module(Calls(kind, order)), batches, strategy, precision=precision)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "32-true", why="the same in mixed precision"))
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first(KINDS, *list(KINDS)[:2], why="other kinds of one story"))
 def test_gradients_are_summed_as_on_plain(kind: str, order: str, precision: str) -> None:
     reference = trained(kind, order, "auto", precision)
     for mode in ("keep", "recompute", "offload"):

@@ -22,55 +22,6 @@ from tests.support.simdevice import simulated
 from tests.support.tables import CASES, ROWS, Replaced, Sgd, Text, numbers
 
 
-def sparse_gradients_have_a_norm() -> bool:
-    try:
-        torch.nn.utils.get_total_norm([torch.ones(2, 2).to_sparse(1)])
-    except NotImplementedError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}],
-    ids=["32", "bf16-mixed", "accumulated"],
-)  # fmt: skip
-@pytest.mark.parametrize("name", CASES)
-def test_training_is_bitwise_equal(name: str, options: dict[str, Any]) -> None:
-    if name == "sparse" and "gradient_clip_val" in options and not sparse_gradients_have_a_norm():
-        pytest.skip(
-            "this torch cannot clip sparse gradients, plain or not: aten::linalg_vector_norm lacks SparseCPU (2.11)"
-        )
-    strategy = superpipeline(k=1)
-    with poisoned():
-        ours = fit(CASES[name], numbers(), strategy, val=numbers(2), **options)
-    assert_same(ours, fit(CASES[name], numbers(), val=numbers(2), **options))
-    assert [table.name for table in strategy.plan.tables] == ["net.table"]
-
-
-@pytest.mark.parametrize("activations", ["recompute", "offload"])
-def test_with_activations(activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sp_lightning.activations.offload.WORTH_MOVING", 1)
-    ours = fit(CASES["looked-up"], numbers(), superpipeline(k=1, activations=activations))
-    assert_same(ours, fit(CASES["looked-up"], numbers()))
-
-
-@pytest.mark.parametrize("overlap", ["forward", "backward"])
-@pytest.mark.parametrize("name", ["looked-up", "padding", "frozen"])
-def test_updates_in_the_background(name: str, overlap: str) -> None:
-    """The next batch's rows are gathered after the table's own update, which comes first."""
-    strategy = superpipeline(k=1, optimizer_overlap=overlap, fused_optimizer=True)
-    ours = fit(fused(CASES[name]), numbers(), strategy, gradients=False)
-    assert_same(ours, fit(fused(CASES[name]), numbers(), gradients=False))
-
-
-@pytest.mark.parametrize("name", ["looked-up", "sparse", "whole-as-well", "written", "hooked"])
-def test_on_a_device_of_its_own(name: str) -> None:
-    with simulated():
-        ours = fit(CASES[name], numbers(), superpipeline(k=1), val=numbers(2), accumulate_grad_batches=2)
-    assert_same(ours, fit(CASES[name], numbers(), val=numbers(2), accumulate_grad_batches=2))
-
-
 def test_tables_are_updated_first() -> None:
     """The next forward begins with them."""
 
@@ -80,7 +31,7 @@ def test_tables_are_updated_first() -> None:
             self.order = [layer.name for layer in streamer.updating.order()]
 
     looks = Looks()
-    fit(fused(CASES["looked-up"]), numbers(), superpipeline(k=1), gradients=False, callbacks=[looks])
+    fit(fused(CASES["looked-up"]), numbers(), superpipeline(k=1), recorded="losses", callbacks=[looks])
     assert looks.order == ["residents", "net.table", *(f"net.blocks.{i}" for i in range(4))]
 
 
@@ -264,8 +215,8 @@ def test_sparse_gradients_beside_others_that_leave_with_them() -> None:
 def test_rows_are_gathered_after_the_update_in_the_background() -> None:
     strategy = superpipeline(k=1, optimizer_overlap="forward", fused_optimizer=True)
     with simulated():
-        ours = fit(fused(CASES["looked-up"]), numbers(), strategy, gradients=False)
-    assert_same(ours, fit(fused(CASES["looked-up"]), numbers(), gradients=False))
+        ours = fit(fused(CASES["looked-up"]), numbers(), strategy, recorded="losses")
+    assert_same(ours, fit(fused(CASES["looked-up"]), numbers(), recorded="losses"))
 
 
 def test_rows_of_the_next_step_are_refused() -> None:

@@ -18,44 +18,7 @@ from sp_lightning.tune.visits import measured
 from sp_lightning.weights.slots import Slots
 from tests.support.experts import CASES, EXPERTS, Mixture, Routed
 from tests.support.models import Block, Module, vectors
-from tests.support.poison import poisoned
-from tests.support.runs import Batches, assert_equal, assert_same, fit, fused, loader, superpipeline, trainer_for
-from tests.support.simdevice import simulated
-
-
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("name", CASES)
-def test_training_is_bitwise_equal(name: str, precision: Any, k: int) -> None:
-    make, batches = CASES[name]
-    options: dict[str, Any] = {"precision": precision, "accumulate_grad_batches": 2}
-    strategy = superpipeline(k=k)
-    with poisoned():
-        ours = fit(make, batches(), strategy, val=batches(), **options)
-    assert_same(ours, fit(make, batches(), val=batches(), **options))
-    assert strategy.plan.experts
-
-
-@pytest.mark.parametrize("mode", ["recompute", "offload"])
-def test_with_activations(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sp_lightning.activations.offload.WORTH_MOVING", 1)
-    make, batches = CASES["mixture"]
-    assert_same(fit(make, batches(), superpipeline(k=1, activations=mode)), fit(make, batches()))
-
-
-@pytest.mark.parametrize("overlap", ["forward", "backward"])
-def test_updates_in_the_background(overlap: str) -> None:
-    make, batches = CASES["mixture"]
-    strategy = superpipeline(k=1, optimizer_overlap=overlap, fused_optimizer=True)
-    ours = fit(fused(make), batches(), strategy, gradients=False)
-    assert_same(ours, fit(fused(make), batches(), gradients=False))
-
-
-def test_on_a_device_of_its_own() -> None:
-    make, batches = CASES["mixture"]
-    with simulated():
-        ours = fit(make, batches(), superpipeline(k=1), val=batches())
-    assert_same(ours, fit(make, batches(), val=batches()))
+from tests.support.runs import Batches, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 
 
 def fetched(strategy: Any, *, predict: bool, batches: Batches) -> set[int]:

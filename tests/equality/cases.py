@@ -1,0 +1,164 @@
+"""The registry of cases: what is trained, and what each covers, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sp_lightning.plan.plan import Plan
+from tests.support import experts, models, quantised, tables
+from tests.support.runs import Batches, Make
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained.
+
+    Args:
+        make: makes the module.
+        batches: makes its batches.
+        covers: what would fail here and in no other case.
+        quick: the case stands for its kind in the first tier.
+        without: options of the trainer that plain Lightning refuses with this module.
+        shown_by: what the plan says if it is that case.
+        fusible: its optimizer has a fused implementation for its gradients.
+    """
+
+    make: Make
+    batches: Callable[[], Batches]
+    covers: str
+    quick: bool = False
+    without: frozenset[str] = frozenset()
+    shown_by: Callable[[Plan], Any] | None = None
+    fusible: bool = True
+
+    def options(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in options.items() if name not in self.without}
+
+    def validation(self) -> Batches | None:
+        """A batch that requires a gradient is a leaf of its own run; validation runs on copies without."""
+        batches = self.batches()
+        return None if any(getattr(batch, "requires_grad", False) for batch in batches) else batches[:2]
+
+
+COVERS = {
+    "llama-dropout": "attention with grouped keys and values, dropout: a real model, random numbers on the device",
+    "llama-checkpoint": "transformers' checkpoints: layers come a second time in backward",
+    "llama-checkpoint-reentrant": "reentrant checkpoints: a backward inside the backward",
+    "lora-checkpoint": "adapters on a frozen base: layers without gradients beside layers with few",
+    "gpt2-tied": "one weight that an embedding and the head use",
+    "t5": "an encoder and a decoder, of which one reads the other's output",
+    "t5-checkpoint": "both with checkpoints",
+    "bert": "an encoder with a head that is tied",
+    "resnet50": "convolutions and BatchNorm: layers of many sizes, buffers that change in forward",
+    "vit": "a vision transformer with parameters beside its layers, which stay on the device",
+    "lstm": "recurrent layers, whose weights one kernel takes together",
+    "stack": "equal blocks between two linear layers: nothing but the window",
+    "reused": "a layer that is called several times: its gradients come in parts",
+    "conditional": "layers that are left out at random: prefetch guesses wrong, gradients are missing",
+    "frozen": "layers that only travel one way, between others",
+    "outside-call": "a part of a layer called from outside of it, before the layer itself",
+    "returns-view": "a layer that returns a view of its weight, which is read when the layer is gone",
+    "read-without-forward": "weights read without any module's call",
+    "penalty-on-parameters": "a loss that reads all parameters outside of forward",
+    "autograd-grad": "gradients of parameters inside the step, with a graph of their own",
+    "rescaled-in-eval": "weights written in place in a forward without gradients",
+    "clamped-in-forward": "weights written in place, and through .data, in a forward with gradients",
+    "gradient-penalty": "gradients of the input as a part of the loss: layers needed twice in backward",
+    "parameter-hooks": "hooks on parameters, before and after their gradients are added up",
+    "checkpoint-calls": "checkpoints around layers, by the user",
+    "checkpoint-calls-reentrant": "reentrant checkpoints around layers, by the user",
+    "checkpoint-inside": "checkpoints around the forward of layers, where no hook of a module runs again",
+    "checkpoint-whole": "one checkpoint around all layers, and batches that require gradients",
+    "gan": "manual optimization with two optimizers and clipping by hand",
+    "target-network": "weights that the step writes into another network, through .data",
+    "lbfgs": "an optimizer whose step calls forward and backward several times",
+    "sparse-embedding": "a gradient that is sparse",
+    "tied-apart": "one weight in two layers that are apart, and a parameter beside all layers",
+    "one-linear": "one layer and nothing else",
+    "transformer-encoder": "torch's own transformer, with its fast path in evaluation",
+}
+QUICK = {"llama-dropout", "llama-checkpoint-reentrant", "gpt2-tied", "resnet50", "vit", "stack", "reused", "conditional",
+         "frozen", "clamped-in-forward", "gan", "sparse-embedding"}  # fmt: skip
+BY_HAND = frozenset({"accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"})
+WITHOUT = {
+    "gan": BY_HAND,
+    "lbfgs": BY_HAND,
+    "sparse-embedding": BY_HAND - {"accumulate_grad_batches"},  # torch 2.10 cannot clip sparse gradients
+}
+
+CASES: dict[str, Case] = {
+    name: Case(
+        case.make, case.batches, COVERS[name], name in QUICK, WITHOUT.get(name, frozenset()),
+        fusible=name != "sparse-embedding",
+    )
+    for name, case in models.CASES.items()
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------------- embeddings of which only rows travel
+
+OF_TABLES = {
+    "looked-up": "two look-ups in one step",
+    "padding": "a row without a gradient",
+    "by-frequency": "gradients that are scaled by how often a row is looked up",
+    "sparse": "sparse gradients of the rows that were looked up",
+    "whole-as-well": "the whole weight is read beside its rows",
+    "written": "rows written in place, and through .data, in forward",
+    "checkpointed": "the look-up runs again in backward",
+    "checkpointed-with-head": "it runs again when the whole weight has come, which it had not the first time",
+    "hooked": "a hook that sees the dense gradient",
+    "asked-for": "the gradient asked for inside the step, with a graph of its own",
+    "frozen": "no gradient at all",
+    "thawed": "a gradient from the second batch on",
+    "kept": "the last step's gradients are held by the user",
+    "sparse-and-dense": "a sparse gradient and a dense one of one weight",
+    "dense-and-sparse": "the same, in the other order",
+}
+
+
+def clips_sparse_gradients() -> bool:
+    """aten::linalg_vector_norm lacks SparseCPU in torch 2.10 and 2.11."""
+    try:
+        torch.nn.utils.get_total_norm([torch.ones(2, 2).to_sparse(1)])
+    except NotImplementedError:
+        return False
+    return True
+
+
+CASES |= {
+    f"rows/{name}": Case(
+        make, tables.numbers, f"rows of an embedding: {OF_TABLES[name]}", name in ("looked-up", "sparse"),
+        frozenset() if name != "sparse" or clips_sparse_gradients() else BY_HAND - {"accumulate_grad_batches"},
+        shown_by=lambda plan: [table.name for table in plan.tables] == ["net.table"],
+        fusible="sparse" not in name,
+    )
+    for name, make in tables.CASES.items()
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------------- experts and quantised weights
+
+OF_EXPERTS = {
+    "mixture": "each row goes to one of four experts: layers that come only when something is routed to them",
+    "one-expert": "one expert gets everything, the others no gradient",
+    "switch": "a real model with experts in every second block",
+}
+CASES |= {
+    f"experts/{name}": Case(make, batches, OF_EXPERTS[name], name == "mixture", shown_by=lambda plan: plan.experts)
+    for name, (make, batches) in experts.CASES.items()
+}
+OF_QUANTISED = {
+    "int8": "trainable adapters on a frozen base of 8 bits: a weight travels as the parts that it consists of",
+    "int4": "the same with 4 bits, whose parts have other shapes",
+    "int8-checkpoint": "the same with 8 bits under checkpoints",
+}
+CASES |= {
+    f"quantised/{name}": Case(
+        make, models.tokens, OF_QUANTISED[name], name == "int8", shown_by=quantised.travels_packed
+    )
+    for name, make in quantised.CASES.items()
+}  # fmt: skip

@@ -1,0 +1,69 @@
+"""Trains a case in a variant, and on plain Lightning once for all variants that train alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from sp_lightning import SuperpipelineStrategy
+from tests.equality.cases import Case
+from tests.equality.variants import Variant
+from tests.support.poison import poisoned, poisoned_ring
+from tests.support.runs import Make, Outcome, fit, fused
+from tests.support.simdevice import simulated
+
+DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+_plain: dict[str, Outcome] = {}
+
+
+def plain(name: str, case: Case, variant: Variant) -> Outcome:
+    """The reference run. Variants that differ in the strategy alone share it."""
+    key = repr((name, case.options(variant.trainer), variant.seen, variant.background))
+    if key not in _plain:
+        _plain[key] = _train(case, variant, "auto")
+    return _plain[key]
+
+
+def ours(case: Case, variant: Variant) -> tuple[Outcome, SuperpipelineStrategy]:
+    """The run under test; the optimizer is left as it is where plain Lightning leaves it."""
+    strategy = SuperpipelineStrategy(**{"fused_optimizer": variant.background, **variant.strategy})
+    with _memory(variant):
+        return _train(case, variant, strategy), strategy
+
+
+def _train(case: Case, variant: Variant, strategy: Any) -> Outcome:
+    options = case.options(variant.trainer)
+    if options.get("precision") == "16-mixed":
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+        options = {**options, "plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
+        del options["precision"]
+    make = _made(case, variant, DTYPES.get(options.get("precision", "")))
+    val = case.validation()
+    return fit(make, case.batches(), strategy, val=val, recorded=variant.seen, **options)
+
+
+def _made(case: Case, variant: Variant, dtype: torch.dtype | None) -> Make:
+    make = fused(case.make) if variant.background and case.fusible else case.make
+
+    def made() -> pl.LightningModule:
+        module = make()
+        return module if dtype is None else module.to(dtype)
+
+    return made
+
+
+@contextmanager
+def _memory(variant: Variant) -> Iterator[None]:
+    with ExitStack() as stack:
+        if variant.memory == "poisoned":
+            stack.enter_context(poisoned())
+        if variant.memory == "simulated":
+            stack.enter_context(simulated())
+        if variant.strategy.get("activations") == "offload":
+            stack.enter_context(poisoned_ring())
+        yield

@@ -1,0 +1,263 @@
+"""The registry of variants: how a case is trained, and what each variant covers, in words.
+
+A pair of a case and a variant runs in the first tier (``python -m pytest``) if the variant says so of the case; the
+others run in the second one (``pytest -m rest``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, Literal
+
+from tests.equality.cases import CASES
+
+ALL = 99
+"""A window that is larger than any model here."""
+TABLES = frozenset(name for name in CASES if name.startswith("rows/"))
+EXPERTS = frozenset(name for name in CASES if name.startswith("experts/"))
+QUANTISED = frozenset(name for name in CASES if name.startswith("quantised/"))
+BASIC = frozenset(CASES) - TABLES - EXPERTS - QUANTISED
+QUICK = frozenset(name for name, case in CASES.items() if case.quick)
+ONE_OF_EACH_KIND = frozenset({"stack", "llama-dropout", "rows/looked-up", "experts/mixture", "quantised/int8"})
+NONE: frozenset[str] = frozenset()
+
+Memory = Literal["plain", "poisoned", "simulated"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a case is trained.
+
+    Args:
+        name: what its tests are called.
+        covers: what would fail here and in no other variant.
+        strategy: options of the strategy.
+        trainer: options of the trainer; those that plain Lightning refuses with a module are left out for it.
+        memory: plain, with NaN wherever nobody may read, or on the simulated asynchronous device, where nothing may race.
+        seen: what a callback notes; with a hook on gradients the engine keeps no copies and fetches nothing early.
+        cases: those that it is for.
+        quick: those of them that are in the first tier.
+        refused: cases that are refused by name, with what is said; ``"*"`` stands for all others.
+    """
+
+    name: str
+    covers: str
+    strategy: dict[str, Any]
+    trainer: dict[str, Any] = field(default_factory=dict)
+    memory: Memory = "plain"
+    seen: Literal["gradients", "losses", "nothing"] = "gradients"
+    cases: frozenset[str] = frozenset(CASES)
+    quick: frozenset[str] = QUICK
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def background(self) -> bool:
+        """Whether updates run in the background, where optimizers run fused."""
+        return "optimizer_overlap" in self.strategy
+
+
+def windows() -> Iterator[Variant]:
+    """Sizes of the window, in float32."""
+    yield Variant(
+        "k=1", "the smallest window: each layer goes before the next but one comes, and nobody reads what is gone",
+        {"k": 1, "k_prime": 1}, memory="poisoned", quick=frozenset(CASES),
+    )  # fmt: skip
+    yield Variant(
+        "k=2, k'=2", "layers that move in pairs, of which one may be in use when the other goes", {"k": 2, "k_prime": 2},
+        memory="poisoned",
+    )  # fmt: skip
+    for k, k_prime, covers in (
+        (1, 2, "a transfer that is larger than the window"),
+        (2, 1, "the window that the CPU has by default"),
+        (3, 2, "a window that is no multiple of a transfer"),
+        (ALL, 1, "all layers stay: nothing but gradients moves"),
+    ):
+        name = f"k={'all' if k == ALL else k}, k'={k_prime}"
+        quick = frozenset({"stack", "conditional", "resnet50"}) if k != ALL else QUICK
+        yield Variant(name, covers, {"k": k, "k_prime": k_prime}, cases=BASIC, quick=quick)
+    for k, k_prime in ((1, 1), (2, 2), (ALL, 1)):
+        yield Variant(
+            f"users' path, k={'all' if k == ALL else k}, k'={k_prime}",
+            "what users have: no hook on gradients, so that copies are kept and the next batch's layers are fetched early",
+            {"k": k, "k_prime": k_prime}, {"max_epochs": 2}, seen="nothing", cases=BASIC - {"checkpoint-whole"},
+            quick=QUICK if k == 2 else frozenset({"stack", "reused"}),
+        )  # fmt: skip
+
+
+def precisions() -> Iterator[Variant]:
+    """Autocast, and modules in other precisions."""
+    mixed = {"precision": "bf16-mixed", "accumulate_grad_batches": 2}
+    for k in (1, 3):
+        yield Variant(
+            f"bf16-mixed, k={k}",
+            "weights that travel as their casts; autocast's copies live in backward, and what it leaves alone comes then",
+            {"k": k}, mixed, memory="poisoned", quick=QUICK if k == 1 else ONE_OF_EACH_KIND,
+        )  # fmt: skip
+    for precision in ("bf16-true", "16-true", "64-true"):
+        yield Variant(
+            precision, "the module's own precision, in weights, gradients and the optimizer's state",
+            {"k": 1, "k_prime": 2}, {"precision": precision}, memory="poisoned",
+            # The recompute of t5 in float16 has another dtype on plain Lightning, too, and autograd refuses it.
+            cases=frozenset({"llama-dropout", "resnet50", "lstm"}) | ({"t5-checkpoint"} if precision != "16-true" else NONE),
+            quick=frozenset({"llama-dropout"}),
+        )  # fmt: skip
+
+
+def accumulation() -> Iterator[Variant]:
+    """Accumulated and clipped gradients."""
+    some = frozenset(
+        {"llama-dropout", "llama-checkpoint-reentrant", "gpt2-tied", "resnet50", "reused", "frozen", "returns-view"}
+    )
+    for name, covers, options in (
+        ("accumulated", "gradients that are added up on the host", {"accumulate_grad_batches": 2}),
+        ("clipped by norm", "the norm is that of the sum", {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
+        ("clipped by value", "each element is clipped", {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}),
+        ("validated in between", "an evaluation between two steps of two epochs",
+         {"gradient_clip_val": 0.1, "max_epochs": 2, "val_check_interval": 2}),
+    ):  # fmt: skip
+        cases = some | TABLES | {"quantised/int8-checkpoint"} if name == "clipped by norm" else some
+        quick = frozenset({"llama-dropout", "reused", "rows/sparse"})
+        yield Variant(name, covers, {"k": 2, "k_prime": 1}, options, memory="poisoned", cases=cases, quick=quick)
+
+
+def asynchronous() -> Iterator[Variant]:
+    """The simulated device, where whatever is not waited for is a race."""
+    options = {"accumulate_grad_batches": 2, "max_epochs": 2}
+    small = frozenset({"rows/looked-up", "rows/sparse", "rows/whole-as-well", "rows/written", "rows/hooked"})
+    some = BASIC | small | {"experts/mixture", "quantised/int8"}
+    quick = frozenset({"stack", "reused", "rows/sparse", "experts/mixture", "clamped-in-forward"})
+    covers = "each wait for a copy: what comes too early is a race"
+    yield Variant("simulated, k=1", covers, {"k": 1, "k_prime": 1}, options, "simulated", cases=some, quick=quick)
+    yield Variant(
+        "simulated, k=2, k'=2", f"{covers}, in pairs", {"k": 2, "k_prime": 2}, options, "simulated",
+        cases=frozenset(sorted(BASIC)[::3]), quick=NONE,
+    )  # fmt: skip
+    yield Variant(
+        "simulated, k=all", f"{covers}, when layers stay", {"k": ALL}, options, "simulated",
+        cases=frozenset({"stack", "llama-dropout", "gan"}), quick=frozenset({"gan"}),
+    )  # fmt: skip
+    yield Variant(
+        "simulated, bf16-mixed", f"{covers}, of casts", {"k": 1, "k_prime": 1}, {**options, "precision": "bf16-mixed"},
+        "simulated", cases=BASIC, quick=frozenset({"stack", "frozen"}),
+    )  # fmt: skip
+
+
+def activations() -> Iterator[Variant]:
+    """What becomes of what autograd saves."""
+    of_each_kind = BASIC | {"rows/looked-up", "experts/mixture", "quantised/int8"}
+    yield Variant(
+        "recomputed", "each layer's forward a second time, as it was", {"k": 1, "activations": "recompute"},
+        memory="poisoned", cases=of_each_kind, quick=QUICK,
+        refused={"clamped-in-forward": r"'net.blocks.0' writes its parameter 'inner.weight', and cannot be run again"},
+    )  # fmt: skip
+    yield Variant(
+        "offloaded", "what is saved leaves and comes back in time, its memory is NaN in between",
+        {"k": 1, "activations": "offload"}, memory="simulated", cases=of_each_kind,
+        quick=frozenset({"stack", "reused", "gradient-penalty", "rows/looked-up", "experts/mixture"}),
+    )  # fmt: skip
+    for mode, precision in product(("recompute", "offload"), ("bf16-mixed", "bf16-true")):
+        yield Variant(
+            f"{mode}, {precision}", "the same with other dtypes, where gradients are added up and clipped",
+            {"k": 1, "activations": mode},
+            {"precision": precision, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, memory="simulated",
+            cases=frozenset({"llama-dropout", "lora-checkpoint", "gradient-penalty", "frozen"}),
+            quick=frozenset({"frozen"}),
+        )  # fmt: skip
+
+
+EARLY: dict[str, str] = {"gan": "manual", "parameter-hooks": "post-accumulate"}
+"""What cannot be updated inside backward, with what is said."""
+CANNOT = 'optimizer_overlap="backward" cannot be used'
+
+
+def updates() -> Iterator[Variant]:
+    """Updates in the background."""
+    of_each_kind = BASIC - {"lbfgs"} | {
+        "rows/looked-up",
+        "rows/padding",
+        "rows/frozen",
+        "experts/mixture",
+        "quantised/int8",
+    }
+    quick = frozenset({"stack", "frozen", "gan", "sparse-embedding", "rows/padding", "experts/mixture"})
+    memories: tuple[Memory, ...] = ("plain", "simulated")
+    for mode, memory in product(("forward", "backward"), memories):
+        options: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 2}
+        early = mode == "backward"
+        yield Variant(
+            f"updated under {mode}{', simulated' if memory == 'simulated' else ''}",
+            "each layer's update, done as late as somebody waits for it" if memory == "simulated" else
+            "each layer's update in a thread of its own",
+            {"k": 1, "optimizer_overlap": mode}, options if early else {**options, "gradient_clip_val": 0.05}, memory,
+            "losses", of_each_kind, quick if memory == "plain" else frozenset({"stack", "rows/looked-up"}),
+            refused=EARLY if early else {},
+        )  # fmt: skip
+        if memory == "simulated":
+            for activations in ("recompute", "offload"):
+                yield Variant(
+                    f"updated under {mode}, {activations}", "weights that a second forward or a stored activation needs",
+                    {"k": 1, "optimizer_overlap": mode, "activations": activations}, {}, memory, "losses",
+                    frozenset({"llama-dropout", "stack"}), frozenset({"stack"}),
+                )  # fmt: skip
+            yield Variant(
+                f"updated under {mode}, simulated, bf16-mixed",
+                "autocast's copies save backward a fetch: one that came early may be under way when its layer is updated",
+                {"k": 1, "optimizer_overlap": mode}, {"precision": "bf16-mixed", "max_epochs": 2}, memory, "losses",
+                frozenset({"llama-dropout", "stack"}), frozenset({"stack"}),
+            )  # fmt: skip
+
+
+def early_updates() -> Iterator[Variant]:
+    """Updates inside backward of gradients that come but once, where sparse ones are refused."""
+    yield Variant(
+        "updated under backward, not accumulated", "a gradient is complete as soon as it comes, and freed at once",
+        {"k": 1, "optimizer_overlap": "backward"}, {"max_epochs": 2}, seen="losses",
+        cases=frozenset({"stack", "sparse-embedding", "reused", "conditional"}),
+        quick=frozenset({"stack", "sparse-embedding"}), refused={"sparse-embedding": "sparse"},
+    )  # fmt: skip
+
+
+def updates_in_every_precision() -> Iterator[Variant]:
+    """Updates in the background, with everything that comes between a gradient and its update."""
+    clips: dict[str, dict[str, Any]] = {
+        "": {},
+        ", clipped by norm": {"gradient_clip_val": 0.05},
+        ", clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    }
+    precisions = ("32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
+    for mode, precision, (clip, options), accumulate in product(
+        ("forward", "backward"), precisions, clips.items(), (1, 4)
+    ):
+        quick = {"stack"} if accumulate == 1 else NONE
+        some = {"stack", "llama-dropout"} | (
+            {"conditional"} if clip else set()
+        )  # its layers without gradients are not clipped
+        early = mode == "backward" and (clip or precision == "16-mixed")
+        yield Variant(
+            f"updated under {mode}, {precision}{clip}{', accumulated' if accumulate > 1 else ''}",
+            "the update is the whole step's to the bit, whatever scales or clips its gradient",
+            {"k": 1, "optimizer_overlap": mode},
+            {"precision": precision, "accumulate_grad_batches": accumulate, "max_epochs": 2, **options},
+            seen="losses", cases=frozenset({"stack"} if early else some), quick=frozenset(quick),
+            refused={"*": CANNOT} if early else {},
+        )  # fmt: skip
+
+
+VARIANTS: dict[str, Variant] = {
+    variant.name: variant
+    for family in (
+        windows(), precisions(), accumulation(), asynchronous(), activations(), updates(), early_updates(),
+        updates_in_every_precision(),
+    )
+    for variant in family
+}  # fmt: skip
+
+
+def pairs() -> Iterator[tuple[str, str, bool]]:
+    """Case, variant, and whether the first tier has them."""
+    for variant in VARIANTS.values():
+        for name in CASES:
+            if name in variant.cases:
+                yield name, variant.name, name in variant.quick
