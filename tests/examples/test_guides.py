@@ -69,6 +69,9 @@ def commands() -> list[Any]:
     return found
 
 
+@pytest.mark.rest(
+    "each runs a model of billions of parameters without values; tests/cli has small ones in the first tier"
+)
 @pytest.mark.parametrize(("command", "output"), commands())
 def test_commands_print_what_is_shown(
     command: str, output: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -81,6 +84,7 @@ def test_commands_print_what_is_shown(
     assert [line for line in output if line != ELLIPSIS and line not in printed] == []
 
 
+@pytest.mark.rest("a process of its own; test_options has one in the first tier")
 @pytest.mark.parametrize("page", having("yaml"))
 def test_configs_train(page: Path, tmp_path: Path) -> None:
     """With a model and data of the CLI's own kind beside them."""
