@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import nn
+from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.optim.fused import HostGradScaler
@@ -35,6 +35,28 @@ def test_scales_skips_and_grows_as_torchs() -> None:
     assert [value.tolist() for value in ours[0]] == [value.tolist() for value in plain[0]]
     assert ours[1] == plain[1]
     assert torch.equal(ours[0][1], ours[0][2]), "the step with an infinite gradient is skipped"
+
+
+class OnTheWay(Tensor):
+    """A value on an accelerator: a copy that nobody waits for has not arrived when the CPU reads it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if (kwargs or {}).get("non_blocking"):
+                return torch.full_like(result, 7.0).as_subclass(Tensor)
+            return result.as_subclass(Tensor) if func is Tensor.cpu else result
+
+
+def test_the_cpu_does_not_read_a_scale_that_is_on_its_way() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.full((3,), 8.0)
+    scale, found = (torch.tensor(value).as_subclass(OnTheWay) for value in (0.25, 0.0))
+    scaler = HostGradScaler(device="cpu")
+    infinite = scaler._unscale_grads_(torch.optim.SGD([parameter]), scale, found, allow_fp16=False)
+    assert parameter.grad.tolist() == [2.0, 2.0, 2.0]
+    assert [value.item() for value in infinite.values()] == [0.0]
 
 
 @pytest.mark.parametrize("own", [True, False])

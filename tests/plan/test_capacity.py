@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from sp_lightning.plan.host_memory import available_bytes
+from sp_lightning.plan.host_memory import available_bytes, spare_bytes
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, superpipeline
 
@@ -74,6 +74,12 @@ def test_where_the_system_does_not_say(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 99 kB\n")
     assert available_bytes(tmp_path) is None
+
+
+@pytest.mark.parametrize(("free", "spare"), [(1000, 700), (200, 0), (100, 0), (None, None)])
+def test_an_eighth_of_what_is_not_needed_is_left_to_others(free: int | None, spare: int | None) -> None:
+    with mock.patch("sp_lightning.plan.host_memory.available_bytes", return_value=free):
+        assert spare_bytes({"gradients": 150, "the optimizer's state": 50}) == spare
 
 
 @pytest.mark.parametrize(
