@@ -1,13 +1,13 @@
 """A forward whose inner results are not kept: backward computes them once more, by torch's own checkpoint.
 
 torch restores its random state and autocast, and leaves the rest to the user. Here the rest is done for the user: a forward
-that runs twice shows once, and sees the second time what it saw the first time. For the second run, these are what they
-were before the first one: the module's buffers and attributes (BatchNorm's statistics, spectral norms, counters, lists,
-tensors that ``functional_call`` puts in place of weights), the objects that it is given (a cache of keys and values), the
-random states of Python and NumPy, context variables, which weights are trained, and the choice of attention kernels. After
-the second run, they are as they were before it. What cannot be put back, as a weight or an argument that the forward writes,
-is refused by name: a weight of the module as soon as the first run has written it, another one if the second run writes it
-once more.
+that runs twice leaves the traces of one run, and finds the second time what it found the first time. For the second run,
+these are what they were before the first one: the module's buffers and attributes (BatchNorm's statistics, spectral norms,
+counters, lists, tensors that ``functional_call`` puts in place of weights), the objects that it is given (a cache of keys
+and values), the random states of Python and NumPy, context variables, which weights are trained, and the choice of attention
+kernels. After the second run, they are as they were before it. What cannot be put back, as a weight or an argument that the
+forward writes, is refused by name: a weight of the module as soon as the first run has written it, another one if the second
+run writes it once more.
 """
 
 from __future__ import annotations
