@@ -30,8 +30,9 @@ def plain(name: str, case: Case, variant: Variant) -> Outcome:
 
 
 def ours(case: Case, variant: Variant) -> tuple[Outcome, SuperpipelineStrategy]:
-    """The run under test; the optimizer is left as it is where plain Lightning leaves it."""
-    strategy = SuperpipelineStrategy(**{"fused_optimizer": variant.background, **variant.strategy})
+    """The run under test; the optimizer is left as it is, because plain Lightning leaves it, but for updates by name."""
+    fusing = {} if variant.background else {"fused_optimizer": False}
+    strategy = SuperpipelineStrategy(**fusing, **variant.strategy)
     with _memory(variant):
         return _train(case, variant, strategy), strategy
 
