@@ -88,9 +88,16 @@ def test_commands_print_what_is_shown(
 @pytest.mark.parametrize("page", having("yaml"))
 def test_configs_train(page: Path, tmp_path: Path) -> None:
     """With a model and data of the CLI's own kind beside them."""
-    for block in blocks(page, "yaml"):
+    for number, block in enumerate(blocks(page, "yaml")):
         shown = yaml.safe_load(block)
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_steps": 1}
+        folder = tmp_path / str(number)  # the command line leaves its config there
+        quiet = {
+            "default_root_dir": str(folder),
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "max_steps": 1,
+        }
         config = tmp_path / "config.yaml"
         config.write_text(yaml.safe_dump({**shown, "trainer": {**shown["trainer"], **quiet}}))
         demos = "lightning.pytorch.demos.boring_classes"
