@@ -173,9 +173,12 @@ class HostBlock:
             self._gradients = self._staging.take(total_bytes(spans))
             memory = self._gradients.bytes
             self._gradient_leases = {i: Lease(_part(memory, span)) for i, span in zip(trainable, spans, strict=True)}
-            self._gradient_views = {i: self._gradient_leases[i].views(None, [self._alone[i]])[0] for i in trainable}
         lease = self._gradient_leases.get(index)
-        return None if lease is None or lease.in_use else self._gradient_views[index].data
+        if lease is None or lease.in_use:
+            return None
+        if index not in self._gradient_views:
+            self._gradient_views[index] = lease.views(None, [self._alone[index]])[0]
+        return self._gradient_views[index].data
 
     def release_gradients(self) -> None:
         """Gives the memory of the gradients to other layers, unless somebody still holds one of the gradients."""
