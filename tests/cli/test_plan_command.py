@@ -260,6 +260,7 @@ on_paper = pytest.mark.skipif(
 )
 
 
+@pytest.mark.rest("seconds for each model")
 @pytest.mark.parametrize("name", [pytest.param(each, marks=on_paper if each == "mixtral" else ()) for each in CONFIGS])
 def test_encoder_decoders_speech_and_experts_are_run(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -19,6 +19,7 @@ from tests.support.features import feature
 from tests.support.models import CASES, Stack, tokens, vectors
 from tests.support.nets import Does, assert_changing
 from tests.support.runs import collate, loader, trainer_for
+from tests.support.tiers import first
 from tests.support.ways import LATE, Net, Notes, Seen, Way, compare, files, left
 
 pytestmark = [
@@ -120,7 +121,9 @@ def test_one_module_on_two_trainers(fits: str, tmp_path: Path) -> None:
 
 @feature("Set-up and data", "`torch.compile`d modules")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at inputs
-@pytest.mark.parametrize("whole", [True, False], ids=["LightningModule", "layers"])
+@pytest.mark.parametrize(
+    "whole", first([True, False], False, why="seconds of compilation"), ids=["LightningModule", "layers"]
+)
 def test_compiled(whole: bool, tmp_path: Path) -> None:
     def run(way: Way) -> Seen:
         torch.compiler.reset()

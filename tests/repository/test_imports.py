@@ -78,6 +78,7 @@ print(available_bytes(Path("nowhere")))
 """
 
 
+@pytest.mark.rest("a process that imports everything")
 def test_a_system_that_is_not_linux_is_not_refused_at_the_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
