@@ -67,6 +67,20 @@ def test_compute_waits_for_its_fetch(tmp_path: Path) -> None:
             assert all(each["ts"] + each["dur"] <= use["ts"] + 1 for each in before)
 
 
+@pytest.mark.usefixtures("everything_is_worth_moving")
+def test_activations_travel_in_the_row_of_the_layer_that_saved_them(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    callback = SuperpipelineCallback(timeline=file, every_n_steps=2)
+    strategy = SuperpipelineStrategy(k=1, k_prime=1, activations="offload")
+    fit(lambda: Module(Stack()), vectors(), strategy, callbacks=[callback], recorded="losses")
+    events = [each for each in json.loads(file.read_text())["traceEvents"] if each["ph"] == "X"]
+    forward = {each["name"] for each in events if each["cat"] == "forward"}
+    for kind in ("store", "return"):
+        assert {each["name"] for each in events if each["cat"] == kind} == forward - {"net.blocks.4", "net.head"}, (
+            "the two that backward comes to first keep theirs"
+        )
+
+
 def test_results_are_the_same_with_a_timeline(tmp_path: Path) -> None:
     strategy = SuperpipelineStrategy(k=1, k_prime=1, optimizer_overlap="forward")
     without = fit(lambda: llama(layers=4), tokens() * 2, strategy, recorded="losses")
