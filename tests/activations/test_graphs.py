@@ -95,8 +95,25 @@ class WrittenBetween(nn.Module):
         return x + torch.tanh(self.inner(x)) + self.scale * y
 
 
+class WrittenParts(nn.Module):
+    """Two halves of one tensor, each written before it is saved; torch counts the writes of each by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = torch.unsafe_chunk(x.detach().tanh(), 2, dim=1)
+        right.add_(1)
+        scaled = self.scale * right
+        left.add_(1)
+        return x + torch.tanh(self.inner(x)) + torch.cat([self.scale * left, scaled], dim=1)
+
+
 USERS: dict[str, Any] = {
     "written-between": twice(WrittenBetween),
+    "written-parts": twice(WrittenParts),
     "two-backwards": lambda: TwoBackwards(Stack()),
     "partly": lambda: Partly(Stack()),
     "users-hooks": lambda: UsersHooks(Stack()),

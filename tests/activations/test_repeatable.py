@@ -64,13 +64,14 @@ class Functional(Block):
 
 
 class Arrays(Block):
-    """A buffer through NumPy, an array, a queue."""
+    """A buffer through NumPy, an array, queues of numbers and of tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.ones(1))
         self.array = np.ones(2)
         self.queue: deque[float] = deque([1.0], maxlen=3)
+        self.tensors = deque([torch.ones(16)])
 
     seen: Tensor
 
@@ -78,7 +79,8 @@ class Arrays(Block):
         self.seen.numpy()[0] += 1
         self.array *= 1.5
         self.queue.append(float(self.array[0]))
-        return float(self.seen) * self.array.sum() * sum(self.queue)
+        self.tensors[0].mul_(1.5)
+        return float(self.seen) * self.array.sum() * sum(self.queue) * self.tensors[0]
 
 
 class Draws(Block):
