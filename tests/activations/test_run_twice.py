@@ -73,6 +73,41 @@ def test_state_changes_once(block: type[nn.Module]) -> None:
             assert torch.equal(mine.last, theirs.last)
 
 
+class Averages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(self.inner(x)))
+
+
+class CallsAnother(nn.Module):
+    """A unit that calls another one, whose statistics are not its own."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.other = [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x)) + self.other[0](x)
+
+
+def calls_another() -> Module:
+    stack = Stack()
+    stack.blocks[1] = Averages()
+    stack.blocks[3] = CallsAnother(stack.blocks[1])
+    return Module(stack)
+
+
+def test_a_unit_that_a_recomputed_one_calls_is_recomputed_by_itself() -> None:
+    """Its state is put back by its own second run, not by the caller's. Only a checkpoint of the user's leaves it alone."""
+    ours = fit(calls_another, vectors(), superpipeline(k=1, activations="recompute"))
+    assert_same(ours, fit(calls_another, vectors()))
+
+
 def cached_llama() -> Transformer:
     """As a configuration comes: a forward makes a cache of keys and values, which its layers add to."""
     config = transformers.LlamaConfig(

@@ -204,6 +204,33 @@ def test_gradients_of_a_backward_that_failed_are_dropped(held: bool, monkeypatch
     assert_same(fit(GoesOn, vectors(3), superpipeline(k=1)), plain)
 
 
+class TriesAgain(Module):
+    """Catches what a hook raises when its gradient is in ``param.grad``, and runs the batch again within its step."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        handle = self.net.blocks[1].inner.weight.register_post_accumulate_grad_hook(self.fail)
+        with pytest.raises(KeyError):
+            self.manual_backward(self.loss(batch))
+        handle.remove()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+    def fail(self, parameter: Tensor) -> None:
+        raise KeyError("at the end of backward")
+
+
+@pytest.mark.parametrize("k_prime", [1, 2])
+def test_gradients_that_a_hook_leaves_on_their_way_are_dropped(k_prime: int) -> None:
+    """Gradients of the layers below have left the device, and have not come to ``param.grad`` yet."""
+    assert_same(fit(TriesAgain, vectors(3), superpipeline(k=1, k_prime=k_prime)), fit(TriesAgain, vectors(3)))
+
+
 class CallsBetween(Module):
     def on_train_batch_end(self, *args: Any) -> None:
         with torch.enable_grad():
