@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.model.patterns import chosen_residents
 from sp_lightning.plan.units import parse_bytes
 from tests.support.models import Block, Module, Stack, vectors
 from tests.support.runs import assert_equal, fit, superpipeline
@@ -76,6 +77,13 @@ def test_residents_can_be_chosen() -> None:
     assert {span.name for span in strategy.plan.residents.spans} == {
         "net.head.weight", "net.head.bias", "net.blocks.1.inner.weight",
     }  # fmt: skip
+
+
+def test_a_module_with_two_names_is_chosen_by_either() -> None:
+    stack = Stack()
+    stack.tail = stack.head
+    for name in ("head", "tail"):
+        assert chosen_residents(stack, [name]) == set(stack.head.parameters())
 
 
 class Nested(pl.LightningModule):

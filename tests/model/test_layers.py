@@ -129,3 +129,11 @@ def test_blocks_that_are_sequences_of_bare_modules(name: str) -> None:
     assert [layer.name for layer in found.layers] == expected
     assert len(found.experts) == (2 if name == "experts" else 0)
     assert not found.ungrouped or name in ("one-part", "encoder-and-decoder")
+
+
+def test_plain_lightning_has_gradients_of_what_is_trained() -> None:
+    module = Stack()
+    module.stem.requires_grad_(False)
+    weights, gradients = find_layers(module).plain_bytes
+    assert weights - gradients == module.stem.weight.nbytes + module.stem.bias.nbytes
+    assert weights == sum(p.nbytes for p in module.parameters())
