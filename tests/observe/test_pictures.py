@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,13 @@ def batch(layers: int, fetch: float) -> list[Interval]:
     return found
 
 
-@pytest.mark.parametrize("layers", [2, 12, 60])
+@pytest.mark.parametrize("layers", [2, 12, 60, 200])
 def test_a_batch(layers: int, figures: list[Any], tmp_path: Path) -> None:
     draw_timeline(batch(layers, 0.001), [f"layers.{index}" for index in range(layers)], tmp_path / "a.png", "a batch")
     (figure,) = figures
     (legend,), (whole, near) = figure.legends, figure.axes
+    for upper, lower in pairwise(whole.get_yticklabels()):
+        assert not box(upper).overlaps(box(lower)), f"{upper.get_text()} and {lower.get_text()}"
     for panel in (whole, near):
         assert panel.xaxis.label.get_text() == "milliseconds"
         assert not box(legend).overlaps(box(panel.xaxis.label))
