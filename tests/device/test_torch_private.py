@@ -110,6 +110,11 @@ def test_the_hooks_of_saved_tensors_on_top_are_told() -> None:
 
     with torch.autograd.graph.save_on_cpu(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         assert torch_private.top_saved_tensors_hooks() == (pack, unpack)
+        before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)  # as torch.compile does while it traces
+        try:
+            assert torch_private.top_saved_tensors_hooks() is None, "a graph that is traced calls none"
+        finally:
+            torch._C._autograd._saved_tensors_hooks_set_tracing(before)
     assert torch_private.top_saved_tensors_hooks() is None
 
 
