@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.engine.streamer import Streamer
+from sp_lightning.model.find import find_layers
+from sp_lightning.plan.plan import make_plan
+from sp_lightning.plan.units import human_bytes
 from sp_lightning.weights.gradients import Gradients
 from tests.support.engine import streamer_of
 from tests.support.models import CASES, Block, Module, Stack, llama, tokens, vectors
@@ -245,3 +248,10 @@ def test_set_up_peaks_at_the_model_and_one_layer() -> None:
     ran = subprocess.run([sys.executable, "-c", SET_UP], capture_output=True, text=True, check=True)
     layers = float(ran.stdout)
     assert layers <= 1 + 2 + 1, f"set-up took {layers:.1f} layers beyond the model: one, two slots, and a little"
+
+
+def test_a_plan_in_one_line_is_compared_with_what_is_known() -> None:
+    plan = make_plan(find_layers(Stack()), k=1, k_prime=1)
+    assert plan.sentence().endswith("of device memory.")
+    assert plan.sentence(training=False).endswith(f"plain Lightning {human_bytes(plan.plain[0])}.")
+    assert plan.sentence(state=8).endswith(f"plain Lightning {human_bytes(sum(plan.plain) + 8)} with optimizer state.")
