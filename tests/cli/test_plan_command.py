@@ -184,6 +184,16 @@ def test_modules_that_cannot_be_run_without_values_are_estimated(name: str, caps
     assert "SuperpipelineStrategy(k=1" in text
 
 
+class SaysMuch(Known):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("\n  The input is not to my taste.\nIt never is.\n")
+
+
+def test_the_first_line_of_an_error_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "tests.cli.test_plan_command:SaysMuch", "--k", "1"])
+    assert "ValueError: The input is not to my taste" in capsys.readouterr().out
+
+
 def needs_hub_code(folder: Path) -> str:
     (folder / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": {"AutoModel": "mine.Mine"}}))
     return str(folder)

@@ -51,6 +51,15 @@ class Conditional(Three):
         return self.c(x if self.without_b else self.b(x))
 
 
+class Read(Three):
+    """No module is called, so that nothing but what autograd has saved tells that a layer's backward begins."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.a, self.b, self.c):
+            x = nn.functional.linear(x, layer.weight, layer.bias)
+        return x
+
+
 class Fails(Three):
     def forward(self, x: Tensor) -> Tensor:
         y = self.b(self.a(x))
@@ -122,6 +131,15 @@ SEQUENCES: dict[str, tuple[type[nn.Module], Run, str]] = {
         {FORWARD}, {BACKWARD},
         fetch 0, fetch 1, use 0, forward 0, release 0, fetch 2, use 2, forward 2, release 2,
         use 2, drain 2, release 2, fetch 0, use 0, drain 0, release 0, apply 2, apply 0
+        """,
+    ),
+    # The slot of layer 2 is free as soon as backward has come to layer 1, and layer 0 comes at once.
+    "read": (
+        Read,
+        train,
+        """
+        fetch 0, fetch 1, use 0, release 0, use 1, fetch 2, release 1, use 2,
+        drain 2, release 2, use 1, fetch 0, drain 1, release 1, use 0, drain 0, release 0, apply 2, apply 1, apply 0
         """,
     ),
     # What had arrived before the failure is applied, as plain autograd has it in .grad by then.
