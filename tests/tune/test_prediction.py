@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 from sp_lightning.tune.dry_run import Work, estimate, on_paper
-from sp_lightning.tune.simulator import Walk
+from sp_lightning.tune.simulator import Walk, predict
 from sp_lightning.tune.visits import Rates, Visit, schedule_visits
 from tests.support.engine import events, step, streamed
 from tests.support.simdevice import SimDevice
@@ -111,3 +112,12 @@ def test_what_is_made_on_paper_leaves_torch_as_it_was() -> None:
         raise KeyError
     assert nn.init._no_grad_trunc_normal_ is theirs
     assert type(torch.empty(1)) is Tensor
+
+
+def test_the_time_of_one_batch_is_predicted() -> None:
+    """However many are simulated before it."""
+    plan = make_plan(find_layers(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))), k=2, k_prime=1)
+    rates = Rates(upload=math.inf, download=math.inf, update=math.inf, host_memory=math.inf, visit_seconds=0.0)
+    visits = schedule_visits(plan, [1.0] * 6, training=True)
+    for batches in (1, 3):
+        assert predict(plan, visits, rates, batches=batches).seconds == sum(visit.seconds for visit in visits)
