@@ -221,7 +221,7 @@ class Gradients:
         del self._waiting[owner]
         self._device.wait(Stream.DOWNLOAD, self._device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
         landings, staging, targets, sources = self._place(gradients)
-        self.compacted -= {owner}
+        self.compacted -= {owner}  # the layer's next gradient says anew whether it is compacted
         begun = self._device.mark(Stream.DOWNLOAD)
         self._device.copy(targets, sources, Stream.DOWNLOAD)  # (8)
         nbytes = sum(source.nbytes for source in sources)
