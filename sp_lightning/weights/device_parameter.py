@@ -221,6 +221,7 @@ def _cast(argument: Any, casts: dict[ParameterGroup, Sequence[Tensor]]) -> Any:
     group, index = argument._of, argument._index
     if not torch.is_grad_enabled():
         return casts[group][index]
+    # Either way autograd gets a tensor object of its own, as from autocast's cast; the one of the group is shared.
     return (
         Cast.apply(argument, casts[group][index]) if group.hosts[index].requires_grad else casts[group][index].detach()
     )
