@@ -30,7 +30,7 @@ from torchvision.transforms import v2
 
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.tune.dry_run import cast, estimate, on_paper
+from sp_lightning.tune.dry_run import estimate, on_paper
 
 if not __package__:  # started as a file: what lies beside it is found from the repository's root
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -318,7 +318,7 @@ def saved_for_backward(options: argparse.Namespace, classes: int) -> tuple[int, 
         images = torch.empty(options.batch_size, 3, options.image, options.image)
         labels = torch.zeros(options.batch_size, dtype=torch.long)
         if options.precision == "bf16-true":
-            cast(module, lower)
+            module.to(lower)
             images = images.to(lower)
         work = estimate(find_layers(module), lambda: F.cross_entropy(module.model(images), labels))
     return work.saved("keep"), work.saved("recompute")

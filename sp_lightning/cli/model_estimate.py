@@ -23,7 +23,7 @@ from sp_lightning.plan.activation_policy import Call
 from sp_lightning.plan.ledger import Ledger, make_ledger
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.tune.activation_choice import Balance
-from sp_lightning.tune.dry_run import Work, cast, estimate, on_paper
+from sp_lightning.tune.dry_run import Work, estimate, on_paper
 from sp_lightning.tune.simulator import Prediction, predict
 from sp_lightning.tune.visits import Rates, Visit, schedule_visits
 
@@ -153,7 +153,7 @@ def estimate_model(question: Question) -> ModelEstimate:
         module = model.module
         if not any(True for _ in module.parameters()):
             raise ValueError(f"{question.model!r} has no parameters, so there is nothing to stream.")
-        cast(module, dtype)
+        module.to(dtype)
         if question.checkpointing:
             _checkpoint(module)
         module.train(not question.predict)

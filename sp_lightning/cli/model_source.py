@@ -122,7 +122,8 @@ def _load_torchvision(source: str, batch: int, image: int | None) -> ModelWithBa
         module = models.get_model(source, weights=None, weights_backbone=None)
     except TypeError:
         module = models.get_model(source, weights=None)
-    size = image or _image_size(models.get_model_weights(source))
+    # A model of one size says so, and that is not always the size that its weights were trained with.
+    size = image or getattr(module, "image_size", None) or _image_size(models.get_model_weights(source))
     shape = (batch, 3, size, size)
     items, uses = describe_images(batch, size), batch * count_patches(size)
     return ModelWithBatch(source, module, lambda: ((torch.zeros(shape),), {}), items, uses)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from copy import copy
 from dataclasses import replace
 
 from sp_lightning.cli.answer import Answer, Row
 from sp_lightning.cli.arguments import MODES, Question
 from sp_lightning.cli.model_estimate import ModelEstimate
 from sp_lightning.observe.summary import remedy
+from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.tune.dry_run import Work
 
@@ -126,7 +128,8 @@ def _words(answer: Answer) -> list[str]:
         "weights+grads": weights,
         "with the rest": f"{rest} and intermediate results: what the device needs",
         "waiting": "share of the time in which the device does not compute",
-        "binds": "what takes longest and so decides the time",
+        "binds": "what takes longest and so decides the time; host memory: reading and writing it",
+        "◀": "the smallest of the fastest windows that fit",
     }
     return ["", *(f"  {word:<14} {meaning}" for word, meaning in words.items())]
 
@@ -141,9 +144,17 @@ def _faster(estimate: ModelEstimate, row: Row) -> str:
         "gradients to leave": estimate.predict(plan, replace(rates, download=math.inf)),
         "updates": replace(estimate, ledger=None).predict(plan, replace(rates, update=math.inf)),
     }
+    if estimate.question.activations == "offload":
+        question = copy(estimate.question)
+        question.activations = "keep"
+        kept = replace(estimate, question=question)
+        without["activations"] = kept.predict(plan)
     saved = {what: 1 - other.seconds / max(row.prediction.seconds, 1e-9) for what, other in without.items()}
     what = max(saved, key=saved.__getitem__)
     window = f"with k = {plan.k} and k' = {plan.k_prime}"
+    if saved[what] < _LEAST_WAITING and row.waiting > 0.5:
+        waited = f"{row.waiting:.0%} of the time is waited, for several things at once"
+        return f"faster: {window}, {waited}; more work per batch (tokens, images) hides them."
     if saved[what] < _LEAST_WAITING:
         computing = f"the device computes {1 - row.waiting:.0%} of the time"
         return f"faster: {window}, {computing}; fewer operations or a faster device help."
@@ -210,15 +221,19 @@ def _refused_by_device(answer: Answer) -> str:
     least, limit = min(row.device_bytes for row in answer.rows), question.gpu_memory or 0
     activations = answer.estimate.activation_bytes
     weights = least - activations
-    fitting = []
-    if work is not None and not question.predict:
-        others = [mode for mode in MODES if mode != question.activations]
-        fitting = [mode for mode in others if weights + work.alive(mode) <= limit]
+    modes = [] if work is None or question.predict else [mode for mode in MODES if mode != question.activations]
+    needs = {mode: weights + work.alive(mode) for mode in modes} if work is not None else {}
+    fitting = [mode for mode in modes if needs[mode] <= limit]
     if fitting or (activations > least / 2 and weights < limit):
-        smaller = f"Use a smaller batch{_fitting_batch(question.batch, limit - weights, activations)}"
-        advice = smaller + (f", or --activations {' or '.join(fitting)}" if fitting else "") + "."
+        advice = f"Use a smaller batch{_fitting_batch(question.batch, limit - weights, activations)}"
     else:
-        advice = "Cut layers finer with --layers."
+        advice = "Cut layers finer with --layers"
+    smallest = min(needs, key=needs.__getitem__, default=None)
+    for mode in fitting or ([smallest] if smallest is not None and needs[smallest] < 0.9 * least else []):
+        more = f", and {human_bytes(work.offloaded)} more of the host" if work is not None and mode == "offload" else ""
+        advice += f", or --activations {mode}" if fitting else f"; --activations {mode}"
+        advice += f" (the least is {human_bytes(needs[mode])} then{more})"
+    advice += "."
     return (
         f"It does not fit: the least is {human_bytes(least)} of device memory, of which {human_bytes(activations)} are "
         f"activations; {_there(least, limit)}. {advice}"
@@ -239,8 +254,7 @@ def _recommended(answer: Answer) -> str:
     fits = "It fits" if limited else "The fastest"
     if answer.estimate.work is None:
         fits = "Weights and gradients fit, activations are unknown" if limited else "Perhaps the fastest"
-    mode = "" if question.activations == "keep" else f', activations="{question.activations}"'
-    choice = f"SuperpipelineStrategy(k={best.plan.k}, k_prime={best.plan.k_prime}{mode})"
+    choice = _choice(question, best.plan)
     seconds = best.prediction.seconds
     if answer.prompt_seconds is None:
         return f"{fits}: {choice}, {seconds:.3g} s per batch."
@@ -248,6 +262,19 @@ def _recommended(answer: Answer) -> str:
         f"{fits}: {choice}, {answer.prompt_seconds:.3g} s for the prompts, then {seconds:.3g} s for each token of "
         f"{question.batch} sequence{'s' * (question.batch > 1)}: {question.batch / seconds:.3g} tokens/s."
     )
+
+
+def _choice(question: Question, plan: Plan) -> str:
+    """The strategy as it is to be written: every option that the answer depends on."""
+    options: dict[str, object] = {"k": plan.k, "k_prime": plan.k_prime}
+    if question.activations != "keep":
+        options["activations"] = question.activations
+    if question.overlap != "forward" and not question.predict:
+        options["optimizer_overlap"] = question.overlap
+    options |= {name: given for name in ("layers", "resident") if (given := getattr(question, name))}
+    written = ", ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
+    checkpoints = " and the model's gradient_checkpointing_enable()" if question.checkpointing else ""
+    return f"SuperpipelineStrategy({written}){checkpoints}"
 
 
 # ---------------------------------------------------------------------- JSON

@@ -123,6 +123,36 @@ def truncated_normal_without_values() -> Iterator[None]:
         nn.init._no_grad_trunc_normal_ = theirs
 
 
+@contextmanager
+def modules_converted_without_swaps() -> Iterator[None]:
+    """``module.to(…)`` makes new parameters. torch's swaps fake ones, which fails while somebody has a weak reference."""
+    theirs = nn.Module._apply
+    made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
+
+    def convert(parameter: nn.Parameter, function: Callable[[Tensor], Tensor]) -> nn.Parameter:
+        with torch.no_grad():
+            value = function(parameter)
+        if (value.dtype, value.device) == (parameter.dtype, parameter.device):
+            return parameter
+        if parameter not in made or made[parameter].dtype is not value.dtype:
+            made[parameter] = nn.Parameter(value, parameter.requires_grad)
+        return made[parameter]
+
+    def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for module in self.modules() if recurse else (self,):
+            parameters, buffers = module._parameters, module._buffers
+            parameters.update({name: convert(value, fn) for name, value in parameters.items() if value is not None})
+            buffers.update({name: fn(value) for name, value in buffers.items() if value is not None})
+        return self
+
+    patched: Any = nn.Module
+    patched._apply = apply
+    try:
+        yield
+    finally:
+        patched._apply = theirs
+
+
 # ------------------------------------------------------------------------------------------------------- nested values
 
 # ``torch.utils._pytree`` is what torch itself takes values apart with; there is no public module for it yet.

@@ -26,6 +26,7 @@ from sp_lightning.device.torch_private import (
     FakeTensorMode,
     TorchDispatchMode,
     grouped_mm_operator,
+    modules_converted_without_swaps,
     storage_id,
     to_copy_operator,
     tree_leaves,
@@ -127,22 +128,8 @@ def on_paper() -> Iterator[None]:
     # copy.deepcopy of a fake tensor would copy its mode as well. The copied tensor would belong to that mode, its views
     # to this one.
     mode.__deepcopy__ = lambda memo: mode
-    with truncated_normal_without_values(), mode:
+    with truncated_normal_without_values(), modules_converted_without_swaps(), mode:
         yield
-
-
-def cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Replaces ``module.to(dtype)``, which cannot exchange parameters without memory. Shared ones stay shared."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for child in module.modules():
-        for name, parameter in child._parameters.items():
-            if parameter is not None and parameter.is_floating_point() and parameter.dtype is not dtype:
-                if parameter not in made:
-                    made[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
-                child._parameters[name] = made[parameter]
-        for name, buffer in child._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                child._buffers[name] = buffer.to(dtype)
 
 
 def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:

@@ -232,6 +232,21 @@ def test_truncated_normal_needs_no_values_inside_alone() -> None:
     assert nn.init.trunc_normal_(left).abs().max() <= 2
 
 
+def test_modules_without_values_are_converted_and_tied_parameters_stay_tied() -> None:
+    with torch_private.FakeTensorMode(), torch_private.modules_converted_without_swaps():
+        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+        module[2].weight = module[0].weight
+        before = module[0].weight
+        assert module.to(torch.float32)[0].weight is before, "nothing changes"
+        module[1].weight.requires_grad = False
+        module.to(torch.bfloat16)
+        assert {value.dtype for value in module.state_dict().values()} == {torch.bfloat16, torch.int64}
+        assert module[2].weight is module[0].weight
+        assert [p.requires_grad for p in module.parameters()] == [True, True, False, True, True]
+    assert nn.Linear(2, 2).to(torch.bfloat16).weight.dtype is torch.bfloat16
+    assert nn.Module._apply.__module__.startswith("torch.")
+
+
 # ------------------------------------------------------------------------------------------------------- nested values
 
 

@@ -1,0 +1,22 @@
+"""What ``python -m sp_lightning plan`` answers, for programs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from sp_lightning.__main__ import main
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The answer; the exit status has to be that of its verdict."""
+    status: Any = 0
+    try:
+        main(["plan", *arguments, "--json"])
+    except SystemExit as ended:
+        status = ended.code
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert status == (found["best"] is None)
+    return found
