@@ -289,6 +289,9 @@ class LayerwiseStep:
 
     def _submit(self, layer: StreamedLayer, groups: list[dict[str, Any]]) -> None:
         parameters = [parameter for group in groups for parameter in group["params"]]
+        has_state = vars(self._optimizer)["state"]
+        if self._known is None and not all(parameter in has_state for parameter in parameters):
+            self._updates.finish()  # those of the step before: new state is put in order step by step
         if type(self._optimizer) is self._class:
             self._optimizer.__class__ = _waiting(self._class, self._updates.finish)
             if self._known is None:
