@@ -36,8 +36,8 @@ class ModelEstimate:
         question: what was asked.
         model: the model with its batch.
         found: its layers.
-        ledger: the host's memory in training; None for prediction.
-        step: the optimizer's step; None for prediction.
+        ledger: the host's memory in training; None for inference.
+        step: the optimizer's step; None for inference.
         work: what a batch computes, or, if tokens are generated, what the last token does. None if the batch could not
             be run without values.
         why_no_work: the reason for that.

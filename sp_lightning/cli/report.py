@@ -45,7 +45,7 @@ def as_text(answer: Answer) -> str:
 
 def _heading(estimate: ModelEstimate) -> str:
     question = estimate.question
-    what = "prediction" if estimate.step is None else f"training, {estimate.step.name}"
+    what = "inference" if estimate.step is None else f"training, {estimate.step.name}"
     count = _human_count(_parameters(estimate))
     return f"{estimate.model.name}: {count} parameters, {question.precision}, {what}, {estimate.model.items}"
 
@@ -137,7 +137,7 @@ def _words(answer: Answer) -> list[str]:
 def _faster(estimate: ModelEstimate, row: Row) -> str:
     """What would make it faster: the batch is predicted without each kind of waiting."""
     rates, plan = estimate.rates, row.plan
-    # In prediction, fetches alone pass over the host's memory.
+    # In inference, fetches alone pass over the host's memory.
     memory = math.inf if estimate.question.predict else rates.host_memory
     without = {
         "fetches": estimate.predict(plan, replace(rates, upload=math.inf, host_memory=memory)),
