@@ -46,6 +46,7 @@ class Cost:
         layers: indices of the layers whose module is called, or whose backward runs; none between layers.
         backward: whether this is their backward.
         flops: floating-point operations of matrix products, convolutions and attention.
+        read: bytes that those read and write. A product with few rows takes as long as its weight is read.
         moved: bytes that all other operators read and write.
         needs: in backward, the layers whose weights are needed, as keys in that order.
     """
@@ -53,6 +54,7 @@ class Cost:
     layers: tuple[int, ...]
     backward: bool
     flops: int = 0
+    read: int = 0
     moved: int = 0
     needs: dict[int, None] = field(default_factory=dict)
 
@@ -116,7 +118,12 @@ class Work:
     def visits(self, *, flops: float, memory: float) -> list[Visit]:
         """The visits with their times, on a device of ``flops`` FLOP/s whose own memory moves ``memory`` bytes/s."""
         return [
-            Visit(cost.layers, cost.flops / flops + cost.moved / memory, cost.backward, tuple(cost.needs))
+            Visit(
+                cost.layers,
+                max(cost.flops / flops, cost.read / memory) + cost.moved / memory,
+                cost.backward,
+                tuple(cost.needs),
+            )
             for cost in self.costs
         ]
 
@@ -333,10 +340,12 @@ class _Trial(TorchDispatchMode):
                 if layer is not None and layer >= 0:
                     self.now.needs[layer] = None
         flops = _FLOPS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
         if flops is not None:
             self.now.flops += flops(*args, **kwargs, out_val=result)
+            self.now.read += nbytes
         else:
-            self.now.moved += sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
+            self.now.moved += nbytes
         return result
 
     def _is_lowered(self, tensor: Tensor) -> bool:

@@ -192,3 +192,18 @@ def test_only_operators_move_bytes() -> None:
 def test_attention_with_dropout_inside_checkpoints() -> None:
     """Until 2026-11, backward left dropout in, which forward had left out, and checkpoints refused the difference."""
     assert worked(CASES["llama-checkpoint"]).activation_bytes
+
+
+@pytest.mark.parametrize(("rows", "seconds"), [(1, 4 * 64 * 64 / 1e6), (1000, 2 * 1000 * 64 * 64 / 1e6)])
+def test_a_product_takes_its_operations_or_the_reading_of_its_weight(rows: int, seconds: float) -> None:
+    """On a device with one operation and one byte in a microsecond; four bytes for each of the weight's numbers."""
+    with on_paper():
+        net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+
+        def run() -> None:
+            net(torch.zeros(rows, 64))
+
+        with torch.no_grad():
+            work = estimate(find_layers(net), run)
+    times = [visit.seconds for visit in work.visits(flops=1e6, memory=1e6) if visit.layers]
+    assert times == pytest.approx([seconds] * 3, rel=0.05)
