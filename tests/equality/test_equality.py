@@ -17,11 +17,12 @@ from tests.support.models import llama, tokens
 from tests.support.overlapping import taken_apart
 from tests.support.runs import Outcome, assert_same, fit, superpipeline
 
-REST = pytest.mark.rest("the registry of variants has other cases for the first tier")
-PAIRS = [
-    pytest.param(case, variant, id=f"{case} | {variant}", marks=() if quick else REST)
-    for case, variant, quick in pairs()
-]
+TIERS: dict[int, Any] = {
+    1: (),
+    2: pytest.mark.rest("the registry of variants has other cases for the first tier"),
+    3: pytest.mark.long("seconds on the simulated device; smaller cases have the same kinds of layers"),
+}
+PAIRS = [pytest.param(case, variant, id=f"{case} | {variant}", marks=TIERS[tier]) for case, variant, tier in pairs()]
 pytestmark = [
     pytest.mark.usefixtures("everything_is_worth_moving"),
     # peft warns that these adapters cannot be merged: nobody told it how to quantise again.
@@ -112,7 +113,7 @@ def test_a_variant_names_cases_that_there_are(variant: Variant) -> None:
 
 
 def test_the_first_tier_has_every_variant_or_one_like_it_and_every_case() -> None:
-    first = [(case, variant) for case, variant, quick in pairs() if quick]
+    first = [(case, variant) for case, variant, tier in pairs() if tier == 1]
     assert {case for case, _ in first} == set(CASES)
     left = {name for name in VARIANTS if name not in {variant for _, variant in first}}
     assert all("simulated" in name or "accumulated" in name for name in left)

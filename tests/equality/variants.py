@@ -1,7 +1,7 @@
 """The registry of variants: how a case is trained, and what each variant covers, in words.
 
 A pair of a case and a variant runs in the first tier (``python -m pytest``) if the variant says so of the case; the
-others run in the second one (``pytest -m rest``).
+others run in the second one (``pytest -m rest``), but for the slowest ones, which are in the third (``pytest -m long``).
 """
 
 from __future__ import annotations
@@ -255,9 +255,14 @@ VARIANTS: dict[str, Variant] = {
 }  # fmt: skip
 
 
-def pairs() -> Iterator[tuple[str, str, bool]]:
-    """Case, variant, and whether the first tier has them."""
+SLOW = frozenset({"resnet50", "t5", "t5-checkpoint"})
+"""Cases that take up to ten seconds on the simulated device, and have no kind of layer that smaller cases lack."""
+
+
+def pairs() -> Iterator[tuple[str, str, int]]:
+    """Case, variant, and the tier that they are in."""
     for variant in VARIANTS.values():
         for name in CASES:
             if name in variant.cases:
-                yield name, variant.name, name in variant.quick
+                slow = name in SLOW and variant.memory == "simulated"
+                yield name, variant.name, 1 if name in variant.quick else 3 if slow else 2
