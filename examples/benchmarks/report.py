@@ -34,7 +34,7 @@ STALLS = {  # counters of superpipeline, and their columns
     "update_stall_seconds": "wait for updates, s",
     "activation_stall_seconds": "wait for activations, s",
 }
-MODULES = ("limits", "overhead", "compiled")  # kinds of rows that no contestant has
+MODULES = ("limits", "overhead", "compiled", "update")  # kinds of rows that no contestant has
 NO_PICTURES = "No pictures: they need device memory figures of training, that is, an accelerator."
 
 
@@ -94,6 +94,7 @@ def render(found: Sequence[Row], drawn: Sequence[Picture] = ()) -> str:
     visit = "Host time per visit of a layer, beyond the layer itself"
     sections += [section(visit, row, _overhead(row)) for row in _measured(found, "overhead")]
     sections += [section("Layers that are compiled", row, _compiled(row)) for row in _measured(found, "compiled")]
+    sections += [section("Updates on the host", row, _update(row)) for row in _measured(found, "update")]
     others = [row for row in found if row["kind"] in MODULES and row["status"] != "ok"]
     sections += [section(f"Did not run: {row['kind']}", row, _note(row)) for row in others]
     return "\n\n".join(sections) + "\n"
@@ -246,6 +247,19 @@ def _compiled(row: Row) -> str:
         for way, found in row["ways"].items()
     ]
     return _markdown(["way", "step, s", "times as fast as plain", "first steps, s"], lines)
+
+
+def _update(row: Row) -> str:
+    """The optimizer's step in pieces, beside the same in walks, and beside the optimizer alone."""
+    lines = [
+        [threads, case, *(f"{1e9 * each / row['parameters']:.3f}" for each in seconds.values())]
+        + [f"{seconds[way] / seconds['alone']:.2f}" for way in ("walks", "pieces")]
+        for threads, found in row["threads"].items()
+        for case, seconds in found["cases"].items()
+    ]
+    ways = ("AdamW alone", "in walks", "in pieces")
+    head = ["threads", "precision", *(f"{way}, ns per parameter" for way in ways), "walks ÷ alone", "pieces ÷ alone"]
+    return _markdown(head, lines)
 
 
 def _quartiles(row: Row) -> str:

@@ -106,8 +106,7 @@ class ModelEstimate:
     @property
     def _update_traffic(self) -> int:
         """Bytes that a step of a fused optimizer reads and writes on the host."""
-        updates = [each for each in self.ledger.passes if each.what == "update"] if self.ledger is not None else []
-        return sum(each.read + each.written for each in updates)
+        return 0 if self.ledger is None else self.ledger.update_bytes
 
     @property
     def overlap(self) -> Literal["off", "forward", "backward"]:
@@ -198,9 +197,12 @@ def _step(question: Question, module: nn.Module) -> HostStep:
 
 
 def _ledger(found: Found, question: Question, step: HostStep) -> Ledger:
-    early = question.overlap == "backward" and step.seconds is None
+    pieces = question.overlap != "off" and step.seconds is None
+    early = pieces and question.overlap == "backward"
+    scales = question.precision == "16-mixed"
+    plan, narrow = make_plan(found, k=1, k_prime=1), pieces and not scales
     return make_ledger(
-        make_plan(found, k=1, k_prime=1), step.optimizers, early=early, accumulate=1, clips=None, scales=False
+        plan, step.optimizers, early=early, accumulate=1, clips=None, scales=scales, pieces=pieces, narrow=narrow
     )
 
 

@@ -235,6 +235,13 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
+FUSED_STEPS: frozenset[Callable[..., Any]] = frozenset(
+    {torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_}
+)
+"""The operators that fused optimizers call. Their positional arguments are lists, empty or as long as the first: weights,
+gradients, then state. The optimizers are public, what they call is not."""
+
+
 def fused_sgd_step(weight: Tensor, gradient: Tensor) -> None:
     """Takes one plain SGD step with a learning rate of 1, in place, with the fused kernel.
 

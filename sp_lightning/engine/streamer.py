@@ -29,7 +29,7 @@ from sp_lightning.observe.stats import Stats
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.plan import Plan
-from sp_lightning.store.block import Staging
+from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.store.host_ring import HostRing
 from sp_lightning.weights.buffers import OnTheDevice
 from sp_lightning.weights.gradients import Gradients

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -62,11 +62,6 @@ class Updating:
         self._layer_of = {id(p): layer for layer in layers for p in layer.block.parameters}
 
     @property
-    def in_flight(self) -> int:
-        """How many layers' updates may be under way in backward. The gradients of as many wait for them."""
-        return self._gradients.drains.in_flight
-
-    @property
     def on_complete(self) -> Callable[[StreamedLayer], None] | None:
         """Called in the backward that was announced, for each layer whose gradients are all in ``param.grad``."""
         return self._backward.on_complete
@@ -123,11 +118,21 @@ class Updating:
                     self._lent.take_back(member)
                 member.parameters.exposed.clear()  # otherwise the device's values would overwrite the update later
 
-    def after(self, layer: StreamedLayer) -> None:
-        """Casts a layer's masters anew, in the background after their update, before anybody waits for them."""
+    def casts(self, layer: StreamedLayer) -> Mapping[int, Tensor]:
+        """Where the update of a layer may put the casts of its masters, by the master's ``id``."""
+        return {} if layer.casts is None else layer.casts.places(Stream.UPDATE)
+
+    def after(self, layer: StreamedLayer, updated: Collection[int]) -> None:
+        """Casts what the update of a layer has not cast, in the background, before anybody waits for the layer."""
         if layer.casts is not None:
-            layer.casts.doubt()
-            layer.casts.refresh(by=Stream.UPDATE)
+            layer.casts.refresh(by=Stream.UPDATE, but=updated)
+
+    def keep_narrow(self, keep: bool) -> None:
+        """Sets whether gradients that come in a lower dtype than their parameter's keep it until somebody reads them.
+
+        They do not once somebody has read some: the next steps' would be read, too, and take memory in both dtypes.
+        """
+        self._gradients.keep_narrow = keep and not self._gradients.looked_at
 
     def over(self) -> None:
         """Allows uses of layers that backward has updated, because the step has submitted all updates."""
@@ -138,4 +143,4 @@ class Updating:
         for parameter in parameters:
             parameter.grad = None
         for member in layer.family:
-            member.block.release_gradients()
+            member.block.gradients.release()

@@ -8,23 +8,24 @@ gradients are complete, which are then freed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.torch_private import accumulation_hooks, run_first_after_step, tree_map
 from sp_lightning.device.waits import Stream
 from sp_lightning.optim.background import BackgroundUpdates
+from sp_lightning.optim.pieces import Clip, InPieces
 from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.narrow_gradient import as_it_came, clip_when_widened
 
-Clip = Callable[[Sequence[nn.Parameter]], Any]
 Norms = dict[nn.Parameter, tuple[Tensor, int, Tensor]]
 """For each parameter the gradient that was measured, its version then, and its norm."""
 
@@ -36,10 +37,6 @@ class Updatable(Protocol):
     updates: BackgroundUpdates
     on_complete: Callable[[StreamedLayer], None] | None
     """Called in the backward that was announced, for each layer whose gradients are all in ``param.grad``."""
-
-    @property
-    def in_flight(self) -> int:
-        """How many layers' updates may be under way in backward. The gradients of as many wait for them."""
 
     def layer_of(self, parameter: nn.Parameter) -> StreamedLayer | None:
         """The layer of a host parameter; None if the parameter is not one of the module's."""
@@ -53,8 +50,14 @@ class Updatable(Protocol):
     def before_early(self, layer: StreamedLayer) -> None:
         """Called before a layer is updated in the middle of backward."""
 
-    def after(self, layer: StreamedLayer) -> None:
-        """Called in the background after a layer's weights were updated."""
+    def casts(self, layer: StreamedLayer) -> Mapping[int, Tensor]:
+        """Called in the background before a layer's update. Returns, by ``id``, where it may put parameters' casts."""
+
+    def after(self, layer: StreamedLayer, updated: Collection[int]) -> None:
+        """Called in the background after the update of these of a layer's parameters, and of their casts."""
+
+    def keep_narrow(self, keep: bool) -> None:
+        """Sets whether gradients keep the dtype in which they come until somebody reads them."""
 
     def over(self) -> None:
         """Called when the step has submitted all updates."""
@@ -96,6 +99,7 @@ class LayerwiseStep:
         early: whether each layer is updated while backward goes on (``optimizer_overlap="backward"``).
         measure: whether norms of gradients are computed while backward goes on. This is right only if nobody writes
             gradients between backward and clipping.
+        narrow: whether gradients keep the dtype in which they come. This saves memory only if nobody reads them.
         state: brings and takes away the optimizer's state; it stays on the host if none is given.
     """
 
@@ -106,6 +110,7 @@ class LayerwiseStep:
         *,
         early: bool,
         measure: bool,
+        narrow: bool,
         state: OptimizerState | None = None,
     ) -> None:
         self._optimizer = optimizer
@@ -114,6 +119,7 @@ class LayerwiseStep:
         self._state = state or OnHost()
         self._early = early
         self._measure = measure
+        self._narrow = narrow
         self._clip: Clip | None = None
         self._norms: Norms = {}
         self._armed: dict[StreamedLayer, list[dict[str, Any]]] | None = None
@@ -160,10 +166,12 @@ class LayerwiseStep:
 
         optimizer.step = deferred  # type: ignore[method-assign]
         self._engine.on_complete = self._measure_layer if self._measure and not self._early else None
+        self._engine.keep_narrow(self._narrow)
         try:
             yield
         finally:
             self._engine.on_complete = None
+            self._engine.keep_narrow(False)
             self._norms = {}
             self._armed = None
             self._clip_at_once()
@@ -188,11 +196,13 @@ class LayerwiseStep:
         # get_total_norm takes tensors. It leaves a norm as it is, because a norm is its own norm.
         total = get_total_norm([_known_norm(norms, parameter) for parameter in parameters])
         coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0)
-        self._clip = partial(clip_grads_with_norm_, max_norm=clip_val, total_norm=total) if coefficient != 1 else None
+        # As torch.nn.utils.clip_grads_with_norm_ does, for a gradient or a part of one.
+        self._clip = (lambda gradient: gradient.mul_(coefficient)) if coefficient != 1 else None
 
     def clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clips as Lightning's precision plugins do, but in the updates."""
-        self._clip = partial(clip_grad_value_, clip_value=clip_val)
+        # As torch.nn.utils.clip_grad_value_ does.
+        self._clip = lambda gradient: gradient.clamp_(-clip_val, clip_val)
 
     def _measure_layer(self, layer: StreamedLayer) -> None:
         """Measures the norms of a layer's gradients while backward goes on.
@@ -208,8 +218,8 @@ class LayerwiseStep:
         def measure() -> None:
             for parameter, gradient in gradients:
                 if norms is self._norms:  # otherwise the step has gone on without waiting for this norm
-                    device.access(gradient, Stream.UPDATE, write=False)
-                    norms[parameter] = gradient, gradient._version, torch.linalg.vector_norm(gradient)
+                    device.access(as_it_came(gradient), Stream.UPDATE, write=False)
+                    norms[parameter] = gradient, gradient._version, _norm(gradient)
 
         device.later(measure)
 
@@ -217,7 +227,9 @@ class LayerwiseStep:
         """Clips here if no update does: if the step was not taken apart, or the scaler skipped it."""
         clip, self._clip = self._clip, None
         if clip is not None:
-            clip([p for group in self._optimizer.param_groups for p in group["params"]])
+            for parameter in [p for group in self._optimizer.param_groups for p in group["params"]]:
+                if parameter.grad is not None:
+                    clip(parameter.grad)
 
     # ------------------------------------------------------------------ updates
 
@@ -236,7 +248,7 @@ class LayerwiseStep:
             self._begun.add(layer)
             self._engine.before_early(layer)
             self._submit(layer, groups)
-            self._updates.bound(self._engine.in_flight)  # this bounds the memory of gradients that wait, too
+            self._updates.bound(1)  # this bounds the memory of gradients that wait, too
 
     def _take(self) -> None:
         """Submits the layers that are not updated yet, after backward and clipping."""
@@ -300,17 +312,19 @@ class LayerwiseStep:
         part = object.__new__(self._class)
         vars(part).update(vars(self._optimizer), param_groups=groups)
         clip, engine = self._clip, self._engine
+        if clip is not None:
+            for parameter in parameters:
+                clip_when_widened(parameter.grad, clip)
 
         def update() -> None:
             self._state.bring(layer, part)
             trained = [parameter for parameter in parameters if parameter.grad is not None]
             for parameter in trained:
-                engine.device.access(parameter.grad, Stream.UPDATE, write=True)
-            if clip is not None and trained:  # torch cannot clip nothing by value
-                clip(trained)
-            self._class.step.__wrapped__(part)  # type: ignore[attr-defined]  # without its hooks, which run once per step
+                engine.device.access(as_it_came(parameter.grad), Stream.UPDATE, write=clip is not None)
+            with InPieces(engine.casts(layer), clip):
+                self._class.step.__wrapped__(part)  # type: ignore[attr-defined]  # without its hooks, which run once per step
             self._state.put(layer, part)
-            engine.after(layer)
+            engine.after(layer, set(map(id, trained)))
 
         release = partial(engine.release_gradients, layer, parameters) if self._early else None
         self._updates.submit(layer, update, release)
@@ -338,7 +352,14 @@ def _known_norm(norms: Norms, parameter: nn.Parameter) -> Tensor:
     """The norm of a parameter's gradient if it was measured and the gradient was not written since; else the gradient."""
     assert parameter.grad is not None
     gradient, version, norm = norms.get(parameter, (None, None, parameter.grad))
-    return norm if gradient is parameter.grad and version == parameter.grad._version else parameter.grad
+    if gradient is parameter.grad and version == parameter.grad._version:
+        return norm
+    return parameter.grad if as_it_came(parameter.grad) is parameter.grad else _norm(parameter.grad)
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    """The norm in the gradient's dtype. That of one that came in fewer bits has the bits of the widened gradient's norm."""
+    return torch.linalg.vector_norm(as_it_came(gradient), dtype=gradient.dtype)
 
 
 _NOT_ALL = (

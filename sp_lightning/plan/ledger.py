@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sp_lightning.device.torch_private import tree_leaves
-from sp_lightning.plan.plan import Plan, PlannedLayer
+from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
 
 
@@ -29,6 +29,9 @@ class Pass:
     what: str
     read: int
     written: int
+
+
+_TRANSFERS = ("fetch", "gradients")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,11 @@ class Ledger:
         """Bytes of everything, without the optimizers' state if that is not known."""
         return self.weights + self.gradients + (self.state or 0)
 
+    @property
+    def update_bytes(self) -> int:
+        """Bytes that the host's processor reads and writes in a step: all passes but those of transfers."""
+        return sum(each.read + each.written for each in self.passes if each.what not in _TRANSFERS)
+
     def __str__(self) -> str:
         """Two lines: memory; traffic, each pass as bytes read and written."""
         count = max(self.parameters, 1)
@@ -79,6 +87,8 @@ def make_ledger(
     accumulate: int,
     clips: str | None,
     scales: bool,
+    pieces: bool = False,
+    narrow: bool = False,
 ) -> Ledger:
     """Counts host memory and its traffic for a run.
 
@@ -89,30 +99,42 @@ def make_ledger(
         accumulate: how many micro-batches a step has.
         clips: how gradients are clipped: ``"norm"``, ``"value"``, or None if they are not.
         scales: whether gradients are unscaled.
+        pieces: whether layers are updated piece by piece, so that what one walk has left in the caches serves the next.
+        narrow: whether gradients that leave as casts stay so until the update.
     """
     layers = plan.trained
+    narrow = narrow and accumulate == 1  # sums are float32
     weights = sum(layer.nbytes for layer in layers)
     travels = weights - sum(table.nbytes for table in plan.tables)  # of a table some rows travel
     masters = sum(each.nbytes for each in plan.masters)
-    casts = sum(map(_cast_bytes, layers))
-    narrow = sum(_cast_bytes(layer) for layer in layers if layer.gradient_bytes)  # gradients that leave as casts
+    casts = sum(cast.nbytes for layer in layers for cast in layer.casts)
+    cast_gradients = sum(layer.narrow_bytes for layer in layers)  # half as large as those of the masters
     gradients = sum(layer.gradient_bytes for layer in layers)
+    kept = gradients - narrow * cast_gradients
     state = _state_bytes(optimizers)
-    largest = max(layer.gradient_bytes for layer in layers)
-    in_flight = (plan.k_prime + 2) * largest
-    # Gradients that are added to others are staged: those of k' + 1 transfers, and of as many that have landed.
-    staged = 2 * (plan.k_prime + 1) * largest if accumulate > 1 else (plan.k_prime + 2) * max(map(_cast_bytes, layers))
-    held = gradients if not early or accumulate > 1 else min(gradients, plan.residents.gradient_bytes + 2 * in_flight)
+    largest = max(layer.gradient_bytes - narrow * layer.narrow_bytes for layer in layers)
+    # Gradients that are added to others, or widened, are staged: those of k' + 1 transfers, and of one that has landed.
+    staging = (layer.gradient_bytes if accumulate > 1 else layer.narrow_bytes * (not narrow) for layer in layers)
+    staged = (plan.k_prime + 2) * max(staging)
+    # Those of k' + 1 transfers, of one that has landed, and of one whose update is under way.
+    held = (
+        kept if not early or accumulate > 1 else min(kept, plan.residents.gradient_bytes + (plan.k_prime + 3) * largest)
+    )
+    clipped = kept - narrow * cast_gradients  # a narrow gradient is clipped on its way
     passes = [
-        Pass("casts", accumulate * masters, accumulate * casts),
+        Pass(
+            "casts", accumulate * masters - pieces * 2 * cast_gradients, accumulate * casts
+        ),  # the update has read some
         Pass("fetch", 2 * accumulate * travels, 0),
-        Pass("gradients", 0, accumulate * (gradients - narrow)),  # those that leave as casts are half as large
-        Pass("widening", narrow, 2 * narrow),
+        Pass("gradients", 0, accumulate * (gradients - cast_gradients)),
+        Pass("widening", cast_gradients * (not narrow), 2 * cast_gradients * (not narrow)),
         Pass("accumulation", 2 * (accumulate - 1) * gradients, (accumulate - 1) * gradients),
         Pass("unscaling", gradients * scales, gradients * scales),
-        Pass("norm", gradients * (clips == "norm"), 0),
-        Pass("clipping", gradients * (clips is not None), gradients * (clips is not None)),
-        Pass("update", 2 * gradients + (state or 0), gradients + (state or 0)),  # a gradient is as large as its weight
+        Pass("norm", kept * (clips == "norm"), 0),
+        Pass("clipping", clipped * (clips is not None) * (not pieces), clipped * (clips is not None)),
+        Pass(
+            "update", gradients + kept + (state or 0), gradients + (state or 0)
+        ),  # a gradient is as large as its weight
     ]
     return Ledger(
         parameters=sum(math.prod(span.shape) for layer in (*layers, *plan.masters) for span in layer.spans),
@@ -121,10 +143,6 @@ def make_ledger(
         state=state,
         passes=tuple(each for each in passes if each.read or each.written),
     )
-
-
-def _cast_bytes(layer: PlannedLayer) -> int:
-    return sum(cast.nbytes for cast in layer.casts)
 
 
 def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:

@@ -34,6 +34,7 @@ class PlannedLayer:
         spans: where each parameter lies.
         casts: where each cast lies, behind the parameters.
         masters: the index, in :attr:`Plan.moving`, of the parameters that the casts are made of.
+        narrow_bytes: bytes, in the casts' dtype, of those gradients that may come in it.
     """
 
     name: str
@@ -43,6 +44,7 @@ class PlannedLayer:
     spans: tuple[Span, ...]
     casts: tuple[Span, ...] = ()
     masters: int | None = None
+    narrow_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -254,7 +256,8 @@ def _planned(
     )
     trained = [named for named in (*layer.parameters, *layer.lowered) if named[1].requires_grad]
     gradients = total_bytes(lay_out(trained))
-    return PlannedLayer(layer.name, total_bytes(casts or spans), gradients, ring, spans, casts, masters)
+    narrow = sum(cast.nbytes for cast, (_, p) in zip(casts, layer.lowered, strict=True) if p.requires_grad)
+    return PlannedLayer(layer.name, total_bytes(casts or spans), gradients, ring, spans, casts, masters, narrow)
 
 
 def _table_notes(tables: Iterable[PlannedLayer]) -> list[str]:

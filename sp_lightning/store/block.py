@@ -6,7 +6,6 @@ callback therefore works on them unchanged.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,12 +14,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import PAGE, Span, addresses, lay_out, total_bytes, view
-from sp_lightning.device.lease import Lease, lend
+from sp_lightning.device.layout import Span, addresses, view
+from sp_lightning.device.lease import lend
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.pinned import PinnedMemory
 from sp_lightning.model.found import Layer
 from sp_lightning.plan.plan import PlannedLayer
+from sp_lightning.store.gradient_memory import GradientMemory, Staging
 
 
 class HostBlock:
@@ -32,6 +32,7 @@ class HostBlock:
         weights: their values and, behind them, their casts: flat ``uint8`` of ``planned.nbytes`` bytes, which a fetch copies.
         apart: indices of parameters that were given another dtype inside a step (``module.float()`` in a forward). They
             have memory of their own until the engine is built anew, before the next batch.
+        gradients: the memory in which the parameters' gradients arrive.
         addresses: where each parameter's data was when the block last absorbed parameters.
 
     Args:
@@ -56,15 +57,12 @@ class HostBlock:
         self.planned = planned
         self.parameters: Sequence[nn.Parameter] = [parameter for _, parameter in layer.parameters]
         self._device = device
-        self._staging = staging
         self._pin = pin and not fetched_seldom
         self._fetched_seldom = fetched_seldom
         self.apart: set[int] = set()
         self._lent: list[StorageWeakRef | None] = [None] * len(planned.spans)
         self._allocate()
-        self._gradients: PinnedMemory | None = None
-        self._gradient_leases: dict[int, Lease] = {}
-        self._gradient_views: dict[int, Tensor] = {}  # each lease's memory, with the parameter's shape and dtype
+        self.gradients = GradientMemory([span.name for span in planned.spans], self.parameters, staging)
         self._alone = [replace(span, offset=0) for span in planned.spans]  # where each lies in a storage of its own
         # Each original is freed as soon as it is absorbed, so that set-up takes no more than the model and one layer.
         for index in range(len(self.parameters)):
@@ -159,40 +157,10 @@ class HostBlock:
             self._take(index)
         self.addresses = self._now()
 
-    def gradient_target(self, index: int) -> Tensor | None:
-        """Returns pinned memory that may become ``parameter.grad``, with the parameter's shape and dtype.
-
-        None is returned while somebody still holds an earlier gradient in that memory, and for parameters that were not
-        trainable when the layer got its first gradient.
-        """
-        if index in self.apart:
-            return None
-        if self._gradients is None:
-            trainable = [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
-            spans = lay_out((self.planned.spans[i].name, self.parameters[i]) for i in trainable)
-            self._gradients = self._staging.take(total_bytes(spans))
-            memory = self._gradients.bytes
-            self._gradient_leases = {i: Lease(_part(memory, span)) for i, span in zip(trainable, spans, strict=True)}
-        lease = self._gradient_leases.get(index)
-        if lease is None or lease.in_use:
-            return None
-        if index not in self._gradient_views:
-            self._gradient_views[index] = lease.views(None, [self._alone[index]])[0]
-        return self._gradient_views[index].data
-
-    def release_gradients(self) -> None:
-        """Gives the memory of the gradients to other layers, unless somebody still holds one of the gradients."""
-        if self._gradients is not None and not any(lease.in_use for lease in self._gradient_leases.values()):
-            self._gradient_views.clear()
-            self._gradient_leases.clear()
-            self._staging.give_back(self._gradients)
-            self._gradients = None
-
     def unpin(self) -> None:
         """Releases the page locks. Parameters and gradients stay where they are."""
         self._weights.unpin()
-        if self._gradients is not None:
-            self._gradients.unpin()
+        self.gradients.unpin()
 
     def _take(self, index: int) -> None:
         """Absorbs one parameter: copies its value into the block and lets its data be a view of that."""
@@ -208,31 +176,3 @@ class HostBlock:
 
 def _part(memory: Tensor, span: Span) -> Tensor:
     return memory[span.offset : span.offset + span.nbytes]
-
-
-class Staging:
-    """Pinned host memory for gradients, which layers use one after the other.
-
-    Args:
-        device: allocates it.
-        pin: whether it is page-locked.
-    """
-
-    def __init__(self, device: Device, *, pin: bool) -> None:
-        self._device = device
-        self._pin = pin
-        self._free: defaultdict[int, list[PinnedMemory]] = defaultdict(list)  # by their size in bytes
-
-    def take(self, nbytes: int) -> PinnedMemory:
-        """Returns a block of at least ``nbytes`` bytes."""
-        padded = -(-max(nbytes, 1) // PAGE) * PAGE
-        free = self._free[padded]
-        return free.pop() if free else PinnedMemory(self._device, padded, pin=self._pin)
-
-    def give_back(self, block: PinnedMemory) -> None:
-        """Takes a block back, which may be overwritten from now on."""
-        self._free[block.bytes.nbytes].append(block)
-
-    def unpin(self) -> None:
-        """Frees all blocks that are not lent."""
-        self._free.clear()

@@ -19,7 +19,7 @@ from sp_lightning.plan.options import Overlap
 from sp_lightning.trainer.compat import base_of
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.run import Run
-from sp_lightning.trainer.update_policy import choose_overlap, may_measure_early, scaler_of
+from sp_lightning.trainer.update_policy import choose_overlap, nobody_looks_at_gradients, scaler_of
 from sp_lightning.trainer.user_hooks import UserHooks
 from sp_lightning.weights.device_parameter import DeviceParameter
 
@@ -103,9 +103,9 @@ class OptimizerSteps:
         self._trainer = trainer
         with self._fused_shown():
             self.overlap, why = choose_overlap(self._options.optimizer_overlap, trainer, trainer.optimizers)
-        early, measure = self.overlap == "backward", may_measure_early(trainer)
+        early, untouched = self.overlap == "backward", nobody_looks_at_gradients(trainer)
         self._layerwise = {
-            optimizer: LayerwiseStep(optimizer, streamer.updating, early=early, measure=measure)
+            optimizer: LayerwiseStep(optimizer, streamer.updating, early=early, measure=untouched, narrow=untouched)
             for optimizer in (trainer.optimizers if self.overlap != "off" else ())
         }
         self._ledger = self._count()
@@ -146,6 +146,8 @@ class OptimizerSteps:
             accumulate=trainer.accumulate_grad_batches,
             clips=(trainer.gradient_clip_algorithm or "norm") if trainer.gradient_clip_val else None,
             scales=scaler_of(trainer) is not None,
+            pieces=self.overlap != "off",
+            narrow=self.overlap != "off" and nobody_looks_at_gradients(trainer),
         )
 
     def remarks(self) -> list[str]:

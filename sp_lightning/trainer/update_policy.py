@@ -45,8 +45,11 @@ def choose_overlap(asked: Overlap, trainer: Any, optimizers: Sequence[Optimizer]
     return asked, ""
 
 
-def may_measure_early(trainer: Any) -> bool:
-    """Whether norms of gradients may be computed while backward goes on, because nobody writes gradients after it."""
+def nobody_looks_at_gradients(trainer: Any) -> bool:
+    """Whether no user code and no scaler reads or writes gradients between backward and the optimizer's step.
+
+    Then their norms may be computed while backward goes on, and they need not be widened.
+    """
     return not hooks_of_users(trainer, "gradients") and not _parameter_hooks(trainer) and scaler_of(trainer) is None
 
 

@@ -8,6 +8,7 @@ function itself sees the cast, and what autograd saves of a cast is packed as it
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -74,8 +75,11 @@ class WireFormat(Protocol):
     def doubt(self) -> None:
         """Notes that masters may have been written in a way that no version shows."""
 
-    def refresh(self, by: Stream | None = None) -> None:
-        """Makes what travels anew, unless it is :attr:`current`."""
+    def places(self, by: Stream) -> Mapping[int, Tensor]:
+        """Where ``by`` may put what travels itself while it writes masters, by their ``id``; nothing if it may not."""
+
+    def refresh(self, by: Stream | None = None, *, but: Collection[int] = ()) -> None:
+        """Makes what travels anew, unless it is :attr:`current`; ``but`` that of masters that is in its place already."""
 
     def saved_values(self, offset: int) -> SavedValues | None:
         """The present values at ``offset`` of the slot, of which a graph saves some; None if masters have no part in them."""
@@ -98,6 +102,7 @@ class Casts:
         self._begin = block.planned.casts[0].offset
         self._present_values = PresentValues(self._begin)
         self._made_of: list[tuple[int, int]] | None = None
+        self._given = False  # whether the places were given to the update that is under way
 
     @property
     def current(self) -> bool:
@@ -108,13 +113,27 @@ class Casts:
         """Notes that masters may have been written in a way that no version shows."""
         self._made_of = None
 
-    def refresh(self, by: Stream | None = None) -> None:
-        """Casts all masters of the layer anew, unless the casts are :attr:`current`.
+    def places(self, by: Stream) -> Mapping[int, Tensor]:
+        """Where ``by`` may put casts itself while it writes masters, by the master's ``id``. All count as out of date now.
+
+        It may not if a graph has saved casts: :meth:`refresh` sees to it that the graph keeps their values.
+        """
+        self.doubt()
+        self._given = not self._present_values.saved
+        if not self._given:
+            return {}
+        self._device.access(self._block.weights, by, write=True)
+        masters = zip(self._masters.parameters, self._spans, strict=True)
+        return {id(master): part(self._block.weights, cast) for master, (cast, _) in masters}
+
+    def refresh(self, by: Stream | None = None, *, but: Collection[int] = ()) -> None:
+        """Casts the masters of the layer anew, unless the casts are :attr:`current`.
 
         The caller has waited for the last transfer that reads the casts, and the layer is not in use on the device.
 
         Args:
             by: the stream that casts: the background's, or None for the host.
+            but: masters, by ``id``, whose casts are in their :meth:`places` already if there were any.
 
         Raises:
             RuntimeError: a master has another dtype or shape now; see :meth:`HostBlock.adopt`.
@@ -127,7 +146,7 @@ class Casts:
         wire = self._block.weights
         with no_inference_mode(), torch.no_grad():
             if not self._present_values.saved:
-                self._cast_into(wire)
+                self._cast_into(wire, but if self._given else ())
             else:
                 casts = wire.clone()
                 self._cast_into(casts)
@@ -140,9 +159,10 @@ class Casts:
         """The present values of the casts, if ``offset`` of the slot is among them; otherwise None."""
         return self._present_values.now() if offset >= self._begin else None
 
-    def _cast_into(self, wire: Tensor) -> None:
-        for cast, master in self._spans:
-            part(wire, cast).copy_(part(self._masters.weights, master))
+    def _cast_into(self, wire: Tensor, but: Collection[int] = ()) -> None:
+        for master, (cast, span) in zip(self._masters.parameters, self._spans, strict=True):
+            if id(master) not in but:
+                part(wire, cast).copy_(part(self._masters.weights, span))
 
     def _state(self) -> list[tuple[int, int]]:
         return [(master._version, master.data_ptr()) for master in self._masters.parameters]

@@ -22,8 +22,9 @@ from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.pinned import PinnedMemory
 from sp_lightning.device.torch_private import accumulation_hooks, coalesced, sparse_indices, sparse_values
 from sp_lightning.device.waits import Stream, Wait
-from sp_lightning.store.block import Staging
+from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.weights.layer import Kind, StreamedLayer
+from sp_lightning.weights.narrow_gradient import narrow
 
 
 class GradientSink(Protocol):
@@ -136,7 +137,7 @@ class Drains(Generic[D]):
             self._device.wait(Stream.COMPUTE, drain.landed, Wait.REUSE_AFTER_DRAIN)
             self._free(drain)
             self._landed.append(drain)
-        while len(self._landed) > self.in_flight:  # this bounds the staging memory
+        while len(self._landed) > 1:  # this bounds the host memory of gradients, and how far the host runs ahead
             self._finish()
 
     def flush(self) -> None:
@@ -175,6 +176,10 @@ class Gradients:
         self.drains: Drains[_Drain] = Drains(device, in_flight, self._free, self._apply)
         self.compacted: set[StreamedLayer] = set()
         """The layers whose gradient is sparse on the device in this backward, although ``param.grad`` is to be dense."""
+        self.keep_narrow = False
+        """Whether gradients that come in a lower dtype than their parameter's keep it until somebody reads them."""
+        self.looked_at = 0
+        """How many gradients that had kept a lower dtype somebody has read."""
         self.device_bytes = 0
         self.drained_bytes = 0
         self.host_waits = 0
@@ -249,10 +254,13 @@ class Gradients:
             if gradient.layout is not torch.strided:
                 landings.append(self._bring_sparse(layer, index, gradient))
                 continue
-            own = target = block.gradient_target(index) if parameter.grad is None else None
+            own = target = None
             if index in block.apart:
                 own = target = torch.empty_like(gradient, device="cpu")
-            elif target is None or target.dtype is not gradient.dtype:
+            elif parameter.grad is None:
+                stays = self.keep_narrow and not accumulation_hooks(parameter)
+                own = target = block.gradients.target(index, gradient.dtype if stays else parameter.dtype)
+            if target is None or target.dtype is not gradient.dtype:
                 dense = (value for value in gradients.values() if value.layout is torch.strided)
                 staging = staging or self._staging.take(sum(aligned(value.nbytes) for value in dense))
                 span = block.planned.spans[index]
@@ -274,7 +282,9 @@ class Gradients:
         parameter = layer.block.parameters[index]
         if layer not in self.compacted:
             return _Landing(parameter, sparse, own=sparse)
-        own = layer.block.gradient_target(index) if parameter.grad is None else None
+        own = None
+        if parameter.grad is None and index not in layer.block.apart:
+            own = layer.block.gradients.target(index, parameter.dtype)
         return _Landing(parameter, _each_row_once(sparse), own, compacted=True)
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
@@ -324,6 +334,9 @@ class Gradients:
         if len(received.applied) == received.expected and drain.layer.kind is not Kind.RESIDENTS:
             drain.layer.parameters.doors.gradients_complete(drain.layer)
 
+    def _looked_at(self) -> None:
+        self.looked_at += 1
+
     def _land(self, landing: _Landing) -> int:
         """Makes one gradient ``param.grad``, or adds it to that. Returns the parameter's identity."""
         gradient = landing.memory
@@ -336,7 +349,10 @@ class Gradients:
                     gradient = landing.own.copy_(gradient)
                 else:
                     gradient = landing.own.zero_().index_copy_(0, sparse_indices(gradient)[0], sparse_values(gradient))
-        accumulate(landing.parameter, gradient, own=gradient is landing.own)  # (9)
+        own = gradient is landing.own
+        if own and gradient.dtype is not landing.parameter.dtype and landing.parameter.grad is None:
+            gradient = narrow(gradient, landing.parameter.dtype, self._looked_at)
+        accumulate(landing.parameter, gradient, own=own)  # (9)
         return id(landing.parameter)
 
 

@@ -33,6 +33,7 @@ from examples.benchmarks import (
     report,
     rows,
     train,
+    update,
     workloads,
 )
 from examples.benchmarks.limit_model import prediction_seconds, training_seconds
@@ -354,6 +355,26 @@ def test_compiled_layers_are_measured_and_told(tmp_path: Path) -> None:
         ["2", "2.00"],
         ["3.2", "1.25"],
     ]
+
+
+def test_updates_are_measured_and_told(tmp_path: Path) -> None:
+    row = {**rows.origin(), **update.measure(200_000, rounds=1)}
+    found = row["threads"]["1"]["cases"]
+    assert list(found) == ["bf16-mixed", "bf16-mixed, clipped by norm", "32-true"]
+    assert all(seconds > 0 for case in found.values() for seconds in case.values())
+    row["threads"] = {"1": {"cases": {"32-true": {"alone": 2e-4, "walks": 4e-4, "pieces": 3e-4}}}}
+    row["parameters"] = 100_000
+    assert cells(report.write([row], tmp_path).read_text(), "1")[2:] == ["2.000", "4.000", "3.000", "2.00", "1.50"]
+
+
+@pytest.mark.parametrize("case", update.CASES)
+def test_the_ways_of_updating_that_are_compared_do_the_same(case: str) -> None:
+    half, clips = update.CASES[case]
+    walks, pieces = update.Layers(100_000), update.Layers(100_000)
+    walks.walks(half=half, clips=clips)
+    pieces.pieces(half=half, clips=clips)
+    assert all(map(torch.equal, walks.weights, pieces.weights))
+    assert not half or all(map(torch.equal, walks.casts, pieces.casts))
 
 
 @pytest.mark.rest("processes that measure for seconds")

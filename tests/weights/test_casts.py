@@ -135,9 +135,9 @@ def test_casts_are_made_once_between_two_writes() -> None:
     made: list[Casts] = []
     cast_into = Casts._cast_into
 
-    def note(self: Casts, wire: Tensor) -> None:
+    def note(self: Casts, wire: Tensor, *but: Any) -> None:
         made.append(self)
-        cast_into(self, wire)
+        cast_into(self, wire, *but)
 
     with mock.patch.object(Casts, "_cast_into", note):
         fit(lambda: Module(Stack()), vectors(4), superpipeline(k=1), **MIXED)
@@ -153,9 +153,9 @@ def test_updates_in_the_background_make_the_casts_and_nobody_makes_them_again() 
     makers: list[str] = []
     cast_into = Casts._cast_into
 
-    def note(self: Casts, wire: Tensor) -> None:
+    def note(self: Casts, wire: Tensor, *but: Any) -> None:
         makers.append(threading.current_thread().name)
-        cast_into(self, wire)
+        cast_into(self, wire, *but)
 
     with mock.patch.object(Casts, "_cast_into", note):
         trainer_for(SuperpipelineStrategy(k=1, optimizer_overlap="forward"), **MIXED).fit(

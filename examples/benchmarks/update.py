@@ -1,0 +1,147 @@
+"""The optimizer's step on the host: torch's AdamW alone, a layer's update in three walks over memory, and ours in pieces.
+
+Same tensors, one process, taking turns; with one thread, and with all that torch takes. Under bf16-mixed the gradients come
+in bfloat16 and new weights are cast for the next fetch, so AdamW alone, on float32 gradients that are there already, is
+what memory allows at best.
+
+From the root of the repository::
+
+    python -m examples.benchmarks.update --millions 100 --out rows.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from examples.benchmarks import cli, rows
+from sp_lightning.optim.pieces import InPieces, best_size
+from sp_lightning.weights.narrow_gradient import narrow
+
+LAYERS = 16
+MAX_NORM = 1e-3  # so small that every step clips
+Step = Callable[[], None]
+CASES = {"bf16-mixed": (True, False), "bf16-mixed, clipped by norm": (True, True), "32-true": (False, False)}
+"""Whether gradients and weights travel in bfloat16, and whether gradients are clipped."""
+
+
+class Layers:
+    """Weights that are updated layer by layer.
+
+    Args:
+        parameters: how many numbers the weights are together.
+    """
+
+    def __init__(self, parameters: int) -> None:
+        each = max(parameters // LAYERS // 4096, 1) * 4096
+        torch.manual_seed(0)
+        self.weights = [nn.Parameter(torch.randn(each)) for _ in range(LAYERS)]
+        self.came = [torch.randn(each).bfloat16() for _ in range(LAYERS)]
+        self.casts = [torch.empty_like(came) for came in self.came]
+        self.wide = [came.float() for came in self.came]
+        self.optimizer = torch.optim.AdamW(self.weights, lr=1e-4, fused=True)
+        self.parameters = each * LAYERS
+
+    def step(self, index: int) -> None:
+        """Runs torch's step for one layer, as the strategy does."""
+        part = object.__new__(torch.optim.AdamW)
+        groups = [{**self.optimizer.param_groups[0], "params": [self.weights[index]]}]
+        vars(part).update(vars(self.optimizer), param_groups=groups)
+        torch.optim.AdamW.step.__wrapped__(part)  # type: ignore[attr-defined]
+
+    def alone(self) -> None:
+        """The optimizer alone, on gradients that are there."""
+        for index, weight in enumerate(self.weights):
+            weight.grad = self.wide[index]
+            self.step(index)
+
+    def walks(self, *, half: bool, clips: bool) -> None:
+        """Each layer is widened as its gradient comes; clipping, step and cast walk over memory once more each."""
+        for index, weight in enumerate(self.weights):
+            weight.grad = self.wide[index].copy_(self.came[index]) if half else self.wide[index]
+        total = get_total_norm(self.wide) if clips else None
+        for index, weight in enumerate(self.weights):
+            if total is not None:
+                clip_grads_with_norm_([weight], MAX_NORM, total)
+            self.step(index)
+            if half:
+                self.casts[index].copy_(weight.detach())
+
+    def pieces(self, *, half: bool, clips: bool) -> None:
+        """As :class:`~sp_lightning.optim.layerwise.LayerwiseStep` does."""
+        clip: Callable[[Tensor], Any] | None = None
+        if clips:
+            total = torch.linalg.vector_norm(
+                torch.stack([torch.linalg.vector_norm(came, dtype=torch.float32) for came in self.came])
+            )
+            coefficient = torch.clamp(MAX_NORM / (total + 1e-6), max=1.0)
+            clip = lambda gradient: gradient.mul_(coefficient)  # noqa: E731
+        for index, weight in enumerate(self.weights):
+            came, wide = self.came[index], self.wide[index]
+            weight.grad = narrow(came, weight.dtype, looked_at=lambda: None) if half else wide
+            casts = {id(weight): self.casts[index]} if half else {}
+            with InPieces(casts, clip), torch.DisableTorchFunctionSubclass():
+                self.step(index)
+
+
+def measure(parameters: int, rounds: int) -> rows.Row:
+    """Median seconds of each way, for each case and number of threads.
+
+    Args:
+        parameters: how many numbers the weights are.
+        rounds: how often each way is measured; one more is left out.
+    """
+    layers = Layers(parameters)
+    before = torch.get_num_threads()
+    found: dict[str, Any] = {}
+    try:
+        for threads in dict.fromkeys((1, before)):
+            torch.set_num_threads(threads)
+            pieces = best_size(threads)
+            cases = {name: _compare(layers, rounds, half=half, clips=clips) for name, (half, clips) in CASES.items()}
+            found[str(threads)] = {"elements_of_a_piece": pieces, "cases": cases}
+    finally:
+        torch.set_num_threads(before)
+    return {"kind": "update", "status": "ok", "parameters": layers.parameters, "threads": found}
+
+
+def _compare(layers: Layers, rounds: int, *, half: bool, clips: bool) -> dict[str, float]:
+    ways: dict[str, Step] = {
+        "alone": layers.alone,
+        "walks": lambda: layers.walks(half=half, clips=clips),
+        "pieces": lambda: layers.pieces(half=half, clips=clips),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, step in ways.items():
+            start = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(each[1:]) for name, each in seconds.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--millions", type=cli.positive, default=100, help="of parameters (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="that are measured (%(default)s)")
+    parser.add_argument("--out", type=cli.rows_file, default="runs/benchmarks/rows.jsonl", help="(%(default)s)")
+    options = parser.parse_args(argv)
+    with cli.orderly(options.out):
+        row = {**rows.origin(), **measure(int(options.millions * 1e6), options.rounds)}
+        rows.append(options.out, row)
+    for threads, found in row["threads"].items():
+        for case, seconds in found["cases"].items():
+            each = {way: f"{1e9 * value / row['parameters']:.3f}" for way, value in seconds.items()}
+            ratio = f"{seconds['pieces'] / seconds['alone']:.2f}"
+            print(f"{threads} threads, {case}: ns per parameter {each}; pieces ÷ alone {ratio}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

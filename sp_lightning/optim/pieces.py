@@ -1,0 +1,183 @@
+"""Updates weights piece by piece: what is made for one piece is used while it is in the processor's caches.
+
+Under bf16-mixed a layer's update is three walks over host memory: gradients are widened to float32, the optimizer steps,
+and new weights are cast for the next fetch. In pieces each walk finds in the caches what the one before left there, and a
+widened gradient never reaches memory at all. torch's fused kernels treat each element by itself, so the pieces get the bits
+of the whole if each begins where a vector of the processor begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import chain
+from math import inf
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+from torch.overrides import TorchFunctionMode
+
+from sp_lightning.device.modes import no_modes
+from sp_lightning.device.torch_private import FUSED_STEPS
+from sp_lightning.weights.narrow_gradient import NarrowGradient, as_it_came, narrow
+
+Clip = Callable[[Tensor], Any]
+"""Clips a gradient, or a part of one, in place."""
+
+
+class InPieces(TorchFunctionMode):
+    """While this mode is active, an optimizer's fused step runs piece by piece.
+
+    torch's own code makes the optimizer's state, counts its steps and reads its settings, all of it for whole parameters.
+    The fused operator that it calls in the end is called for each piece instead.
+
+    Args:
+        casts: by the ``id`` of a parameter, host memory that receives its new values in another dtype.
+        clip: clips the gradients; None if they are not clipped.
+        elements: of a piece, a multiple of 512; :func:`best_size` of the calling thread if it is not given.
+    """
+
+    def __init__(self, casts: Mapping[int, Tensor], clip: Clip | None, *, elements: int | None = None) -> None:
+        super().__init__()
+        self._casts = casts
+        self._clip = clip
+        self._elements = elements or best_size(torch.get_num_threads())
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in FUSED_STEPS:
+            # In the background subclasses of Tensor are not asked. A gradient that is narrow has to be.
+            ask = any(
+                type(each) is NarrowGradient for each in chain(args, *(each for each in args if type(each) is list))
+            )
+            if ask:
+                return NarrowGradient.__torch_function__(func, types, args, kwargs)
+            return func(*args, **(kwargs or {}))
+        step, together, size = partial(func, **(kwargs or {})), list[_Update](), 0
+        for weight, gradient, *state in zip(*(column or [None] * len(args[0]) for column in args), strict=True):
+            update = _Update(weight.detach(), as_it_came(gradient), self._casts.get(id(weight)), state)
+            if weight.numel() > self._elements and self._gains(update) and update.contiguous:
+                self._step_in_pieces(step, update)
+                continue
+            together.append(update)
+            size += weight.numel()
+            if size >= self._elements:
+                self._step_together(step, together)
+                together, size = [], 0
+        if together:
+            self._step_together(step, together)
+        return None
+
+    def _gains(self, update: _Update) -> bool:
+        """Whether there is more than one walk."""
+        return update.widens or update.cast is not None or self._clip is not None
+
+    def _step_in_pieces(self, step: Callable[..., Any], update: _Update) -> None:
+        # The loop is short, because after each piece Python finds the processor's caches full of that.
+        for weight, came, gradient, cast, arguments in update.cut(self._elements):
+            if came is not gradient:
+                gradient.copy_(came)
+            if self._clip is not None:
+                self._clip(gradient)
+            step(*arguments)
+            if cast is not None:
+                cast.copy_(weight)
+
+    def _step_together(self, step: Callable[..., Any], updates: Sequence[_Update]) -> None:
+        gradients = [
+            torch.empty_like(each.weight).copy_(each.gradient) if each.widens else each.gradient for each in updates
+        ]
+        if self._clip is not None:
+            for gradient in gradients:
+                self._clip(gradient)
+        columns = zip(*(each.state for each in updates), strict=True)
+        step(
+            [each.weight for each in updates],
+            gradients,
+            *([] if None in column else list(column) for column in columns),
+        )
+        for each in updates:
+            if each.cast is not None:
+                each.cast.copy_(each.weight)
+
+
+@dataclass(slots=True)
+class _Update:
+    """What the update of one parameter reads and writes.
+
+    Attributes:
+        weight: the values, which are updated in place.
+        gradient: in the weight's dtype or a lower one.
+        cast: receives the new values in its own dtype; None if there is no cast.
+        state: the optimizer's tensors, of the weight's shape or numbers of steps; None where the optimizer has none.
+    """
+
+    weight: Tensor
+    gradient: Tensor
+    cast: Tensor | None
+    state: Sequence[Tensor | None]
+
+    @property
+    def widens(self) -> bool:
+        """Whether the gradient has a lower dtype than the weight."""
+        return self.gradient.dtype is not self.weight.dtype
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether elements with the same index lie at the same place of all tensors."""
+        return all(
+            each is None or each.is_contiguous() for each in (self.weight, self.gradient, self.cast, *self.state)
+        )
+
+    def cut(self, elements: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None, list[list[Tensor]]]]:
+        """Cuts the update into pieces.
+
+        Returns:
+            For each piece its weight, its gradient as it came, its gradient in the weight's dtype, its cast, and the
+            arguments of the fused operator. A number of steps is the same for all: torch has counted this one already.
+        """
+        shape, weights = self.weight.shape, self.weight.view(-1).split(elements)
+
+        def parts(tensor: Tensor | None) -> Sequence[Any]:
+            cut = tensor is not None and tensor.shape == shape
+            return tensor.view(-1).split(elements) if cut else [tensor] * len(weights)  # type: ignore[union-attr]
+
+        came = gradients = parts(self.gradient)
+        if self.widens:
+            wide = torch.empty(elements, dtype=self.weight.dtype)
+            gradients = [wide] * (len(weights) - 1) + [wide[: weights[-1].numel()]]
+        columns = (weights, gradients, *map(parts, self.state))
+        arguments = [[[] if each is None else [each] for each in row] for row in zip(*columns, strict=True)]
+        return list(zip(weights, came, gradients, parts(self.cast), arguments, strict=True))
+
+
+@cache
+def best_size(threads: int) -> int:
+    """Measures which pieces suit this machine's caches. It takes some 50 milliseconds, once.
+
+    Args:
+        threads: that the calling thread computes with.
+
+    Returns:
+        Elements of a piece: of the sizes that are nearly the fastest the largest, because each call takes the host's
+        thread, too, which has other work. Large ones win where many cores share a piece.
+    """
+    with no_modes():
+        weight = torch.zeros(2**22, dtype=torch.float32, device="cpu")
+        came = torch.zeros_like(weight, dtype=torch.bfloat16)
+        weight.grad = narrow(came, weight.dtype, looked_at=lambda: None)
+        casts = {id(weight): torch.empty_like(came)}
+        optimizer = AdamW([weight], fused=True)
+        seconds: dict[int, float] = {}
+        for elements in (2**exponent for exponent in (*range(16, 23), *range(16, 23))):
+            mode = InPieces(casts, None, elements=elements)
+            begun = perf_counter()
+            with mode, torch.DisableTorchFunctionSubclass():
+                AdamW.step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # without hooks, which are others'
+            seconds[elements] = min(perf_counter() - begun, seconds.get(elements, inf))
+    return max(elements for elements, each in seconds.items() if each <= 1.03 * min(seconds.values()))

@@ -1,0 +1,101 @@
+"""The host memory in which gradients arrive, and which may become ``param.grad``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.device.device import Device
+from sp_lightning.device.layout import PAGE, lay_out, total_bytes
+from sp_lightning.device.lease import Lease
+from sp_lightning.device.pinned import PinnedMemory
+
+
+class GradientMemory:
+    """Pinned memory for one layer's gradients, in the dtypes in which they come.
+
+    It is taken when the first gradient comes: for all trainable parameters at once, in their own dtypes or in that of the
+    first gradient if this is narrower. A parameter whose gradient comes otherwise later gets memory of its own then.
+
+    Args:
+        names: the parameters' names.
+        parameters: the user's parameters.
+        staging: lends the memory.
+    """
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], staging: Staging) -> None:
+        self._names = names
+        self._parameters = parameters
+        self._staging = staging
+        self._memory: list[PinnedMemory] = []
+        self._places: dict[tuple[int, torch.dtype], tuple[Lease, Tensor]] = {}
+
+    def target(self, index: int, dtype: torch.dtype) -> Tensor | None:
+        """Returns memory with a parameter's shape; None while somebody still holds an earlier gradient in it.
+
+        Args:
+            index: of the parameter.
+            dtype: in which its gradient comes.
+        """
+        if (index, dtype) not in self._places:
+            self._allocate(index, dtype)
+        lease, memory = self._places[index, dtype]
+        return None if lease.in_use else memory.data
+
+    def _allocate(self, index: int, dtype: torch.dtype) -> None:
+        dtypes = {index: dtype}
+        if not self._places:
+            own = self._parameters[index].dtype
+            trainable = ((i, p.dtype) for i, p in enumerate(self._parameters) if p.requires_grad)
+            dtypes |= {i: dtype if each is own else each for i, each in trainable}
+        like = [torch.empty_like(self._parameters[i], dtype=each, device="meta") for i, each in dtypes.items()]
+        spans = lay_out(zip([self._names[i] for i in dtypes], like, strict=True))
+        memory = self._staging.take(total_bytes(spans))
+        self._memory.append(memory)
+        for key, span in zip(dtypes.items(), spans, strict=True):
+            lease = Lease(memory.bytes[span.offset : span.offset + span.nbytes])
+            self._places[key] = lease, lease.views(None, [replace(span, offset=0)])[0]
+
+    def release(self) -> None:
+        """Gives the memory to other layers, unless somebody still holds one of the gradients."""
+        if not any(lease.in_use for lease, _ in self._places.values()):
+            self._places.clear()
+            while self._memory:
+                self._staging.give_back(self._memory.pop())
+
+    def unpin(self) -> None:
+        """Releases the page locks. Gradients stay where they are."""
+        for memory in self._memory:
+            memory.unpin()
+
+
+class Staging:
+    """Pinned host memory for gradients, which layers use one after the other.
+
+    Args:
+        device: allocates it.
+        pin: whether it is page-locked.
+    """
+
+    def __init__(self, device: Device, *, pin: bool) -> None:
+        self._device = device
+        self._pin = pin
+        self._free: defaultdict[int, list[PinnedMemory]] = defaultdict(list)  # by their size in bytes
+
+    def take(self, nbytes: int) -> PinnedMemory:
+        """Returns a block of at least ``nbytes`` bytes."""
+        padded = -(-max(nbytes, 1) // PAGE) * PAGE
+        free = self._free[padded]
+        return free.pop() if free else PinnedMemory(self._device, padded, pin=self._pin)
+
+    def give_back(self, block: PinnedMemory) -> None:
+        """Takes a block back, which may be overwritten from now on."""
+        self._free[block.bytes.nbytes].append(block)
+
+    def unpin(self) -> None:
+        """Frees all blocks that are not lent."""
+        self._free.clear()
