@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from examples.benchmarks import cli, rows
 from sp_lightning.optim.pieces import InPieces, best_size
-from sp_lightning.weights.narrow_gradient import narrow
+from sp_lightning.weights.narrow_gradient import Norms, narrow
 
 LAYERS = 16
 MAX_NORM = 1e-3  # so small that every step clips
@@ -78,9 +78,9 @@ class Layers:
         """As :class:`~sp_lightning.optim.layerwise.LayerwiseStep` does."""
         clip: Callable[[Tensor], Any] | None = None
         if clips:
-            total = torch.linalg.vector_norm(
-                torch.stack([torch.linalg.vector_norm(came, dtype=torch.float32) for came in self.came])
-            )
+            norms = Norms()
+            gradients = [narrow(came, torch.float32, looked_at=lambda: None) for came in self.came]
+            total = get_total_norm([norms.of(gradient) for gradient in gradients])
             coefficient = torch.clamp(MAX_NORM / (total + 1e-6), max=1.0)
             clip = lambda gradient: gradient.mul_(coefficient)  # noqa: E731
         for index, weight in enumerate(self.weights):

@@ -24,9 +24,9 @@ from sp_lightning.device.waits import Stream
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.optim.pieces import Clip, InPieces
 from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.narrow_gradient import as_it_came, clip_when_widened
+from sp_lightning.weights.narrow_gradient import Norms, as_it_came, clip_when_widened
 
-Norms = dict[nn.Parameter, tuple[Tensor, int, Tensor]]
+Measured = dict[nn.Parameter, tuple[Tensor, int, Tensor]]
 """For each parameter the gradient that was measured, its version then, and its norm."""
 
 
@@ -121,7 +121,8 @@ class LayerwiseStep:
         self._measure = measure
         self._narrow = narrow
         self._clip: Clip | None = None
-        self._norms: Norms = {}
+        self._measured: Measured = {}
+        self._norms = Norms()  # the background's
         self._armed: dict[StreamedLayer, list[dict[str, Any]]] | None = None
         self._begun: set[StreamedLayer] = set()  # layers whose updates began during backward
         self._class = type(optimizer)
@@ -172,7 +173,7 @@ class LayerwiseStep:
         finally:
             self._engine.on_complete = None
             self._engine.keep_narrow(False)
-            self._norms = {}
+            self._measured, self._norms = {}, Norms()
             self._armed = None
             self._clip_at_once()
             if replaced is None:
@@ -188,13 +189,12 @@ class LayerwiseStep:
         Norms that the background has not computed yet are computed here.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norms, self._norms = self._norms, {}
-        if any(
-            accumulation_hooks(p) for p in parameters
-        ):  # such hooks may have written gradients after the measurement
-            norms = {}
+        measured, self._measured = self._measured, {}
+        if any(map(accumulation_hooks, parameters)):  # such hooks may have written gradients after the measurement
+            measured = {}
+        norms = Norms()
         # get_total_norm takes tensors. It leaves a norm as it is, because a norm is its own norm.
-        total = get_total_norm([_known_norm(norms, parameter) for parameter in parameters])
+        total = get_total_norm([_known_norm(measured, parameter, norms) for parameter in parameters])
         coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0)
         # As torch.nn.utils.clip_grads_with_norm_ does, for a gradient or a part of one.
         self._clip = (lambda gradient: gradient.mul_(coefficient)) if coefficient != 1 else None
@@ -213,13 +213,13 @@ class LayerwiseStep:
         if any(g.layout is not torch.strided or g.dtype not in (torch.float32, torch.bfloat16) for _, g in gradients):
             return
 
-        norms, device = self._norms, self._engine.device
+        measured, norms, device = self._measured, self._norms, self._engine.device
 
         def measure() -> None:
             for parameter, gradient in gradients:
-                if norms is self._norms:  # otherwise the step has gone on without waiting for this norm
+                if measured is self._measured:  # otherwise the step has gone on without waiting for this norm
                     device.access(as_it_came(gradient), Stream.UPDATE, write=False)
-                    norms[parameter] = gradient, gradient._version, _norm(gradient)
+                    measured[parameter] = gradient, gradient._version, norms.of(gradient)
 
         device.later(measure)
 
@@ -348,18 +348,14 @@ def _parameters_of(layer: StreamedLayer) -> list[nn.Parameter]:
     return [parameter for member in layer.family for parameter in member.block.parameters]
 
 
-def _known_norm(norms: Norms, parameter: nn.Parameter) -> Tensor:
-    """The norm of a parameter's gradient if it was measured and the gradient was not written since; else the gradient."""
-    assert parameter.grad is not None
-    gradient, version, norm = norms.get(parameter, (None, None, parameter.grad))
-    if gradient is parameter.grad and version == parameter.grad._version:
+def _known_norm(measured: Measured, parameter: nn.Parameter, norms: Norms) -> Tensor:
+    """The norm of a parameter's gradient if it is known or the gradient is narrow; else the gradient."""
+    gradient = parameter.grad
+    assert gradient is not None
+    known, version, norm = measured.get(parameter, (None, None, gradient))
+    if known is gradient and version == gradient._version:
         return norm
-    return parameter.grad if as_it_came(parameter.grad) is parameter.grad else _norm(parameter.grad)
-
-
-def _norm(gradient: Tensor) -> Tensor:
-    """The norm in the gradient's dtype. That of one that came in fewer bits has the bits of the widened gradient's norm."""
-    return torch.linalg.vector_norm(as_it_came(gradient), dtype=gradient.dtype)
+    return gradient if as_it_came(gradient) is gradient else norms.of(gradient)
 
 
 _NOT_ALL = (

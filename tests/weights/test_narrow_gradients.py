@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
-from sp_lightning.weights.narrow_gradient import NarrowGradient, as_it_came, clip_when_widened, narrow, widen
+from sp_lightning.weights.narrow_gradient import NarrowGradient, Norms, as_it_came, clip_when_widened, narrow, widen
 from tests.support.mixed import MIXED
 from tests.support.models import Module, Stack, vectors
 from tests.support.overlapping import overlapping
@@ -111,16 +111,18 @@ def test_it_is_clipped_once_it_is_read_and_a_second_time_only_if_it_is_used_twic
     clip_when_widened(None, lambda g: g.mul_(0.1))
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("came", [torch.bfloat16, torch.float16])
-def test_the_norm_has_the_bits_of_the_widened_one(came: torch.dtype, channels_last: bool) -> None:
-    """torch sums in float32 either way. ``LayerwiseStep`` relies on it."""
-    for shape in ((7,), (4097,), (300, 401), (64, 32, 3, 3)):
+def test_the_norm_has_the_bits_of_the_widened_one(came: torch.dtype) -> None:
+    norms = Norms()
+    for shape in ((7,), (300, 401), (4097,), (64, 32, 3, 3), (16, 3, 3, 8), ()):
         value = torch.randn(shape).to(came)
-        if channels_last and value.ndim == 4:
+        if value.ndim == 4:
             value = value.to(memory_format=torch.channels_last)
-        narrow_norm = torch.linalg.vector_norm(value, dtype=torch.float32)
-        assert torch.equal(narrow_norm, torch.linalg.vector_norm(value.float()))
+        found = narrow(value, torch.float32, looked_at=lambda: looks.append(1))
+        looks.clear()
+        assert torch.equal(norms.of(found), torch.linalg.vector_norm(value.float()))
+        assert not looks
+        assert torch.equal(norms.of(value.float()), torch.linalg.vector_norm(value.float()))
 
 
 # ---------------------------------------------------------------------- in training
