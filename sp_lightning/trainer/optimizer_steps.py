@@ -104,8 +104,9 @@ class OptimizerSteps:
         with self._fused_shown():
             self.overlap, why = choose_overlap(self._options.optimizer_overlap, trainer, trainer.optimizers)
         early, untouched = self.overlap == "backward", nobody_looks_at_gradients(trainer)
+        measure = untouched and self._clips() == "norm"
         self._layerwise = {
-            optimizer: LayerwiseStep(optimizer, streamer.updating, early=early, measure=untouched, narrow=untouched)
+            optimizer: LayerwiseStep(optimizer, streamer.updating, early=early, measure=measure, narrow=untouched)
             for optimizer in (trainer.optimizers if self.overlap != "off" else ())
         }
         self._ledger = self._count()
@@ -144,11 +145,15 @@ class OptimizerSteps:
             trainer.optimizers,
             early=self.overlap == "backward",
             accumulate=trainer.accumulate_grad_batches,
-            clips=(trainer.gradient_clip_algorithm or "norm") if trainer.gradient_clip_val else None,
+            clips=self._clips(),
             scales=scaler_of(trainer) is not None,
             pieces=self.overlap != "off",
             narrow=self.overlap != "off" and nobody_looks_at_gradients(trainer),
         )
+
+    def _clips(self) -> str | None:
+        """How the trainer clips gradients: ``"norm"``, ``"value"``, or None if it does not."""
+        return (self._trainer.gradient_clip_algorithm or "norm") if self._trainer.gradient_clip_val else None
 
     def remarks(self) -> list[str]:
         """What a user should know of the steps, in sentences."""
