@@ -102,47 +102,89 @@ def make_ledger(
         pieces: whether layers are updated piece by piece, so that what one walk has left in the caches serves the next.
         narrow: whether gradients that leave as casts stay so until the update.
     """
-    layers = plan.trained
     narrow = narrow and accumulate == 1  # sums are float32
-    weights = sum(layer.nbytes for layer in layers)
-    travels = weights - sum(table.nbytes for table in plan.tables)  # of a table some rows travel
-    masters = sum(each.nbytes for each in plan.masters)
-    casts = sum(cast.nbytes for layer in layers for cast in layer.casts)
-    cast_gradients = sum(layer.narrow_bytes for layer in layers)  # half as large as those of the masters
-    gradients = sum(layer.gradient_bytes for layer in layers)
-    kept = gradients - narrow * cast_gradients
+    bytes_of = _Bytes.of(plan, narrow=narrow)
     state = _state_bytes(optimizers)
-    largest = max(layer.gradient_bytes - narrow * layer.narrow_bytes for layer in layers)
-    # Gradients that are added to others, or widened, are staged: those of k' + 1 transfers, and of one that has landed.
-    staging = (layer.gradient_bytes if accumulate > 1 else layer.narrow_bytes * (not narrow) for layer in layers)
-    staged = (plan.k_prime + 2) * max(staging)
-    # Those of k' + 1 transfers, of one that has landed, and of one whose update is under way.
-    held = (
-        kept if not early or accumulate > 1 else min(kept, plan.residents.gradient_bytes + (plan.k_prime + 3) * largest)
-    )
-    clipped = kept - narrow * cast_gradients  # a narrow gradient is clipped on its way
-    passes = [
-        Pass(
-            "casts", accumulate * masters - pieces * 2 * cast_gradients, accumulate * casts
-        ),  # the update has read some
-        Pass("fetch", 2 * accumulate * travels, 0),
-        Pass("gradients", 0, accumulate * (gradients - cast_gradients)),
-        Pass("widening", cast_gradients * (not narrow), 2 * cast_gradients * (not narrow)),
-        Pass("accumulation", 2 * (accumulate - 1) * gradients, (accumulate - 1) * gradients),
-        Pass("unscaling", gradients * scales, gradients * scales),
-        Pass("norm", kept * (clips == "norm"), 0),
-        Pass("clipping", clipped * (clips is not None) * (not pieces), clipped * (clips is not None)),
-        Pass(
-            "update", gradients + kept + (state or 0), gradients + (state or 0)
-        ),  # a gradient is as large as its weight
-    ]
+    passes = _passes(bytes_of, state or 0, accumulate, clips=clips, scales=scales, pieces=pieces, narrow=narrow)
     return Ledger(
-        parameters=sum(math.prod(span.shape) for layer in (*layers, *plan.masters) for span in layer.spans),
-        weights=weights + masters,
-        gradients=held + staged,
+        parameters=sum(math.prod(span.shape) for layer in (*plan.trained, *plan.masters) for span in layer.spans),
+        weights=bytes_of.weights + bytes_of.masters,
+        gradients=_gradient_bytes(plan, bytes_of, early=early and accumulate == 1, sums=accumulate > 1, narrow=narrow),
         state=state,
         passes=tuple(each for each in passes if each.read or each.written),
     )
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """Sizes in bytes, for all layers together.
+
+    Attributes:
+        weights: what layers have on the host, casts included.
+        travels: of that, what a fetch copies: of a table some rows travel.
+        masters, casts: float32 weights that travel as casts, and these.
+        gradients: of all trainable parameters, in their dtypes.
+        narrow: gradients that leave as casts, in that dtype: half as large as their masters' are.
+        kept: gradients as they wait for the update.
+    """
+
+    weights: int
+    travels: int
+    masters: int
+    casts: int
+    gradients: int
+    narrow: int
+    kept: int
+
+    @classmethod
+    def of(cls, plan: Plan, *, narrow: bool) -> _Bytes:
+        layers = plan.trained
+        weights = sum(layer.nbytes for layer in layers)
+        gradients, casts = (
+            sum(sizes) for sizes in zip(*((x.gradient_bytes, x.narrow_bytes) for x in layers), strict=True)
+        )
+        return cls(
+            weights=weights,
+            travels=weights - sum(table.nbytes for table in plan.tables),
+            masters=sum(each.nbytes for each in plan.masters),
+            casts=sum(cast.nbytes for layer in layers for cast in layer.casts),
+            gradients=gradients,
+            narrow=casts,
+            kept=gradients - narrow * casts,
+        )
+
+
+def _gradient_bytes(plan: Plan, bytes_of: _Bytes, *, early: bool, sums: bool, narrow: bool) -> int:
+    """Host memory of gradients, those on their way included."""
+    layers = plan.trained
+    # Gradients that are added to others, or widened, are staged: those of k' + 1 transfers, and of one that has landed.
+    staging = (layer.gradient_bytes if sums else layer.narrow_bytes * (not narrow) for layer in layers)
+    staged = (plan.k_prime + 2) * max(staging)
+    if not early:
+        return bytes_of.kept + staged
+    # Those of k' + 1 transfers, of one that has landed, and of one whose update is under way.
+    largest = max(layer.gradient_bytes - narrow * layer.narrow_bytes for layer in layers)
+    return min(bytes_of.kept, plan.residents.gradient_bytes + (plan.k_prime + 3) * largest) + staged
+
+
+def _passes(
+    size: _Bytes, state: int, accumulate: int, *, clips: str | None, scales: bool, pieces: bool, narrow: bool
+) -> list[Pass]:
+    """All passes of a step; ``state`` in bytes, the others as in :func:`make_ledger`."""
+    gradients, more = size.gradients, accumulate - 1
+    widened = size.narrow * (not narrow)
+    clipped = (size.kept - size.narrow * narrow) * (clips is not None)  # a narrow gradient is clipped on its way
+    return [
+        Pass("casts", accumulate * size.masters - 2 * size.narrow * pieces, accumulate * size.casts),
+        Pass("fetch", 2 * accumulate * size.travels, 0),
+        Pass("gradients", 0, accumulate * (gradients - size.narrow)),
+        Pass("widening", widened, 2 * widened),
+        Pass("accumulation", 2 * more * gradients, more * gradients),
+        Pass("unscaling", gradients * scales, gradients * scales),
+        Pass("norm", size.kept * (clips == "norm"), 0),
+        Pass("clipping", clipped * (not pieces), clipped),
+        Pass("update", gradients + size.kept + state, gradients + state),  # a gradient is as large as its weight
+    ]
 
 
 def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:

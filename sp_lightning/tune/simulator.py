@@ -210,6 +210,7 @@ class Walk:
         self._drains = Drains[_Leaving](
             self.device, plan.k_prime + 1, free=lambda leaving: None, apply=lambda leaving: self._apply(leaving.layer)
         )
+        self._early = 0.0  # the time at which the last update of this backward is done
         self._left: float | None = None  # the time at which the activations of the last forward have left
         self._back = dict[int, float]()  # by the index of a visit, the time at which its activations are back
         self._training = any(visit.backward for visit in visits)
@@ -221,6 +222,7 @@ class Walk:
         self.device.clear()
         self.stalls.clear()
         self._back.clear()
+        self._early = 0.0
         prefetch.start("batch", training=self._training)
         prefetch.trace.cyclic = not self._training and self.ended > 0
         self._send_residents()
@@ -312,7 +314,8 @@ class Walk:
 
     def _apply(self, layer: _SimulatedLayer) -> None:
         if self._overlap == "backward":
-            self._update(layer)
+            before, self._early = self._early, self._update(layer)
+            self.device.synchronize(before, Wait.READ_AFTER_UPDATE)  # gradients of one layer wait, as in LayerwiseStep
 
     def _end_step(self) -> None:
         self._drain(self._resident)
@@ -328,10 +331,12 @@ class Walk:
         blocks = [layer for layer in self._layers if layer.kind is LayerKind.BLOCK]
         return iter(dict.fromkeys((self._resident, *tables, *self._residency.prefetch.order("batch"), *blocks)))
 
-    def _update(self, layer: _SimulatedLayer) -> None:
+    def _update(self, layer: _SimulatedLayer) -> float:
+        """Lets the background update a layer. Returns the time at which it is done."""
         seconds = layer.planned.gradient_bytes / self._rates.update
         self.device.spend(Stream.UPDATE, seconds, "update", layer.index)
         layer.updated = self.device.now[Stream.UPDATE]
+        return layer.updated
 
 
 def _simulated(layer: StreamedLayer) -> _SimulatedLayer:
