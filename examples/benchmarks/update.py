@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from examples.benchmarks import cli, rows
-from sp_lightning.optim.pieces import InPieces, best_size
+from sp_lightning.optim.pieces import InPieces, piece_size
 from sp_lightning.weights.narrow_gradient import Norms, narrow
 
 LAYERS = 16
@@ -104,7 +104,7 @@ def measure(parameters: int, rounds: int) -> rows.Row:
     try:
         for threads in dict.fromkeys((1, before)):
             torch.set_num_threads(threads)
-            pieces = best_size(threads)
+            pieces = piece_size(threads)
             cases = {name: _compare(layers, rounds, half=half, clips=clips) for name, (half, clips) in CASES.items()}
             found[str(threads)] = {"elements_of_a_piece": pieces, "cases": cases}
     finally:

@@ -242,6 +242,14 @@ FUSED_STEPS: frozenset[Callable[..., Any]] = frozenset(
 gradients, then state. The optimizers are public, what they call is not."""
 
 
+def second_level_cache() -> int:
+    """Bytes of a core's second-level cache; 0 if torch does not know. torch 2.10 has no public way to ask."""
+    if hasattr(torch.cpu, "get_capabilities"):
+        return int(torch.cpu.get_capabilities().get("l2_cache_size", 0))
+    size: Callable[[], int] = getattr(torch._C._cpu, "_L2_cache_size", lambda: 0)
+    return size()
+
+
 def fused_sgd_step(weight: Tensor, gradient: Tensor) -> None:
     """Takes one plain SGD step with a learning rate of 1, in place, with the fused kernel.
 

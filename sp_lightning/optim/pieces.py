@@ -12,18 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
-from math import inf
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW
 from torch.overrides import TorchFunctionMode
 
-from sp_lightning.device.modes import no_modes
-from sp_lightning.device.torch_private import FUSED_STEPS
-from sp_lightning.weights.narrow_gradient import NarrowGradient, as_it_came, narrow
+from sp_lightning.device.torch_private import FUSED_STEPS, second_level_cache
+from sp_lightning.weights.narrow_gradient import NarrowGradient, as_it_came
 
 Clip = Callable[[Tensor], Any]
 """Clips a gradient, or a part of one, in place."""
@@ -38,14 +34,14 @@ class InPieces(TorchFunctionMode):
     Args:
         casts: by the ``id`` of a parameter, host memory that receives its new values in another dtype.
         clip: clips the gradients; None if they are not clipped.
-        elements: of a piece, a multiple of 512; :func:`best_size` of the calling thread if it is not given.
+        elements: of a piece, a multiple of 512; :func:`piece_size` if it is not given.
     """
 
     def __init__(self, casts: Mapping[int, Tensor], clip: Clip | None, *, elements: int | None = None) -> None:
         super().__init__()
         self._casts = casts
         self._clip = clip
-        self._elements = elements or best_size(torch.get_num_threads())
+        self._elements = elements or piece_size(torch.get_num_threads())
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -157,27 +153,19 @@ class _Update:
 
 
 @cache
-def best_size(threads: int) -> int:
-    """Measures which pieces suit this machine's caches. It takes some 50 milliseconds, once.
+def piece_size(threads: int) -> int:
+    """Elements of a piece, a power of two, such that what a step leaves in the caches is still there for the cast.
+
+    A thread's share of weight, gradient and two tensors of state fills half of its second-level cache. To measure several
+    sizes instead is no better: as many elements as that may take time for lie in a large third-level cache, where every size
+    looks good.
 
     Args:
         threads: that the calling thread computes with.
-
-    Returns:
-        Elements of a piece: of the sizes that are nearly the fastest the largest, because each call takes the host's
-        thread, too, which has other work. Large ones win where many cores share a piece.
     """
-    with no_modes():
-        weight = torch.zeros(2**22, dtype=torch.float32, device="cpu")
-        came = torch.zeros_like(weight, dtype=torch.bfloat16)
-        weight.grad = narrow(came, weight.dtype, looked_at=lambda: None)
-        casts = {id(weight): torch.empty_like(came)}
-        optimizer = AdamW([weight], fused=True)
-        seconds: dict[int, float] = {}
-        for elements in (2**exponent for exponent in (*range(16, 23), *range(16, 23))):
-            mode = InPieces(casts, None, elements=elements)
-            begun = perf_counter()
-            with mode, torch.DisableTorchFunctionSubclass():
-                AdamW.step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # without hooks, which are others'
-            seconds[elements] = min(perf_counter() - begun, seconds.get(elements, inf))
-    return max(elements for elements, each in seconds.items() if each <= 1.03 * min(seconds.values()))
+    share = (second_level_cache() or _USUAL_CACHE) // (2 * 4 * 4)
+    return 1 << max(share * threads, 512).bit_length() - 1
+
+
+_USUAL_CACHE = 1 << 20
+"""Bytes of a core's second-level cache where nobody says."""

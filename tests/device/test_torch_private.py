@@ -35,6 +35,36 @@ class _NotesOperators(torch_private.TorchDispatchMode):
 # ---------------------------------------------------------------------------------------------------- autograd's engine
 
 
+def test_the_second_level_cache_is_known() -> None:
+    size = torch_private.second_level_cache()
+    assert size == 0 or 2**17 <= size <= 2**28
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state"),
+    [(torch.optim.Adam, 4), (torch.optim.AdamW, 4), (torch.optim.SGD, 1), (torch.optim.Adagrad, 2)],
+)
+def test_fused_steps_call_one_operator_with_weights_gradients_and_state(optimizer: Any, state: int) -> None:
+    called: list[tuple[Any, ...]] = []
+
+    class Notes(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in torch_private.FUSED_STEPS:
+                called.append(args)
+            return func(*args, **(kwargs or {}))
+
+    weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    with Notes():
+        optimizer(weights, lr=0.1, fused=True).step()
+    ((found, gradients, *columns),) = called
+    assert all(one is other for one, other in zip(found, weights, strict=True))
+    assert all(one is other.grad for one, other in zip(gradients, weights, strict=True))
+    assert len(columns) == state
+    assert all(len(column) in (0, 2) for column in columns)
+
+
 def test_each_backward_has_a_number_of_its_own_and_ends_with_what_was_queued() -> None:
     noted: list[int] = []
     ended: list[str] = []

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from sp_lightning.optim.pieces import InPieces, best_size
+from sp_lightning.optim import pieces
+from sp_lightning.optim.pieces import InPieces, piece_size
 from sp_lightning.weights.narrow_gradient import narrow
 
 SHAPES = [(3000,), (64, 100), (5, 7), (), (1, 4097), (16, 8, 3, 3)]
@@ -153,8 +154,14 @@ def test_what_is_walked_over_once_is_not_cut() -> None:
     assert notes.seen == [("_fused_adamw_", 5000)]
 
 
-def test_a_piece_has_a_multiple_of_512_elements() -> None:
+@pytest.mark.parametrize("cache", [2**21, 3 * 2**18, 1, 0])
+def test_a_piece_is_a_power_of_two_that_fits_the_caches(cache: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a piece begins between two vectors of the processor, last bits may differ."""
-    elements = best_size(torch.get_num_threads())
-    assert elements % 512 == 0
-    assert 2**16 <= elements <= 2**22
+    monkeypatch.setattr(pieces, "second_level_cache", lambda: cache)
+    for threads in (1, 3, 16):
+        piece_size.cache_clear()
+        elements = piece_size(threads)
+        assert elements.bit_count() == 1
+        assert elements >= 512
+        assert elements == 512 or 16 * elements <= threads * (cache or 2**20) / 2 < 32 * elements
+    piece_size.cache_clear()
