@@ -23,6 +23,7 @@ from sp_lightning.device.torch_private import accumulation_hooks, run_first_afte
 from sp_lightning.device.waits import Stream
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.optim.pieces import Clip, InPieces
+from sp_lightning.optim.separable import is_separable
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import Norms, as_it_came, clip_when_widened
 
@@ -119,13 +120,14 @@ class LayerwiseStep:
         self._state = state or OnHost()
         self._early = early
         self._measure = measure
-        self._narrow = narrow
+        self._narrow = narrow and not is_separable(optimizer)  # a step that is not fused reads whole gradients
         self._clip: Clip | None = None
         self._measured: Measured = {}
         self._norms = Norms()  # the background's
         self._armed: dict[StreamedLayer, list[dict[str, Any]]] | None = None
         self._begun: set[StreamedLayer] = set()  # layers whose updates began during backward
         self._class = type(optimizer)
+        self._separable = is_separable(optimizer)
         self._groups = self._none = list[dict[str, Any]]()  # the user's groups while the optimizer has none
         self._known: set[nn.Parameter] | None = None  # the parameters that had state before this step
 
@@ -226,10 +228,7 @@ class LayerwiseStep:
     def _clip_at_once(self) -> None:
         """Clips here if no update does: if the step was not taken apart, or the scaler skipped it."""
         clip, self._clip = self._clip, None
-        if clip is not None:
-            for parameter in [p for group in self._optimizer.param_groups for p in group["params"]]:
-                if parameter.grad is not None:
-                    clip(parameter.grad)
+        _clip_each(clip, [p for group in self._optimizer.param_groups for p in group["params"]])
 
     # ------------------------------------------------------------------ updates
 
@@ -281,7 +280,7 @@ class LayerwiseStep:
         """
         by_layer = defaultdict(list)
         for group in self._optimizer.param_groups:
-            if not group.get("fused"):
+            if not group.get("fused") and not self._separable:
                 return None
             settings = tree_map(_snapshot, {key: value for key, value in group.items() if key != "params"})
             if self._early and not self._begun and _lacks_buffers(group, vars(self._optimizer)["state"]):
@@ -321,13 +320,26 @@ class LayerwiseStep:
             trained = [parameter for parameter in parameters if parameter.grad is not None]
             for parameter in trained:
                 engine.device.access(as_it_came(parameter.grad), Stream.UPDATE, write=clip is not None)
-            with InPieces(engine.casts(layer), clip):
-                self._class.step.__wrapped__(part)  # type: ignore[attr-defined]  # without its hooks, which run once per step
+            self._step_layer(layer, part, trained, clip)
             self._state.put(layer, part)
-            engine.after(layer, set(map(id, trained)))
 
         release = partial(engine.release_gradients, layer, parameters) if self._early else None
         self._updates.submit(layer, update, release)
+
+    def _step_layer(
+        self, layer: StreamedLayer, part: Optimizer, trained: Sequence[nn.Parameter], clip: Clip | None
+    ) -> None:
+        """Runs the step of one layer, and casts its new weights."""
+        step = partial(self._class.step.__wrapped__, part)  # type: ignore[attr-defined]  # without its hooks: they run once
+        casts = self._engine.casts(layer)
+        if self._separable:
+            _clip_each(clip, trained)
+            step()
+            self._engine.after(layer, ())
+        else:
+            with InPieces(casts, clip):
+                step()
+            self._engine.after(layer, set(map(id, trained)))
 
     def _updated(self, known: set[nn.Parameter]) -> None:
         """Called when all updates are done: puts new state in the order of the groups, as a whole step leaves it.
@@ -341,6 +353,12 @@ class LayerwiseStep:
             for parameter in [p for group in self._optimizer.param_groups for p in group["params"] if p in state]:
                 if parameter not in known:
                     state[parameter] = state.pop(parameter)
+
+
+def _clip_each(clip: Clip | None, parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        if clip is not None and parameter.grad is not None:
+            clip(parameter.grad)
 
 
 def _parameters_of(layer: StreamedLayer) -> list[nn.Parameter]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sp_lightning.device.torch_private import tree_leaves
+from sp_lightning.model.wrapped import parts
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
 
@@ -193,7 +194,8 @@ def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
     for optimizer in optimizers:
         count = _TENSORS.get(type(optimizer))
         if count is None:
-            state = [each for each in tree_leaves(dict(vars(optimizer)["state"])) if isinstance(each, torch.Tensor)]
+            leaves = tree_leaves(dict(vars(optimizer)["state"]))
+            state = [part for leaf in leaves if isinstance(leaf, torch.Tensor) for _, part in parts("", leaf)]
             if not state:
                 return None
             total += sum(each.nbytes for each in state)

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from sp_lightning.optim.fused import FusedStep
 from sp_lightning.optim.layerwise import LayerwiseStep
+from sp_lightning.optim.separable import is_separable
 from sp_lightning.plan.ledger import Ledger, make_ledger
 from sp_lightning.plan.options import Overlap
 from sp_lightning.trainer.compat import base_of
@@ -140,6 +141,7 @@ class OptimizerSteps:
 
     def _count(self) -> Ledger:
         trainer = self._trainer
+        pieces = self.overlap != "off" and not any(map(is_separable, trainer.optimizers))
         return make_ledger(
             self._run.plan,
             trainer.optimizers,
@@ -147,8 +149,8 @@ class OptimizerSteps:
             accumulate=trainer.accumulate_grad_batches,
             clips=self._clips(),
             scales=scaler_of(trainer) is not None,
-            pieces=self.overlap != "off",
-            narrow=self.overlap != "off" and nobody_looks_at_gradients(trainer),
+            pieces=pieces,
+            narrow=pieces and nobody_looks_at_gradients(trainer),
         )
 
     def _clips(self) -> str | None:

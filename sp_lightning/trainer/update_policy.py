@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.device.torch_private import accumulation_hooks, global_step_hooks, gradient_hooks, step_hooks
 from sp_lightning.optim.fused import BARS_FUSED, FusedStep, loses_updates
+from sp_lightning.optim.separable import is_separable
 from sp_lightning.plan.options import Overlap
 from sp_lightning.trainer.compat import is_a, is_exactly, is_no_optimizer
 from sp_lightning.trainer.user_hooks import hooks_of_users
@@ -62,8 +63,13 @@ def _against_layerwise_steps(optimizers: Sequence[Optimizer]) -> str:
     """Returns why an optimizer's step cannot be taken apart by layers; an empty string if all can."""
     for optimizer in optimizers:
         name = type(optimizer).__name__
+        if is_separable(optimizer):
+            continue
         if not FusedStep.suits(optimizer):
-            return f"{name} is none of torch's Adam, AdamW, SGD and Adagrad, whose fused steps can be taken apart by layers"
+            return (
+                f"{name} is none of torch's Adam, AdamW, SGD and Adagrad, whose fused steps can be taken apart by layers, and "
+                "none of torchao's with a state of few bits"
+            )
         for group in optimizer.param_groups:
             if not group.get("fused"):
                 chosen = {key: group[key] for key in ("fused", *BARS_FUSED) if group.get(key) not in (None, False)}

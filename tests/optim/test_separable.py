@@ -1,0 +1,96 @@
+"""torchao's optimizers, whose state has few bits, are taken apart by layers as torch's fused ones are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchao import optim
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.model.wrapped import parts
+from sp_lightning.optim.separable import SEPARABLE, is_separable
+from tests.support.models import Module
+from tests.support.overlapping import OVERLAP, overlapping, taken_apart
+from tests.support.runs import loader, trainer_for
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    name: getattr(optim, name) for name in ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8")
+}
+WIDTH = 64  # 4,096 numbers are the smallest state that torchao keeps in few bits
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:")
+
+
+class Layers(Module):
+    def __init__(self, kind: str, **options: Any) -> None:
+        super().__init__(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))))
+        self.make = lambda parameters: OPTIMIZERS[kind](parameters, lr=1e-2, **options)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.ConstantLR(optimizer)]
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(3, WIDTH, generator=generator) for _ in range(4)]
+
+
+@pytest.fixture(autouse=True)
+def eager() -> Iterator[None]:
+    """Graphs take their time, and are none of ours."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def trained(strategy: Any, kind: str, **options: Any) -> list[Tensor]:
+    """Weights, then the plain tensors of the optimizer's state, in its order."""
+    torch.manual_seed(0)
+    module = Layers(kind)
+    trainer = trainer_for(strategy, max_epochs=2, **options)
+    trainer.fit(module, loader(batches()))
+    state = [leaf for p in trainer.optimizers[0].state.values() for leaf in p.values()]
+    return [
+        *(p.detach().clone() for p in module.parameters()),
+        *(part for leaf in state for _, part in parts("", leaf)),
+    ]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("mode", OVERLAP)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_their_updates_in_the_background_are_plains(kind: str, mode: Any, precision: Any) -> None:
+    options: dict[str, Any] = {"precision": precision}
+    if mode == "forward":
+        options["gradient_clip_val"] = 1e-3
+    plain = trained("auto", kind, **options)
+    with taken_apart() as layers:
+        strategy = overlapping(mode)
+        ours = trained(strategy, kind, **options)
+    assert layers
+    assert len(ours) == len(plain)
+    assert all(map(torch.equal, ours, plain))
+    state = ours[len(list(Layers(kind).parameters())) :]
+    assert strategy.ledger.state == sum(part.nbytes for part in state), "the ledger counts the bits"
+
+
+def test_the_comparison_can_fail() -> None:
+    plain, other = trained("auto", "Adam8bit"), trained("auto", "AdamW8bit")
+    assert not all(map(torch.equal, plain, other))
+
+
+def test_what_draws_random_numbers_is_not_taken_apart() -> None:
+    """In another order, or in another thread, the same generator would give the model other numbers."""
+    weight = nn.Parameter(torch.zeros(2))
+    assert is_separable(optim.AdamW8bit([weight]))
+    assert not is_separable(optim.AdamW8bit([weight], bf16_stochastic_round=True))
+    assert not is_separable(type("Mine", (optim.AdamW8bit,), {})([weight]))
+    assert not is_separable(torch.optim.RMSprop([weight]))
+    assert {type(make([weight])).__qualname__ for make in OPTIMIZERS.values()} == {name for _, name in SEPARABLE}
+    strategy = SuperpipelineStrategy(optimizer_overlap="forward")
+    module, trainer = Layers("AdamW8bit", bf16_stochastic_round=True), trainer_for(strategy)
+    with pytest.raises(ValueError, match="none of torchao's with a state of few bits"):
+        trainer.fit(module, loader(batches()))
