@@ -251,13 +251,14 @@ def _compiled(row: Row) -> str:
 
 def _update(row: Row) -> str:
     """The optimizer's step in pieces, beside the same in walks, and beside the optimizer alone."""
-    lines = [
-        [threads, case, *(f"{1e9 * each / row['parameters']:.3f}" for each in seconds.values())]
-        + [f"{seconds[way] / seconds['alone']:.2f}" for way in ("walks", "pieces")]
-        for threads, found in row["threads"].items()
-        for case, seconds in found["cases"].items()
-    ]
-    ways = ("AdamW alone", "in walks", "in pieces")
+    lines = []
+    for threads, found in row["threads"].items():
+        for case, seconds in found["cases"].items():
+            times = [seconds.get(way) for way in ("alone", "walks", "operators", "pieces")]
+            lines.append([threads, case])
+            lines[-1] += [NONE if each is None else f"{1e9 * each / row['parameters']:.3f}" for each in times]
+            lines[-1] += [f"{seconds[way] / seconds['alone']:.2f}" for way in ("walks", "pieces")]
+    ways = ("AdamW alone", "in walks", "pieces' operators", "in pieces")
     head = ["threads", "precision", *(f"{way}, ns per parameter" for way in ways), "walks ÷ alone", "pieces ÷ alone"]
     return _markdown(head, lines)
 

@@ -28,6 +28,10 @@ from sp_lightning.weights.narrow_gradient import Norms, narrow
 LAYERS = 16
 MAX_NORM = 1e-3  # so small that every step clips
 Step = Callable[[], None]
+FUSED: dict[str, Any] = {
+    "amsgrad": False, "lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 1e-2, "eps": 1e-8, "maximize": False
+}  # fmt: skip
+adamw: Callable[..., None] = torch._fused_adamw_
 CASES = {"bf16-mixed": (True, False), "bf16-mixed, clipped by norm": (True, True), "32-true": (False, False)}
 """Whether gradients and weights travel in bfloat16, and whether gradients are clipped."""
 
@@ -74,6 +78,19 @@ class Layers:
             if half:
                 self.casts[index].copy_(weight.detach())
 
+    def operators(self) -> None:
+        """What torch's operators take on the pieces, in a loop that does nothing else: the least that pieces can take."""
+        size = piece_size(torch.get_num_threads())
+        wide = torch.empty(size)
+        with torch.no_grad():
+            for index, weight in enumerate(self.weights):
+                state = self.optimizer.state[weight]
+                whole = (weight.detach(), self.came[index], self.casts[index], state["exp_avg"], state["exp_avg_sq"])
+                for part, came, cast, mean, square in zip(*(each.split(size) for each in whole), strict=True):
+                    gradient = wide[: len(part)].copy_(came)
+                    adamw([part], [gradient], [mean], [square], [], [state["step"]], **FUSED)
+                    cast.copy_(part)
+
     def pieces(self, *, half: bool, clips: bool) -> None:
         """As :class:`~sp_lightning.optim.layerwise.LayerwiseStep` does."""
         clip: Callable[[Tensor], Any] | None = None
@@ -118,6 +135,8 @@ def _compare(layers: Layers, rounds: int, *, half: bool, clips: bool) -> dict[st
         "walks": lambda: layers.walks(half=half, clips=clips),
         "pieces": lambda: layers.pieces(half=half, clips=clips),
     }
+    if half and not clips:
+        ways["operators"] = layers.operators
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds + 1):
         for name, step in ways.items():

@@ -43,7 +43,7 @@ class Question(argparse.Namespace):
     checkpointing: bool
     activations: Mode
     overlap: Literal["off", "forward", "backward"]
-    optimizer: Literal["adamw", "sgd", "muon"]
+    optimizer: Literal["adamw", "adamw8bit", "sgd", "muon"]
     step_seconds: float | None
     host_tflops: float
     layers: list[str] | None
@@ -104,7 +104,9 @@ def _add_window(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--overlap", choices=("off", "forward", "backward"), default="forward", help="optimizer_overlap (%(default)s)"
     )
-    plan.add_argument("--optimizer", choices=("adamw", "sgd", "muon"), default="adamw", help="(%(default)s)")
+    plan.add_argument(
+        "--optimizer", choices=("adamw", "adamw8bit", "sgd", "muon"), default="adamw", help="(%(default)s)"
+    )
     plan.add_argument(
         "--step-seconds",
         type=_rate,

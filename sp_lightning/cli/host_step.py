@@ -22,12 +22,14 @@ class HostStep:
         optimizers: optimizers with the same state, so that host memory can be counted.
         seconds: what a step takes, if that is not a pass of a fused optimizer over memory; None if it is.
         why: how many seconds, in words; empty for a fused optimizer.
+        separable: whether it can run in the background nevertheless.
     """
 
     name: str
     optimizers: tuple[torch.optim.Optimizer, ...]
     seconds: float | None = None
     why: str = ""
+    separable: bool = False
 
 
 def host_step(question: Question, trained: list[nn.Parameter]) -> HostStep:
@@ -45,11 +47,32 @@ def host_step(question: Question, trained: list[nn.Parameter]) -> HostStep:
             why = f"{flops / 1e12:.3g} TFLOP on the host, {seconds:.3g} s with {question.host_tflops:g} TFLOP/s (--host-tflops)"
             return HostStep("Muon", optimizers, seconds, why)
         return HostStep("Muon", optimizers, asked, f"{asked:g} s (--step-seconds)")
+    if question.optimizer == "adamw8bit":
+        return _eight_bits(question, trained)
     fused = torch.optim.SGD(trained, momentum=0.9) if question.optimizer == "sgd" else torch.optim.AdamW(trained)
     name = "SGD with momentum" if question.optimizer == "sgd" else "AdamW"
     if asked is None:
         return HostStep(name, (fused,))
     return HostStep(f"an optimizer with the state of {name}", (fused,), asked, f"{asked:g} s (--step-seconds)")
+
+
+def _eight_bits(question: Question, trained: list[nn.Parameter]) -> HostStep:
+    """torchao's AdamW8bit, which converts its state in each step: only a measurement tells how long that takes.
+
+    Raises:
+        ValueError: torchao is missing, or nobody says how long a step takes.
+    """
+    if question.step_seconds is None:
+        raise ValueError(
+            "--optimizer adamw8bit: converting the state takes longer than to read it, on each machine in its own way. Say "
+            "--step-seconds: measure the step of a smaller model, and multiply by the parameters."
+        )
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise ValueError("--optimizer adamw8bit needs torchao: pip install torchao") from error
+    why = f"{question.step_seconds:g} s (--step-seconds)"
+    return HostStep("AdamW8bit", (AdamW8bit(trained),), question.step_seconds, why, separable=True)
 
 
 def muon_flops(matrices: Iterable[Tensor]) -> int:

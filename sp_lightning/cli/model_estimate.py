@@ -110,8 +110,9 @@ class ModelEstimate:
 
     @property
     def overlap(self) -> Literal["off", "forward", "backward"]:
-        """When updates run. Only torch's fused optimizers can run in the background."""
-        return self.question.overlap if self.step is None or self.step.seconds is None else "off"
+        """When updates run, if they can run in the background."""
+        waits = self.step is not None and self.step.seconds is not None and not self.step.separable
+        return "off" if waits else self.question.overlap
 
     def predict(self, plan: Plan, rates: Rates | None = None) -> Prediction:
         """The time of a batch with a window; by default on the machine that the question describes."""
@@ -198,7 +199,7 @@ def _step(question: Question, module: nn.Module) -> HostStep:
 
 def _ledger(found: Found, question: Question, step: HostStep) -> Ledger:
     pieces = question.overlap != "off" and step.seconds is None
-    early = pieces and question.overlap == "backward"
+    early = question.overlap == "backward" and (pieces or step.separable)
     scales = question.precision == "16-mixed"
     plan, narrow = make_plan(found, k=1, k_prime=1), pieces and not scales
     return make_ledger(

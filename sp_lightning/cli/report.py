@@ -86,8 +86,11 @@ def _step(estimate: ModelEstimate) -> list[str]:
     step = estimate.step
     if step is None or step.seconds is None:
         return []
+    if step.separable:
+        return [f"{step.name}: each step takes {step.why}, layer by layer beside the device's work"]
     return [
-        f"{step.name}: each step takes {step.why}, and the device waits: only torch's fused optimizers run beside it"
+        f"{step.name}: each step takes {step.why}, and the device waits: only torch's fused optimizers, and torchao's with a "
+        "state of few bits, run beside it"
     ]
 
 

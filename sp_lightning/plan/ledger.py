@@ -193,6 +193,12 @@ def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
     total = 0
     for optimizer in optimizers:
         count = _TENSORS.get(type(optimizer))
+        bits = _BITS.get((type(optimizer).__module__, type(optimizer).__qualname__))
+        if bits is not None:
+            total += sum(
+                _few_bits(p, group, optimizer, bits) for group in optimizer.param_groups for p in group["params"]
+            )
+            continue
         if count is None:
             leaves = tree_leaves(dict(vars(optimizer)["state"]))
             state = [part for leaf in leaves if isinstance(leaf, torch.Tensor) for _, part in parts("", leaf)]
@@ -203,6 +209,27 @@ def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
         for group in optimizer.param_groups:
             total += count(group) * sum(p.numel() * p.element_size() for p in group["params"] if p.requires_grad)
     return total
+
+
+def _few_bits(parameter: torch.Tensor, group: dict[str, Any], optimizer: Any, bits: int) -> int:
+    """Bytes of the state that torchao's Adam has for a parameter: codes, a scale for each block, a table for 4 and 8 bits."""
+    if not parameter.requires_grad:
+        return 0
+    size, numel, block = parameter.element_size(), parameter.numel(), optimizer.block_size
+    if numel >= 4096 and numel % block == 0:  # others keep whole numbers
+        table = 4 * 2**bits * (not type(optimizer).__qualname__.endswith("Fp8"))
+        each = numel * bits // 8 + 4 * numel // block + table
+    else:
+        each = numel * size
+    return (2 + bool(group["amsgrad"])) * each + 4  # and the number of steps
+
+
+# The bits of an element in the state of torchao's optimizers, by module and name, because torchao need not be installed.
+_BITS = {
+    ("torchao.optim.adam", f"{kind}{suffix}"): bits
+    for kind in ("Adam", "AdamW")
+    for suffix, bits in (("8bit", 8), ("4bit", 4), ("Fp8", 8))
+}
 
 
 def _adam(group: dict[str, Any]) -> int:

@@ -94,3 +94,22 @@ def test_plan_counts_other_optimizers_than_adamw(capsys: pytest.CaptureFixture[s
     assert 3 <= slow <= 3.1
     assert "an optimizer with the state of AdamW: each step takes 3 s (--step-seconds), and the device waits" in said
     assert "% of the time is waited for updates" in said
+
+
+def test_plan_counts_eight_bits_of_state(capsys: pytest.CaptureFixture[str]) -> None:
+    """Real layers' sizes: what is small stays float32, and so may be half of a small model."""
+    asked = ["plan", "examples/shapes/llama-3-8b.json", "--k", "1", "--k-prime", "1", "--json"]
+
+    def found(*arguments: str) -> dict[str, Any]:
+        main([*asked, *arguments])
+        answered: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return answered
+
+    adamw, bits = found(), found("--optimizer", "adamw8bit", "--step-seconds", "9", "--overlap", "off")
+    saved = (adamw["host_bytes"] - bits["host_bytes"]) / adamw["parameters"]
+    assert 3.5 < saved < 4.5, "8 bytes of state against 2, and gradients that are widened: 2 more"
+    behind = found("--optimizer", "adamw8bit", "--step-seconds", "9")
+    assert behind["windows"][0]["seconds"] < bits["windows"][0]["seconds"], "in the background, layer by layer"
+    with pytest.raises(SystemExit):
+        main([*asked, "--optimizer", "adamw8bit"])
+    assert "Say --step-seconds" in capsys.readouterr().err
