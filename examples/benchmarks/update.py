@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from examples.benchmarks import cli, rows
 from sp_lightning.optim.pieces import InPieces, piece_size
-from sp_lightning.weights.narrow_gradient import Norms, narrow
+from sp_lightning.weights.narrow_gradient import Norms, keep_narrow
 
 LAYERS = 16
 MAX_NORM = 1e-3  # so small that every step clips
@@ -96,13 +96,14 @@ class Layers:
         clip: Callable[[Tensor], Any] | None = None
         if clips:
             norms = Norms()
-            gradients = [narrow(came, torch.float32, looked_at=lambda: None) for came in self.came]
-            total = get_total_norm([norms.of(gradient) for gradient in gradients])
+            total = get_total_norm([norms.of(came, torch.float32) for came in self.came])
             coefficient = torch.clamp(MAX_NORM / (total + 1e-6), max=1.0)
             clip = lambda gradient: gradient.mul_(coefficient)  # noqa: E731
         for index, weight in enumerate(self.weights):
             came, wide = self.came[index], self.wide[index]
-            weight.grad = narrow(came, weight.dtype, looked_at=lambda: None) if half else wide
+            weight.grad = None if half else wide
+            if half:
+                keep_narrow(weight, came, looked_at=lambda: None)
             casts = {id(weight): self.casts[index]} if half else {}
             with InPieces(casts, clip), torch.DisableTorchFunctionSubclass():
                 self.step(index)

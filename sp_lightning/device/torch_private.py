@@ -11,7 +11,7 @@ torch's own function and not a wrapper.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -173,6 +173,13 @@ tree_unflatten = _pytree.tree_unflatten
 """A nested value from its leaves and its structure."""
 
 # -------------------------------------------------------------------------------------------------- storages, operators
+
+no_torch_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
+"""A context in which neither subclasses of Tensor nor torch function modes are asked. The public one leaves modes on."""
+
+subclasses_are_asked: Callable[[], bool] = torch._C._is_torch_function_enabled
+"""Whether ``__torch_function__`` of subclasses is called here: not inside ``torch.DisableTorchFunctionSubclass``."""
+
 
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """A number that only this storage has while it lives. ``data_ptr`` is 0 for all fake ones, and changes with a resize."""

@@ -351,6 +351,7 @@ class Streamer:
             self._residents.close()
             for layer in self._layers:
                 layer.parameters.close()
+            self._gradients.close(self._layers)
             self._exchange.close()
             for layer in self._layers:
                 layer.block.unpin()

@@ -128,11 +128,8 @@ class Updating:
             layer.casts.refresh(by=Stream.UPDATE, but=updated)
 
     def keep_narrow(self, keep: bool) -> None:
-        """Sets whether gradients that come in a lower dtype than their parameter's keep it until somebody reads them.
-
-        They do not once somebody has read some: the next steps' would be read, too, and take memory in both dtypes.
-        """
-        self._gradients.keep_narrow = keep and not self._gradients.looked_at
+        """Sets whether gradients that come in a lower dtype than their parameter's keep it until somebody reads them."""
+        self._gradients.keep_narrow = keep
 
     def over(self) -> None:
         """Allows uses of layers that backward has updated, because the step has submitted all updates."""

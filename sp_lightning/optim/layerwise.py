@@ -25,7 +25,7 @@ from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.optim.pieces import Clip, InPieces
 from sp_lightning.optim.separable import is_separable
 from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.narrow_gradient import Norms, as_it_came, clip_when_widened
+from sp_lightning.weights.narrow_gradient import Norms, as_it_came, drop, stored, use, widen_if_used
 
 Measured = dict[nn.Parameter, tuple[Tensor, int, Tensor]]
 """For each parameter the gradient that was measured, its version then, and its norm."""
@@ -167,6 +167,14 @@ class LayerwiseStep:
                 restore.remove()
                 self._give_back_groups()
 
+        def zero_grad(set_to_none: bool = True) -> None:
+            if set_to_none:
+                for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+                    drop(parameter)  # the user's method asks for the gradient first, which would be widened for that
+            users_zero_grad(set_to_none=set_to_none)
+
+        users_zero_grad, replaced_zero_grad = optimizer.zero_grad, vars(optimizer).get("zero_grad")
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         optimizer.step = deferred  # type: ignore[method-assign]
         self._engine.on_complete = self._measure_layer if self._measure and not self._early else None
         self._engine.keep_narrow(self._narrow)
@@ -178,10 +186,11 @@ class LayerwiseStep:
             self._measured, self._norms = {}, Norms()
             self._armed = None
             self._clip_at_once()
-            if replaced is None:
-                del optimizer.step
-            else:
-                optimizer.step = replaced  # type: ignore[method-assign]
+            for name, before in (("step", replaced), ("zero_grad", replaced_zero_grad)):
+                if before is None:
+                    delattr(optimizer, name)
+                else:
+                    setattr(optimizer, name, before)
 
     # ------------------------------------------------------------------ clipping
 
@@ -190,7 +199,9 @@ class LayerwiseStep:
 
         Norms that the background has not computed yet are computed here.
         """
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if stored(p) is not None]
+        for parameter in parameters:
+            widen_if_used(parameter)
         measured, self._measured = self._measured, {}
         if any(map(accumulation_hooks, parameters)):  # such hooks may have written gradients after the measurement
             measured = {}
@@ -211,7 +222,7 @@ class LayerwiseStep:
 
         Gradients in float16 are left out, because the bits of their norm depend on the number of threads.
         """
-        gradients = [(p, p.grad) for p in _parameters_of(layer) if p.grad is not None]
+        gradients = [(p, gradient) for p in _parameters_of(layer) if (gradient := stored(p)) is not None]
         if any(g.layout is not torch.strided or g.dtype not in (torch.float32, torch.bfloat16) for _, g in gradients):
             return
 
@@ -221,7 +232,7 @@ class LayerwiseStep:
             for parameter, gradient in gradients:
                 if measured is self._measured:  # otherwise the step has gone on without waiting for this norm
                     device.access(as_it_came(gradient), Stream.UPDATE, write=False)
-                    measured[parameter] = gradient, gradient._version, norms.of(gradient)
+                    measured[parameter] = gradient, gradient._version, norms.of(as_it_came(gradient), gradient.dtype)
 
         device.later(measure)
 
@@ -239,7 +250,8 @@ class LayerwiseStep:
         groups = self._armed.pop(layer, None)
         if groups is not None:
             for parameter in _parameters_of(layer):
-                if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                gradient = stored(parameter)
+                if gradient is not None and gradient.layout is not torch.strided:
                     raise RuntimeError(_NOT_ALL.format(what="there are sparse gradients"))
             self._updates.partially_updated = (
                 'a backward with optimizer_overlap="backward" failed after it had updated some layers'
@@ -291,7 +303,8 @@ class LayerwiseStep:
                 if layer is None:
                     return None
                 if layer not in self._begun:
-                    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                    gradient = stored(parameter)
+                    if gradient is not None and gradient.layout is not torch.strided:
                         return None
                     parts[layer].append(parameter)
             for layer, parameters in parts.items():
@@ -311,9 +324,9 @@ class LayerwiseStep:
         part = object.__new__(self._class)
         vars(part).update(vars(self._optimizer), param_groups=groups)
         clip, engine = self._clip, self._engine
-        if clip is not None:
-            for parameter in parameters:
-                clip_when_widened(parameter.grad, clip)
+        for parameter in parameters:
+            widen_if_used(parameter)
+            use(parameter, clip)
 
         def update() -> None:
             self._state.bring(layer, part)
@@ -368,12 +381,13 @@ def _parameters_of(layer: StreamedLayer) -> list[nn.Parameter]:
 
 def _known_norm(measured: Measured, parameter: nn.Parameter, norms: Norms) -> Tensor:
     """The norm of a parameter's gradient if it is known or the gradient is narrow; else the gradient."""
-    gradient = parameter.grad
+    gradient = stored(parameter)
     assert gradient is not None
     known, version, norm = measured.get(parameter, (None, None, gradient))
     if known is gradient and version == gradient._version:
         return norm
-    return gradient if as_it_came(gradient) is gradient else norms.of(gradient)
+    came = as_it_came(gradient)
+    return gradient if came is gradient else norms.of(came, gradient.dtype)
 
 
 _NOT_ALL = (

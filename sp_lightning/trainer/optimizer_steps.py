@@ -20,7 +20,12 @@ from sp_lightning.plan.options import Overlap
 from sp_lightning.trainer.compat import base_of
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.run import Run
-from sp_lightning.trainer.update_policy import choose_overlap, nobody_looks_at_gradients, scaler_of
+from sp_lightning.trainer.update_policy import (
+    choose_overlap,
+    nobody_looks_at_gradients,
+    nobody_sees_gradients,
+    scaler_of,
+)
 from sp_lightning.trainer.user_hooks import UserHooks
 from sp_lightning.weights.device_parameter import DeviceParameter
 
@@ -104,10 +109,10 @@ class OptimizerSteps:
         self._trainer = trainer
         with self._fused_shown():
             self.overlap, why = choose_overlap(self._options.optimizer_overlap, trainer, trainer.optimizers)
-        early, untouched = self.overlap == "backward", nobody_looks_at_gradients(trainer)
-        measure = untouched and self._clips() == "norm"
+        early, narrow = self.overlap == "backward", nobody_sees_gradients(trainer)
+        measure = self._clips() == "norm" and nobody_looks_at_gradients(trainer)
         self._layerwise = {
-            optimizer: LayerwiseStep(optimizer, streamer.updating, early=early, measure=measure, narrow=untouched)
+            optimizer: LayerwiseStep(optimizer, streamer.updating, early=early, measure=measure, narrow=narrow)
             for optimizer in (trainer.optimizers if self.overlap != "off" else ())
         }
         self._ledger = self._count()
@@ -150,7 +155,7 @@ class OptimizerSteps:
             clips=self._clips(),
             scales=scaler_of(trainer) is not None,
             pieces=pieces,
-            narrow=pieces and nobody_looks_at_gradients(trainer),
+            narrow=pieces and nobody_sees_gradients(trainer),
         )
 
     def _clips(self) -> str | None:

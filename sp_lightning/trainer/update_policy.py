@@ -49,9 +49,15 @@ def choose_overlap(asked: Overlap, trainer: Any, optimizers: Sequence[Optimizer]
 def nobody_looks_at_gradients(trainer: Any) -> bool:
     """Whether no user code and no scaler reads or writes gradients between backward and the optimizer's step.
 
-    Then their norms may be computed while backward goes on, and they need not be widened.
+    Then their norms may be computed while backward goes on.
     """
     return not hooks_of_users(trainer, "gradients") and not _parameter_hooks(trainer) and scaler_of(trainer) is None
+
+
+def nobody_sees_gradients(trainer: Any) -> bool:
+    """Whether no hook runs between backward and the moment when gradients are set to None, so that none need be widened."""
+    hooks = (hooks_of_users(trainer, point) for point in ("train", "optimizer", "end"))
+    return nobody_looks_at_gradients(trainer) and not any(hooks)
 
 
 def scaler_of(trainer: Any) -> Any:

@@ -54,6 +54,8 @@ _HOOKS = {
     "gradients": ("backward", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"),
     # Around the optimizer's step, and before backward.
     "optimizer": ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad"),
+    # After the last step of training.
+    "end": ("on_train_end", "on_fit_end", "on_exception", "teardown"),
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from sp_lightning.device.torch_private import accumulation_hooks, coalesced, spa
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.weights.layer import Kind, StreamedLayer
-from sp_lightning.weights.narrow_gradient import narrow
+from sp_lightning.weights.narrow_gradient import keep_narrow, widen
 
 
 class GradientSink(Protocol):
@@ -178,8 +178,9 @@ class Gradients:
         """The layers whose gradient is sparse on the device in this backward, although ``param.grad`` is to be dense."""
         self.keep_narrow = False
         """Whether gradients that come in a lower dtype than their parameter's keep it until somebody reads them."""
-        self.looked_at = 0
-        """How many gradients that had kept a lower dtype somebody has read."""
+        self._looked_at = (
+            False  # whether somebody has. The next ones would be read, too, and take memory in both dtypes
+        )
         self.device_bytes = 0
         self.drained_bytes = 0
         self.host_waits = 0
@@ -258,7 +259,7 @@ class Gradients:
             if index in block.apart:
                 own = target = torch.empty_like(gradient, device="cpu")
             elif parameter.grad is None:
-                stays = self.keep_narrow and not accumulation_hooks(parameter)
+                stays = self.keep_narrow and not self._looked_at and not accumulation_hooks(parameter)
                 own = target = block.gradients.target(index, gradient.dtype if stays else parameter.dtype)
             if target is None or target.dtype is not gradient.dtype:
                 dense = (value for value in gradients.values() if value.layout is torch.strided)
@@ -316,6 +317,12 @@ class Gradients:
         self.compacted.clear()
         self.device_bytes = 0
 
+    def close(self, layers: Sequence[StreamedLayer]) -> None:
+        """Widens the gradients that are narrow still: code that runs after the run need not know of any."""
+        for layer in layers:
+            for parameter in layer.block.parameters:
+                widen(parameter)
+
     def _free(self, drain: _Drain) -> None:
         for gradient in drain.gradients:
             self._device.access(gradient, Stream.COMPUTE, write=True)  # compute may put anything there next
@@ -334,8 +341,8 @@ class Gradients:
         if len(received.applied) == received.expected and drain.layer.kind is not Kind.RESIDENTS:
             drain.layer.parameters.doors.gradients_complete(drain.layer)
 
-    def _looked_at(self) -> None:
-        self.looked_at += 1
+    def _look(self) -> None:
+        self._looked_at = True
 
     def _land(self, landing: _Landing) -> int:
         """Makes one gradient ``param.grad``, or adds it to that. Returns the parameter's identity."""
@@ -349,10 +356,13 @@ class Gradients:
                     gradient = landing.own.copy_(gradient)
                 else:
                     gradient = landing.own.zero_().index_copy_(0, sparse_indices(gradient)[0], sparse_values(gradient))
-        own = gradient is landing.own
-        if own and gradient.dtype is not landing.parameter.dtype and landing.parameter.grad is None:
-            gradient = narrow(gradient, landing.parameter.dtype, self._looked_at)
-        accumulate(landing.parameter, gradient, own=own)  # (9)
+        parameter, own = landing.parameter, gradient is landing.own
+        if own and gradient.dtype is not parameter.dtype:
+            own = parameter.grad is None and not accumulation_hooks(parameter)
+            if own:
+                keep_narrow(parameter, gradient, self._look)
+                return id(parameter)
+        accumulate(parameter, gradient, own=own)  # (9)
         return id(landing.parameter)
 
 

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from sp_lightning.optim import pieces
 from sp_lightning.optim.pieces import InPieces, piece_size
-from sp_lightning.weights.narrow_gradient import narrow
+from sp_lightning.weights.narrow_gradient import keep_narrow
 
 SHAPES = [(3000,), (64, 100), (5, 7), (), (1, 4097), (16, 8, 3, 3)]
 ELEMENTS = 512
@@ -86,8 +86,9 @@ class Steps:
             "": None, "norm": lambda g: g.mul_(coefficient), "value": lambda g: g.clamp_(-0.1, 0.1)
         }  # fmt: skip
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            same = gradient.dtype is parameter.dtype
-            parameter.grad = gradient if same else narrow(gradient, parameter.dtype, looked_at=lambda: None)
+            parameter.grad = gradient if gradient.dtype is parameter.dtype else None
+            if parameter.grad is None:
+                keep_narrow(parameter, gradient, looked_at=lambda: None)
         casts = {id(p): cast for p, cast in zip(self.parameters, self.casts, strict=True)}
         with InPieces(casts, clipping[clip], elements=elements), torch.DisableTorchFunctionSubclass():
             type(self.optimizer).step.__wrapped__(self.optimizer)  # type: ignore[attr-defined]
@@ -134,7 +135,7 @@ def test_each_piece_is_widened_stepped_and_cast_before_the_next() -> None:
     optimizer = torch.optim.AdamW([large, *small], fused=True)
     casts = {id(p): torch.empty_like(p, dtype=torch.bfloat16) for p in (large, *small)}
     for p in (large, *small):
-        p.grad = narrow(torch.ones_like(p, dtype=torch.bfloat16), p.dtype, looked_at=lambda: None)
+        keep_narrow(p, torch.ones_like(p, dtype=torch.bfloat16), looked_at=lambda: None)
     with Notes() as notes, InPieces(casts, None, elements=512), torch.DisableTorchFunctionSubclass():
         torch.optim.AdamW.step.__wrapped__(optimizer)  # type: ignore[attr-defined]
     walks = ("copy_", "_fused_adamw_", "copy_")

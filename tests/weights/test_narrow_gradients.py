@@ -1,8 +1,9 @@
-"""Gradients that stay as they came: nobody who looks at ``param.grad`` sees a difference, and nobody pays who does not."""
+"""Gradients that stay as they came: nobody who asks for ``param.grad`` sees a difference, and nobody pays who does not."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable
@@ -12,103 +13,164 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from sp_lightning.weights.narrow_gradient import NarrowGradient, Norms, as_it_came, clip_when_widened, narrow, widen
+from sp_lightning.weights.narrow_gradient import (
+    NarrowGradient,
+    Norms,
+    as_it_came,
+    drop,
+    keep_narrow,
+    stored,
+    use,
+    widen,
+    widen_if_used,
+)
 from tests.support.mixed import MIXED
 from tests.support.models import Module, Stack, vectors
 from tests.support.overlapping import overlapping
-from tests.support.runs import assert_equal, assert_same, fit, fused
+from tests.support.runs import assert_equal, assert_same, fit, fused, loader, trainer_for
 from tests.support.simdevice import simulated
 
 looks: list[int] = []
-
-
-def gradient() -> Tensor:
-    looks.clear()
-    came = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
-    return narrow(came, torch.float32, looked_at=lambda: looks.append(1))
-
-
 WIDE = torch.arange(12, dtype=torch.float32).view(3, 4)
 
 
-def test_what_needs_no_values_leaves_it_as_it_came() -> None:
-    parameter = nn.Parameter(torch.zeros(3, 4))
-    parameter.grad = gradient()
-    found = parameter.grad
-    assert found is not None
-    assert (found.dtype, found.shape, found.layout, found.device) == (
-        torch.float32, parameter.shape, torch.strided, parameter.device
-    )  # fmt: skip
-    assert (found.is_sparse, found.requires_grad, found._version) == (False, False, 0)
-    assert (found.numel(), found.ndim, len(found), found.nbytes) == (12, 2, 3, 48)
-    assert torch.empty_like(found).dtype is torch.float32
+class Mine(nn.Parameter):
+    """A class of a user's."""
+
+
+def with_narrow(kind: type[nn.Parameter] = nn.Parameter) -> nn.Parameter:
+    looks.clear()
+    parameter = kind(torch.ones(3, 4))
+    keep_narrow(parameter, WIDE.bfloat16(), looked_at=lambda: looks.append(1))
+    return parameter
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, Mine])
+def test_it_stays_as_it_came_whatever_is_done_with_the_parameter(kind: type[nn.Parameter]) -> None:
+    parameter = with_narrow(kind)
+    assert isinstance(parameter, kind)
+    assert type(parameter).__name__ == kind.__name__
+    assert torch.equal(parameter.detach() + parameter.data, torch.full((3, 4), 2.0))
+    assert parameter.requires_grad
+    assert {parameter: 1}[parameter] == 1
+    assert type(parameter * 1) is Tensor
+    assert type(type(parameter)(torch.zeros(2))) is kind
+    assert type(pickle.loads(pickle.dumps(parameter))) is nn.Parameter
+    copied = copy.deepcopy(parameter)
+    assert type(copied) is kind
+    assert copied.grad is None, "as torch copies parameters"
     assert not looks
-    assert type(found) is NarrowGradient
+    found = stored(parameter)
+    assert isinstance(found, NarrowGradient)
     assert as_it_came(found).dtype is torch.bfloat16
+    assert (found.dtype, found.shape, found.layout) == (torch.float32, parameter.shape, torch.strided)
+    assert torch.empty_like(found).dtype is torch.float32
 
 
-def saved(value: Tensor) -> Any:
+@pytest.mark.parametrize("kind", [nn.Parameter, Mine])
+def test_who_asks_for_it_gets_a_plain_tensor(kind: type[nn.Parameter]) -> None:
+    parameter = with_narrow(kind)
+    found = parameter.grad
+    assert type(found) is Tensor
+    assert found.data_ptr() == parameter.grad.data_ptr(), "the same memory each time"  # type: ignore[union-attr]
+    assert torch.equal(found, WIDE)
+    assert found.stride() == WIDE.stride()
+    assert looks == [1], "once"
+    assert type(parameter) is kind
+    parameter.sum().backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(found, WIDE + 1), "autograd adds to it without asking Python"
+
+
+def saved(value: Tensor | None) -> Any:
     torch.save(value, file := io.BytesIO())
     file.seek(0)
     return torch.load(file)
 
 
-READERS: dict[str, Callable[[Tensor], Any]] = {
-    "arithmetic": lambda g: g * 1,
-    "a list of tensors": lambda g: torch._foreach_add([g], 0)[0],
-    "detach": lambda g: g.detach(),
-    "data": lambda g: g.data,
-    "clone": lambda g: g.clone(),
-    "view": lambda g: g.view(4, 3).view(3, 4),
-    "index": lambda g: torch.stack([g[0], g[1], g[2]]),
-    "iterate": lambda g: torch.stack(list(g)),
-    "numpy": lambda g: torch.from_numpy(g.numpy()),
-    "dlpack": lambda g: torch.from_dlpack(g),
-    "tolist": lambda g: torch.tensor(g.tolist()),
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda g: pickle.loads(pickle.dumps(g)),
-    "save": saved,
-    "as_subclass": lambda g: g.as_subclass(Tensor),
-    "to": lambda g: g.to(torch.float64).to(torch.float32),
-    "storage": lambda g: torch.tensor(g.untyped_storage().tolist(), dtype=torch.uint8).view(torch.float32).view(3, 4),
-    "written in place": lambda g: g.add_(1).sub_(1),
-    "out": lambda g: torch.add(WIDE, 0, out=g),
-    "repr": lambda g: torch.tensor(eval(repr(g).removeprefix("tensor"))),
+def tangent(parameter: Any) -> Tensor:
+    found: Any = torch.func.jvp(lambda x: x * 1, (torch.ones(3, 4),), (parameter.grad,))
+    return found[1]
+
+
+def cotangent(parameter: Any) -> Tensor:
+    x = torch.ones(3, 4, requires_grad=True)
+    return torch.autograd.grad(x * 1, x, grad_outputs=parameter.grad)[0]
+
+
+def data(parameter: Any) -> Tensor:
+    other = torch.zeros(3, 4)
+    other.data = parameter.grad
+    return other
+
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "arithmetic": lambda p: p.grad * 1,
+    "torch.tensor": lambda p: torch.as_tensor(p.grad, dtype=torch.float64).float(),
+    "asarray": lambda p: torch.asarray(p.grad, copy=True),
+    "new_tensor": lambda p: torch.ones(1).new_tensor(p.grad.tolist()),
+    "Tensor": lambda p: torch.Tensor(p.grad),
+    "set_": lambda p: torch.zeros(3, 4).set_(p.grad),
+    "data": data,
+    "jvp": tangent,
+    "grad_outputs": cotangent,
+    "vmap": lambda p: torch.func.vmap(lambda x: x * 1)(p.grad),
+    "Parameter": lambda p: nn.Parameter(p.grad).data,
+    "numpy": lambda p: torch.from_numpy(p.grad.numpy()),
+    "dlpack": lambda p: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(p.grad)),
+    "deepcopy": lambda p: copy.deepcopy(p.grad),
+    "pickle": lambda p: pickle.loads(pickle.dumps(p.grad)),
+    "save": lambda p: saved(p.grad),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by torch.func itself
 @pytest.mark.parametrize("name", READERS)
-def test_who_reads_it_finds_it_widened(name: str) -> None:
-    parameter = nn.Parameter(torch.zeros(3, 4))
-    parameter.grad = found = gradient()
-    assert torch.equal(READERS[name](found), WIDE)
-    assert looks == [1], "once"
-    assert type(parameter.grad) is Tensor
-    assert parameter.grad is found, "the same object, as in plain Lightning"
-    assert torch.equal(parameter.grad, WIDE)
-    assert found.stride() == WIDE.stride()
-
-
-def test_code_in_c_does_not_take_it_for_values() -> None:
-    """Autograd adds to ``param.grad`` without asking Python."""
-    parameter = nn.Parameter(torch.ones(3, 4))
-    parameter.grad = gradient()
-    with pytest.raises(RuntimeError, match="single memory location"):
-        parameter.sum().backward()
-    widen(parameter.grad)
-    parameter.sum().backward()
-    assert torch.equal(parameter.grad, WIDE + 1)
-
-
-def test_it_is_clipped_once_it_is_read_and_a_second_time_only_if_it_is_used_twice() -> None:
-    found = gradient()
-    clip_when_widened(found, lambda g: g.mul_(0.5))
-    assert not looks
-    clip_when_widened(found, lambda g: g.mul_(0.1))  # a second step, whose update clips the tensor that this makes
+def test_whoever_reads_it_reads_its_values(name: str) -> None:
+    """Some of these read a tensor without asking its class, and would read whatever stood in its memory."""
+    assert torch.equal(READERS[name](with_narrow()), WIDE)
     assert looks == [1]
-    assert torch.equal(found, WIDE * 0.5)
-    clip_when_widened(None, lambda g: g.mul_(0.1))
+
+
+def test_a_mode_of_the_user_sees_nothing_of_it() -> None:
+    seen: list[Any] = []
+
+    class Sees(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    parameter = with_narrow()
+    with Sees():
+        found = parameter.grad
+    assert torch.equal(found, WIDE)  # type: ignore[arg-type]
+    assert seen in ([], [Tensor.grad.__get__])  # type: ignore[attr-defined]
+
+
+def test_it_can_be_replaced_and_removed() -> None:
+    for change in (lambda p: setattr(p, "grad", None), lambda p: delattr(p, "grad"), drop):
+        parameter = with_narrow(Mine)
+        change(parameter)
+        assert parameter.grad is None
+        assert type(parameter) is Mine
+    parameter = with_narrow()
+    parameter.grad = other = torch.ones(3, 4)
+    drop(parameter)
+    assert parameter.grad is other, "only a narrow gradient is dropped"
+    assert not looks
+
+
+def test_once_it_was_used_it_is_clipped_and_widened_before_it_is_used_again() -> None:
+    parameter = with_narrow()
+    widen_if_used(parameter)
+    assert not looks
+    use(parameter, lambda gradient: gradient.mul_(0.5))
+    assert not looks
+    widen_if_used(parameter)
+    assert looks == [1]
+    use(parameter, lambda gradient: gradient.mul_(0.1))  # the update clips this one itself
+    assert torch.equal(parameter.grad, WIDE * 0.5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("came", [torch.bfloat16, torch.float16])
@@ -118,92 +180,146 @@ def test_the_norm_has_the_bits_of_the_widened_one(came: torch.dtype) -> None:
         value = torch.randn(shape).to(came)
         if value.ndim == 4:
             value = value.to(memory_format=torch.channels_last)
-        found = narrow(value, torch.float32, looked_at=lambda: looks.append(1))
-        looks.clear()
-        assert torch.equal(norms.of(found), torch.linalg.vector_norm(value.float()))
-        assert not looks
-        assert torch.equal(norms.of(value.float()), torch.linalg.vector_norm(value.float()))
+        plain = torch.linalg.vector_norm(value.float())
+        assert torch.equal(norms.of(value, torch.float32), plain)
+        assert torch.equal(norms.of(value.float(), torch.float32), plain)
 
 
 # ---------------------------------------------------------------------- in training
 
 
 class Looks(Module):
-    """A module that looks at its gradients after each step, where no hook of Lightning's says that somebody will."""
+    """A module that looks at its gradients in training_step, before they are set to None: no hook says that it will.
 
-    def __init__(self, look: Callable[[nn.Parameter], Any], *, zero: bool = True) -> None:
+    Args:
+        look: is given the host's parameters, or those of the step.
+        hosts: which of both.
+    """
+
+    def __init__(self, look: Callable[[nn.Parameter], Any], *, hosts: bool = True) -> None:
         super().__init__(Stack())
         self.look = look
-        self.zero = zero
         self.found: list[Any] = []
+        self.hosts = hosts
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.found.append([self.look(parameter) for parameter in self.parameters()])
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (group,) = self.trainer.optimizers[0].param_groups
+        parameters = group["params"] if self.hosts else list(self.parameters())
+        self.found.append([self.look(parameter) for parameter in parameters])
+        return super().training_step(batch, batch_idx)
 
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        if self.zero:
-            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
 
-
-def trained(strategy: Any, look: Callable[[nn.Parameter], Any], *, zero: bool = True, **options: Any) -> Any:
-    return fit(fused(lambda: Looks(look, zero=zero)), vectors(4), strategy, recorded="losses", **MIXED, **options)
+def trained(strategy: Any, make: Callable[[], Module], **options: Any) -> Any:
+    torch.manual_seed(0)
+    module = fused(make)()
+    trainer_for(strategy, **(options if "plugins" in options else {**MIXED, **options})).fit(module, loader(vectors(4)))
+    return module
 
 
 def value(parameter: nn.Parameter) -> Tensor | None:
     return None if parameter.grad is None else parameter.grad.clone()
 
 
-@pytest.mark.parametrize(
-    "clip", [{}, {"gradient_clip_val": 1e-3}, {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"}]
-)
-@pytest.mark.parametrize("zero", [True, False])
-def test_gradients_after_a_step_are_plains(zero: bool, clip: dict[str, Any]) -> None:
-    """Clipped, if the step clips; and added to the next ones if nobody sets them to None."""
-    plain = trained("auto", value, zero=zero, **clip)
+CLIPS = {
+    "": {},
+    "by norm": {"gradient_clip_val": 1e-3},
+    "by value": {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"},
+}
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("hosts", [True, False])
+def test_gradients_after_a_step_are_plains(hosts: bool, clip: str) -> None:
+    """Clipped, if the step clips."""
+    plain = trained("auto", lambda: Looks(value, hosts=hosts), **CLIPS[clip])
     with simulated():
-        ours = trained(overlapping("forward"), value, zero=zero, **clip)
-    assert_equal(ours.module.found, plain.module.found, "gradients")
-    assert_same(ours, plain)
+        ours = trained(overlapping("forward"), lambda: Looks(value, hosts=hosts), **CLIPS[clip])
+    assert_equal(ours.found, plain.found, "gradients")
+    assert_equal(dict(ours.state_dict()), dict(plain.state_dict()), "weights")
 
 
 def kind(parameter: nn.Parameter) -> str:
-    return type(parameter.grad).__name__
+    return type(stored(parameter)).__name__
+
+
+def narrow_ones(make: Callable[[], Module], **options: Any) -> list[int]:
+    """How many gradients were narrow, by step."""
+    found = trained(overlapping("forward"), make, **options).found
+    return [each.count("NarrowGradient") for each in found]
 
 
 def test_they_stay_as_they_came_until_somebody_has_looked() -> None:
     """From then on they are widened as they come: otherwise each would take memory twice."""
-    found = trained(overlapping("forward"), kind).module.found
-    narrow_ones = [each.count("NarrowGradient") for each in found]
-    assert narrow_ones[0] > 10
-    assert narrow_ones == [narrow_ones[0]] * 4, "the type is no value"
+    first, *others = narrow_ones(lambda: Looks(kind))
+    assert first == 0, "nothing has come yet"
+    assert others == [max(others)] * 3
+    assert others[0] > 10
 
-    def looks_once(parameter: nn.Parameter) -> str:
+    def looks_then(parameter: nn.Parameter) -> str:
         before = kind(parameter)
-        assert parameter.grad is not None
-        assert parameter.grad.isfinite().all()
+        assert parameter.grad is None or parameter.grad.isfinite().all()
         return before
 
-    found = trained(overlapping("forward"), looks_once).module.found
-    assert [each.count("NarrowGradient") for each in found] == [narrow_ones[0], 0, 0, 0]
+    assert narrow_ones(lambda: Looks(looks_then)) == [0, others[0], 0, 0]
 
 
-def test_a_gradient_that_somebody_keeps_has_its_values_later() -> None:
-    kept: list[Tensor] = []
-
-    def keep(parameter: nn.Parameter) -> None:
-        assert parameter.grad is not None
-        kept.append(parameter.grad)
-
-    trained(overlapping("forward"), keep)
-    ours = [each.clone() for each in kept]
-    kept.clear()
-    trained("auto", keep)
-    assert_equal(ours, kept, "kept gradients")
+def test_those_of_the_last_step_are_plain_tensors_after_the_run() -> None:
+    module = trained(overlapping("forward"), lambda: Looks(kind))
+    assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
+    assert all(kind(parameter) == "Tensor" for parameter in module.parameters())
 
 
-@pytest.mark.parametrize("option", ["hook", "accumulated", "16-mixed", "off"])
+def test_zero_grad_does_not_widen_them_and_nothing_of_it_is_left() -> None:
+    module = trained(overlapping("forward"), lambda: Looks(kind))
+    assert "zero_grad" not in vars(module.trainer.optimizers[0])
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is NarrowGradient]
+
+
+class SkipsZero(Looks):
+    """Gradients are set to None in every second batch alone."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
+class StepsTwice(Looks):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        optimizer.step()
+
+
+class SkipsLayers(Looks):
+    """Some layers get no gradient in every second batch, and keep those of the batch before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx % 2 == 0:
+            return super().training_step(batch, batch_idx)
+        return self.net.head(self.net.stem(batch)).square().mean()
+
+    def zero_grad(self, *_: Any) -> None: ...
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("make", [SkipsZero, StepsTwice, SkipsLayers])
+def test_a_gradient_that_is_used_twice_is_clipped_as_plains(
+    make: type[Looks], clip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With such hooks none is kept; here they are kept all the same, as if a hook could not be seen."""
+    monkeypatch.setattr("sp_lightning.trainer.optimizer_steps.nobody_sees_gradients", lambda trainer: True)
+    plain = trained("auto", lambda: make(kind), **CLIPS[clip])
+    ours = trained(overlapping("forward"), lambda: make(kind), **CLIPS[clip])
+    assert_equal(dict(ours.state_dict()), dict(plain.state_dict()), "weights")
+
+
+@pytest.mark.parametrize("option", ["hook", "end", "accumulated", "16-mixed", "off"])
 def test_they_are_widened_as_they_come_where_that_saves_nothing(option: str) -> None:
-    """Where user code sees them before the step, where they are added up, and where a scaler divides them."""
+    """Where a hook may see them, where they are added up, and where a scaler divides them."""
     options: dict[str, Any] = {} if option == "16-mixed" else MIXED
     if option == "16-mixed":
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
@@ -212,11 +328,22 @@ def test_they_are_widened_as_they_come_where_that_saves_nothing(option: str) -> 
         options = {**MIXED, "accumulate_grad_batches": 2}
 
     class Sees(Looks):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.found.append([kind(parameter) for parameter in self.parameters()])
+        def on_train_batch_end(self, *_: Any) -> None: ...
 
-    strategy = overlapping("off" if option == "off" else "forward")
-    found = fit(
-        fused(lambda: (Sees if option == "hook" else Looks)(kind)), vectors(4), strategy, recorded="losses", **options
-    ).module.found
-    assert {each for kinds in found for each in kinds} == {"Tensor"}
+    class AtTheEnd(Looks):
+        def on_train_end(self) -> None: ...
+
+    make = {"hook": Sees, "end": AtTheEnd}.get(option, Looks)
+    found = trained(overlapping("off" if option == "off" else "forward"), lambda: make(kind), **options).found
+    assert {each for kinds in found for each in kinds} <= {"Tensor", "NoneType"}
+
+
+def test_what_is_kept_by_hand_and_widened_is_plains() -> None:
+    """A whole run of which a part is looked at, with everything that is left behind."""
+    options: dict[str, Any] = {"recorded": "losses", "gradient_clip_val": 1e-3, **MIXED}
+    ours = fit(fused(lambda: Looks(value)), vectors(4), overlapping("forward"), **options)
+    assert_same(ours, fit(fused(lambda: Looks(value)), vectors(4), **options))
+    parameter = with_narrow()
+    widen(parameter)
+    widen(parameter)
+    assert torch.equal(parameter.grad, WIDE)  # type: ignore[arg-type]
