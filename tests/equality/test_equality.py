@@ -10,6 +10,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from sp_lightning.activations.offload import Offload
+from sp_lightning.optim.pieces import InPieces
+from sp_lightning.weights import gradients
 from tests.equality.cases import CASES
 from tests.equality.training import ours, plain
 from tests.equality.variants import VARIANTS, Variant, pairs
@@ -28,6 +30,12 @@ pytestmark = [
     # peft warns that these adapters cannot be merged: nobody told it how to quantise again.
     pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of these models would fit into one piece of an update."""
+    monkeypatch.setattr("sp_lightning.optim.pieces.piece_size", lambda threads: 512)
 
 
 @pytest.mark.parametrize(("name", "variant_name"), PAIRS)
@@ -74,6 +82,30 @@ def test_the_comparison_can_fail() -> None:
     outcome.state[name].view(-1)[3] += 1e-7
     with pytest.raises(AssertionError, match=name):
         assert_same(outcome, reference)
+
+
+@pytest.mark.parametrize("variant_name", [name for name in VARIANTS if name.startswith("one pass")])
+def test_the_variants_of_one_pass_have_narrow_gradients_and_pieces(
+    variant_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    cut: list[int] = []
+    keep, step = gradients.keep_narrow, InPieces._step_in_pieces
+
+    def note_kept(parameter: Any, *more: Any) -> None:
+        kept.append(parameter.numel())
+        keep(parameter, *more)
+
+    def note_cut(self: InPieces, *more: Any) -> None:
+        cut.append(1)
+        step(self, *more)
+
+    monkeypatch.setattr(gradients, "keep_narrow", note_kept)
+    monkeypatch.setattr(InPieces, "_step_in_pieces", note_cut)
+    ours(CASES["llama-dropout"], VARIANTS[variant_name])
+    assert kept
+    assert max(kept) > 512
+    assert cut
 
 
 def test_the_comparison_of_offloaded_activations_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

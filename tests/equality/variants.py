@@ -245,11 +245,29 @@ def updates_in_every_precision() -> Iterator[Variant]:
         )  # fmt: skip
 
 
+def one_pass() -> Iterator[Variant]:
+    """Updates that take gradients as they came: no hook may look at them, so that nothing is noted."""
+    clips: dict[str, dict[str, Any]] = {
+        "": {},
+        ", clipped by norm": {"gradient_clip_val": 0.05},
+        ", clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    }
+    some = frozenset({"stack", "llama-dropout", "conditional", "reused", "frozen", "gpt2-tied", "lora-checkpoint"})
+    memories: tuple[Memory, ...] = ("plain", "simulated")
+    for memory, (mode, clip) in product(memories, (*product(["forward"], clips), ("backward", ""))):
+        yield Variant(
+            f"one pass under {mode}{clip}{', simulated' if memory == 'simulated' else ''}",
+            "gradients that are widened, clipped, used and cast piece by piece are those of the three walks",
+            {"k": 1, "optimizer_overlap": mode}, {"precision": "bf16-mixed", "max_epochs": 2, **clips[clip]}, memory,
+            "nothing", some, frozenset({"stack"}) if memory == "plain" else frozenset({"conditional"}),
+        )  # fmt: skip
+
+
 VARIANTS: dict[str, Variant] = {
     variant.name: variant
     for family in (
         windows(), precisions(), accumulation(), asynchronous(), activations(), updates(), early_updates(),
-        updates_in_every_precision(),
+        updates_in_every_precision(), one_pass(),
     )
     for variant in family
 }  # fmt: skip
