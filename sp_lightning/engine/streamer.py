@@ -350,8 +350,7 @@ class Streamer:
             self.activations.offload.close()
             self._residents.close()
             for layer in self._layers:
-                layer.parameters.close()
-            self._gradients.close(self._layers)
+                layer.close()
             self._exchange.close()
             for layer in self._layers:
                 layer.block.unpin()

@@ -8,83 +8,26 @@ gradients are complete, which are then freed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from sp_lightning.device.device import Device
 from sp_lightning.device.torch_private import accumulation_hooks, run_first_after_step, tree_map
 from sp_lightning.device.waits import Stream
-from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.optim.pieces import Clip, InPieces
 from sp_lightning.optim.separable import is_separable
+from sp_lightning.optim.updatable import OnHost, OptimizerState, Updatable
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import Norms, as_it_came, drop, stored, use, widen_if_used
 
 Measured = dict[nn.Parameter, tuple[Tensor, int, Tensor]]
 """For each parameter the gradient that was measured, its version then, and its norm."""
-
-
-class Updatable(Protocol):
-    """The engine as a step that is taken apart sees it: which layers there are, and when each may be updated."""
-
-    device: Device
-    updates: BackgroundUpdates
-    on_complete: Callable[[StreamedLayer], None] | None
-    """Called in the backward that was announced, for each layer whose gradients are all in ``param.grad``."""
-
-    def layer_of(self, parameter: nn.Parameter) -> StreamedLayer | None:
-        """The layer of a host parameter; None if the parameter is not one of the module's."""
-
-    def order(self) -> Iterator[StreamedLayer]:
-        """All layers, in the order in which the next forward needs them."""
-
-    def before(self, *, deferred: bool) -> None:
-        """Called before the step writes host weights; returns once nothing reads them any more."""
-
-    def before_early(self, layer: StreamedLayer) -> None:
-        """Called before a layer is updated in the middle of backward."""
-
-    def casts(self, layer: StreamedLayer) -> Mapping[int, Tensor]:
-        """Called in the background before a layer's update. Returns, by ``id``, where it may put parameters' casts."""
-
-    def after(self, layer: StreamedLayer, updated: Collection[int]) -> None:
-        """Called in the background after the update of these of a layer's parameters, and of their casts."""
-
-    def keep_narrow(self, keep: bool) -> None:
-        """Sets whether gradients keep the dtype in which they come until somebody reads them."""
-
-    def over(self) -> None:
-        """Called when the step has submitted all updates."""
-
-    def release_gradients(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> None:
-        """Called when nobody needs the gradients of these parameters of a layer any more."""
-
-
-class OptimizerState(Protocol):
-    """The place of the optimizer's state between updates. The one implementation leaves it on the host, as torch makes it."""
-
-    def bring(self, layer: StreamedLayer, optimizer: Optimizer) -> None:
-        """Called in the background before a layer's update; returns once the layer's state is in host memory."""
-
-    def put(self, layer: StreamedLayer, optimizer: Optimizer) -> None:
-        """Called in the background after a layer's update, when its state may leave host memory."""
-
-
-class OnHost:
-    """State that stays on the host."""
-
-    def bring(self, layer: StreamedLayer, optimizer: Optimizer) -> None:
-        """The state is on the host already."""
-
-    def put(self, layer: StreamedLayer, optimizer: Optimizer) -> None:
-        """The state stays on the host."""
 
 
 class LayerwiseStep:
@@ -145,8 +88,7 @@ class LayerwiseStep:
     @contextmanager
     def deferring(self) -> Iterator[None]:
         """A context in which ``optimizer.step`` submits the updates instead of running them."""
-        optimizer, step = self._optimizer, self._optimizer.step
-        replaced = vars(optimizer).get("step")  # a learning rate scheduler replaces the method, to count its calls
+        step = self._optimizer.step
 
         def deferred(closure: Callable[[], Any] | None = None) -> Any:
             self._known = None
@@ -159,38 +101,25 @@ class LayerwiseStep:
                 return result
 
             # This hook runs before the user's own hooks after the step, which are to find the groups.
-            restore = optimizer.register_step_post_hook(lambda *_: self._give_back_groups())
-            run_first_after_step(optimizer, restore)
+            restore = self._optimizer.register_step_post_hook(lambda *_: self._give_back_groups())
+            run_first_after_step(self._optimizer, restore)
             try:
                 return step(closed)
             finally:
                 restore.remove()
                 self._give_back_groups()
 
-        def zero_grad(set_to_none: bool = True) -> None:
-            if set_to_none:
-                for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-                    drop(parameter)  # the user's method asks for the gradient first, which would be widened for that
-            users_zero_grad(set_to_none=set_to_none)
-
-        users_zero_grad, replaced_zero_grad = optimizer.zero_grad, vars(optimizer).get("zero_grad")
-        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-        optimizer.step = deferred  # type: ignore[method-assign]
         self._engine.on_complete = self._measure_layer if self._measure and not self._early else None
         self._engine.keep_narrow(self._narrow)
         try:
-            yield
+            with _method(self._optimizer, "step", deferred), _zeroing_narrow(self._optimizer):
+                yield
         finally:
             self._engine.on_complete = None
             self._engine.keep_narrow(False)
             self._measured, self._norms = {}, Norms()
             self._armed = None
             self._clip_at_once()
-            for name, before in (("step", replaced), ("zero_grad", replaced_zero_grad)):
-                if before is None:
-                    delattr(optimizer, name)
-                else:
-                    setattr(optimizer, name, before)
 
     # ------------------------------------------------------------------ clipping
 
@@ -366,6 +295,33 @@ class LayerwiseStep:
             for parameter in [p for group in self._optimizer.param_groups for p in group["params"] if p in state]:
                 if parameter not in known:
                     state[parameter] = state.pop(parameter)
+
+
+@contextmanager
+def _method(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """While this is active the optimizer has another method. Schedulers replace methods, too, to count calls."""
+    replaced = vars(optimizer).get(name)
+    setattr(optimizer, name, method)
+    try:
+        yield
+    finally:
+        if replaced is None:
+            delattr(optimizer, name)
+        else:
+            setattr(optimizer, name, replaced)
+
+
+def _zeroing_narrow(optimizer: Optimizer) -> AbstractContextManager[None]:
+    """While this is active ``zero_grad`` drops narrow gradients. torch's asks for each first, which would widen it."""
+    users = optimizer.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        if set_to_none:
+            for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+                drop(parameter)
+        users(set_to_none=set_to_none)
+
+    return _method(optimizer, "zero_grad", zero_grad)
 
 
 def _clip_each(clip: Clip | None, parameters: Sequence[nn.Parameter]) -> None:

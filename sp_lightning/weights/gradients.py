@@ -24,7 +24,7 @@ from sp_lightning.device.torch_private import accumulation_hooks, coalesced, spa
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.weights.layer import Kind, StreamedLayer
-from sp_lightning.weights.narrow_gradient import keep_narrow, widen
+from sp_lightning.weights.narrow_gradient import keep_narrow
 
 
 class GradientSink(Protocol):
@@ -316,12 +316,6 @@ class Gradients:
         self._waiting.clear()
         self.compacted.clear()
         self.device_bytes = 0
-
-    def close(self, layers: Sequence[StreamedLayer]) -> None:
-        """Widens the gradients that are narrow still: code that runs after the run need not know of any."""
-        for layer in layers:
-            for parameter in layer.block.parameters:
-                widen(parameter)
 
     def _free(self, drain: _Drain) -> None:
         for gradient in drain.gradients:

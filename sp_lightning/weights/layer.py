@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block import HostBlock
+from sp_lightning.weights.narrow_gradient import widen
 
 if TYPE_CHECKING:
     from sp_lightning.weights.casts import WireFormat
@@ -106,6 +107,12 @@ class StreamedLayer:
     def outdated(self) -> bool:
         """Whether the host's weights were written since the layer was fetched, as far as versions show it."""
         return self.parameters.stale or (self.casts is not None and not self.casts.current)
+
+    def close(self) -> None:
+        """The run is over: drops the device parameters, and widens gradients, so that code after it need not know of any."""
+        self.parameters.close()
+        for parameter in self.block.parameters:
+            widen(parameter)
 
     def invalidate(self) -> None:
         """Marks the device's copy as out of date, because the host's weights were or may have been written."""
