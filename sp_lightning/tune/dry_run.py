@@ -370,9 +370,14 @@ def _convolution_backward_flops(
     return 2 * multiplications * sum(bool(wanted) for wanted in mask[:2])
 
 
+_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_ATTENTION_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _FLOPS: dict[Any, Callable[..., int]] = {
     grouped_mm_operator: _grouped_flops,
     torch.ops.aten.convolution_backward: _convolution_backward_flops,
+    # torch 2.10 and 2.11 have a formula for the attention of GPUs, and none for the CPU's, which counts here.
+    _ATTENTION: flop_registry[torch.ops.aten._scaled_dot_product_flash_attention],
+    _ATTENTION_BACKWARD: flop_registry[torch.ops.aten._scaled_dot_product_flash_attention_backward],
 }
 
 

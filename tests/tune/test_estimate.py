@@ -207,3 +207,19 @@ def test_a_product_takes_its_operations_or_the_reading_of_its_weight(rows: int, 
             work = estimate(find_layers(net), run)
     times = [visit.seconds for visit in work.visits(flops=1e6, memory=1e6) if visit.layers]
     assert times == pytest.approx([seconds] * 3, rel=0.05)
+
+
+class Attends(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_attention_is_counted_in_forward_and_backward() -> None:
+    """Two products of length x length x width in forward, five in backward, of which one is made again."""
+    module = nn.Sequential(nn.Linear(8, 8, bias=False), Attends())
+    x = torch.ones(1, 2, 16, 8)
+    with on_paper():
+        work = estimate(find_layers(module, layers=["0"]), lambda: module(x).sum().backward())
+    linear = 2 * 2 * 16 * 8 * 8
+    product = 2 * 2 * 16 * 16 * 8
+    assert sum(cost.flops for cost in work.costs) == 2 * linear + 7 * product
