@@ -370,14 +370,25 @@ def _convolution_backward_flops(
     return 2 * multiplications * sum(bool(wanted) for wanted in mask[:2])
 
 
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    """FLOPs of the CPU's attention, for which torch 2.10 and 2.11 have no formula. Several queries may share a key."""
+    return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward_flops(
+    _gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> int:
+    """Scores are computed again; then come the gradients of query and key, of value and of the scores."""
+    return 2 * query[..., 0].numel() * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
 _ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _ATTENTION_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _FLOPS: dict[Any, Callable[..., int]] = {
     grouped_mm_operator: _grouped_flops,
     torch.ops.aten.convolution_backward: _convolution_backward_flops,
-    # torch 2.10 and 2.11 have a formula for the attention of GPUs, and none for the CPU's, which counts here.
-    _ATTENTION: flop_registry[torch.ops.aten._scaled_dot_product_flash_attention],
-    _ATTENTION_BACKWARD: flop_registry[torch.ops.aten._scaled_dot_product_flash_attention_backward],
+    _ATTENTION: _attention_flops,
+    _ATTENTION_BACKWARD: _attention_backward_flops,
 }
 
 

@@ -210,13 +210,19 @@ def test_a_product_takes_its_operations_or_the_reading_of_its_weight(rows: int, 
 
 
 class Attends(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.scaled_dot_product_attention(x, x, x)
+        key = x[:, : self.heads]
+        return nn.functional.scaled_dot_product_attention(x, key, key, enable_gqa=True)
 
 
-def test_attention_is_counted_in_forward_and_backward() -> None:
+@pytest.mark.parametrize("heads", [2, 1])
+def test_attention_is_counted_in_forward_and_backward(heads: int) -> None:
     """Two products of length x length x width in forward, five in backward, of which one is made again."""
-    module = nn.Sequential(nn.Linear(8, 8, bias=False), Attends())
+    module = nn.Sequential(nn.Linear(8, 8, bias=False), Attends(heads))
     x = torch.ones(1, 2, 16, 8)
     with on_paper():
         work = estimate(find_layers(module, layers=["0"]), lambda: module(x).sum().backward())
