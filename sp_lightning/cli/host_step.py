@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sp_lightning.cli.arguments import Question
 
+_EIGHT_BITS_SECONDS = 21e-9  # per parameter, measured on two cores: tests/results/2026-11-22-updates-cpu.md
 _MOST_OBLONG = 8  # Muon is for the matrices of layers; those of a vocabulary (embeddings, heads) are more oblong
 
 
@@ -60,19 +61,18 @@ def _eight_bits(question: Question, trained: list[nn.Parameter]) -> HostStep:
     """torchao's AdamW8bit, which converts its state in each step: only a measurement tells how long that takes.
 
     Raises:
-        ValueError: torchao is missing, or nobody says how long a step takes.
+        ValueError: torchao is missing.
     """
-    if question.step_seconds is None:
-        raise ValueError(
-            "--optimizer adamw8bit: converting the state takes longer than to read it, on each machine in its own way. Say "
-            "--step-seconds: measure the step of a smaller model, and multiply by the parameters."
-        )
     try:
         from torchao.optim import AdamW8bit
     except ImportError as error:
         raise ValueError("--optimizer adamw8bit needs torchao: pip install torchao") from error
-    why = f"{question.step_seconds:g} s (--step-seconds)"
-    return HostStep("AdamW8bit", (AdamW8bit(trained),), question.step_seconds, why, separable=True)
+    seconds = question.step_seconds
+    why = f"{seconds} s (--step-seconds)"
+    if seconds is None:
+        seconds = _EIGHT_BITS_SECONDS * sum(parameter.numel() for parameter in trained)
+        why = f"{seconds:.3g} s, {1e9 * _EIGHT_BITS_SECONDS:g} ns per parameter as on two CPU cores (--step-seconds)"
+    return HostStep("AdamW8bit", (AdamW8bit(trained),), seconds, why, separable=True)
 
 
 def muon_flops(matrices: Iterable[Tensor]) -> int:

@@ -77,8 +77,14 @@ def _host(estimate: ModelEstimate) -> str:
         parts = f"activations {human_bytes(estimate.offloaded_bytes)}, {parts}"
     return (
         f"host memory {human_bytes(nbytes)}, {nbytes / max(_parameters(estimate), 1):.3g} bytes per parameter: {parts}, "
-        f"optimizer state {human_bytes(ledger.state or 0)}"
+        f"optimizer state {human_bytes(ledger.state or 0)}{_hooks(estimate)}"
     )
+
+
+def _hooks(estimate: ModelEstimate) -> str:
+    """Where more host memory is needed than is said."""
+    waits = estimate.question.overlap == "forward" and estimate.question.precision == "bf16-mixed"
+    return "; a module with hooks between two steps needs what --overlap off says" if waits else ""
 
 
 def _step(estimate: ModelEstimate) -> list[str]:

@@ -27,6 +27,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from sp_lightning.device.torch_private import loads_in_its_own_way, tree_map_only
+from sp_lightning.model.wrapped import parts, rebuild
 from sp_lightning.trainer.compat import base_of, is_a, trainer_of, wraps_another
 
 try:
@@ -118,11 +119,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise
         if mapped and isinstance(checkpoint, dict):
             checkpoint.update(
-                (key, tree_map_only(Tensor, Tensor.clone, value))
+                (key, tree_map_only(Tensor, _in_memory, value))
                 for key, value in checkpoint.items()
                 if key not in _STAY_IN_THE_FILE
             )
         return checkpoint
+
+
+def _in_memory(value: Tensor) -> Tensor:
+    """A copy of a tensor that lies in the file. A wrapped one (torchao's 8-bit states) may not know how to copy itself."""
+    return rebuild(value, (part.clone() for _, part in parts("", value)))
 
 
 def load(path: Any, io: Any, module: pl.LightningModule | None, weights_only: bool | None) -> dict[str, Any]:

@@ -169,10 +169,11 @@ class OptimizerSteps:
         if not names:
             return []
         overlap = self._options.optimizer_overlap
+        off = ' with optimizer_overlap="off"' if self._are_fused_for_overlap() else ""
         why = f', which optimizer_overlap="{overlap}" needs' if self._are_fused_for_overlap() else ""
         return [
             f"{' and '.join(names)} runs fused on the host{why}: results are bitwise those of plain Lightning whose "
-            "optimizer has fused=True and steps on the CPU; fused_optimizer=False leaves it as it is."
+            f"optimizer has fused=True and steps on the CPU; fused_optimizer=False{off} leaves it as it is."
         ]
 
     # ------------------------------------------------------------------ a step

@@ -72,6 +72,8 @@ def _against_layerwise_steps(optimizers: Sequence[Optimizer]) -> str:
         if is_separable(optimizer):
             continue
         if not FusedStep.suits(optimizer):
+            if getattr(optimizer, "bf16_stochastic_round", False):
+                return f"{name}(bf16_stochastic_round=True) draws random numbers in the order of all parameters"
             return (
                 f"{name} is none of torch's Adam, AdamW, SGD and Adagrad, whose fused steps can be taken apart by layers, and "
                 "none of torchao's with a state of few bits"
