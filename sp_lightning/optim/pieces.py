@@ -95,7 +95,9 @@ class InPieces(TorchFunctionMode):
         step(
             [each.weight for each in updates],
             gradients,
-            *([] if None in column else list(column) for column in columns),
+            *(
+                [] if column[0] is None else list(column) for column in columns
+            ),  # a column is there for all, or for none
         )
         for each in updates:
             if each.cast is not None:
