@@ -221,13 +221,19 @@ def writes_arguments(function: Any) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
-# Dispatch modes see operators. The functions that call these two have public names, the operators have not.
+# Dispatch modes see operators. The functions that call these have public names, the operators have not.
 
 to_copy_operator: Any = torch.ops.aten._to_copy
 """The operator of ``tensor.to`` where that copies."""
 
 grouped_mm_operator: Any = torch.ops.aten._grouped_mm
 """The operator of ``torch.nn.functional.grouped_mm``: products of several matrices at once."""
+
+cpu_attention_operator: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""The operator of ``scaled_dot_product_attention`` on the CPU: its first arguments are query, key and value."""
+
+cpu_attention_backward_operator: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+"""Its backward: before the same three comes the gradient of its result."""
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

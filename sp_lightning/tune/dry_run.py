@@ -19,13 +19,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import flop_registry
 
 from sp_lightning.activations.offload import count_once, is_small
 from sp_lightning.device.torch_private import (
     FakeTensorMode,
     TorchDispatchMode,
-    grouped_mm_operator,
     modules_converted_without_swaps,
     storage_id,
     to_copy_operator,
@@ -35,6 +33,7 @@ from sp_lightning.device.torch_private import (
 from sp_lightning.model.found import Found
 from sp_lightning.plan.activation_policy import EXEMPT, Call, Mode, peak_bytes
 from sp_lightning.plan.units import human_bytes
+from sp_lightning.tune.flops import formula
 from sp_lightning.tune.visits import Visit
 
 
@@ -339,7 +338,7 @@ class _Trial(TorchDispatchMode):
                 layer = self._layer_of(tensor)
                 if layer is not None and layer >= 0:
                     self.now.needs[layer] = None
-        flops = _FLOPS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
+        flops = formula(func.overloadpacket)
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
         if flops is not None:
             self.now.flops += flops(*args, **kwargs, out_val=result)
@@ -353,43 +352,6 @@ class _Trial(TorchDispatchMode):
 
     def _layer_of(self, tensor: Tensor) -> int | None:
         return self._weights.get(storage_id(tensor.untyped_storage()))
-
-
-def _grouped_flops(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
-    """FLOPs of several experts at once, which share out rows of ``a``, columns of ``b`` or what is summed over."""
-    experts_share_nothing = a.ndim == 3 and b.ndim == 3
-    return 2 * a.numel() * b.shape[-1] if a.ndim == 2 or experts_share_nothing else 2 * a[0].numel() * b.shape[-1]
-
-
-def _convolution_backward_flops(
-    gradient: Tensor, x: Tensor, weight: Tensor, _bias: Any, _stride: Any, _padding: Any, _dilation: Any, transposed: bool,
-    _output_padding: Any, _groups: int, mask: Any, **kwargs: Any,
-) -> int:  # fmt: skip
-    """Counts a forward for each gradient that is wanted. torch's own formula ignores the groups."""
-    multiplications = weight[0].numel() * (x if transposed else gradient).numel()
-    return 2 * multiplications * sum(bool(wanted) for wanted in mask[:2])
-
-
-def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
-    """FLOPs of the CPU's attention, for which torch 2.10 and 2.11 have no formula. Several queries may share a key."""
-    return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-
-
-def _attention_backward_flops(
-    _gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-) -> int:
-    """Scores are computed again; then come the gradients of query and key, of value and of the scores."""
-    return 2 * query[..., 0].numel() * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
-
-
-_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_ATTENTION_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_FLOPS: dict[Any, Callable[..., int]] = {
-    grouped_mm_operator: _grouped_flops,
-    torch.ops.aten.convolution_backward: _convolution_backward_flops,
-    _ATTENTION: _attention_flops,
-    _ATTENTION_BACKWARD: _attention_backward_flops,
-}
 
 
 class _Fused(TorchFunctionMode):

@@ -103,7 +103,7 @@ FORWARD = """
     fetch 0, fetch 1, use 0, forward 0, release 0, fetch 2, use 1, forward 1, release 1, use 2, forward 2, release 2
 """
 BACKWARD = """
-    use 2, drain 2, release 2, fetch 0, use 1, drain 1, release 1, use 0, drain 0, release 0, apply 2, apply 1, apply 0
+    use 2, drain 2, release 2, fetch 0, use 1, drain 1, release 1, use 0, drain 0, apply 2, release 0, apply 1, apply 0
 """
 
 # With k = 1 and k' = 1 there are two slots for three layers. The last two are still there when backward begins; the
@@ -139,7 +139,7 @@ SEQUENCES: dict[str, tuple[type[nn.Module], Run, str]] = {
         train,
         """
         fetch 0, fetch 1, use 0, release 0, use 1, fetch 2, release 1, use 2,
-        drain 2, release 2, use 1, fetch 0, drain 1, release 1, use 0, drain 0, release 0, apply 2, apply 1, apply 0
+        drain 2, release 2, use 1, fetch 0, drain 1, release 1, use 0, drain 0, apply 2, release 0, apply 1, apply 0
         """,
     ),
     # What had arrived before the failure is applied, as plain autograd has it in .grad by then.
