@@ -1,7 +1,7 @@
 """Store: memory on the host. The authoritative copy of all weights is here.
 
-``block`` holds one layer's weights in one flat, pinned block, whose views are the user's parameters, and the memory that the
-layer's gradients arrive in. ``host_ring`` is the pinned memory that offloaded activations use again and again.
+``block`` holds one layer's weights in one flat, pinned block, whose views are the user's parameters. ``gradient_memory`` is
+what the layer's gradients arrive in. ``host_ring`` is the pinned memory that offloaded activations use again and again.
 
 The model's parameters come in and are absorbed layer by layer. Flat bytes that a transfer reads or writes go out. The wing
 may import ``plan``, ``model`` and ``device``.
