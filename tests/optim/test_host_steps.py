@@ -96,6 +96,9 @@ def test_plan_counts_other_optimizers_than_adamw(capsys: pytest.CaptureFixture[s
     assert "% of the time is waited for updates" in said
 
 
+@pytest.mark.rest(
+    "four answers about a model of billions of parameters; test_separable counts small states in the first tier"
+)
 def test_plan_counts_eight_bits_of_state(capsys: pytest.CaptureFixture[str]) -> None:
     """Real layers' sizes: what is small stays float32, and so may be half of a small model."""
     asked = ["plan", "examples/shapes/llama-3-8b.json", "--k", "1", "--k-prime", "1", "--json"]

@@ -307,7 +307,7 @@ class SkipsLayers(Looks):
 
 
 @pytest.mark.parametrize("clip", first(CLIPS, "by norm", why="the norm is what could be that of other values"))
-@pytest.mark.parametrize("make", [SkipsZero, StepsTwice, SkipsLayers])
+@pytest.mark.parametrize("make", first([SkipsZero, StepsTwice, SkipsLayers], SkipsLayers, why="it does what they do"))
 def test_a_gradient_that_is_used_twice_is_clipped_as_plains(
     make: type[Looks], clip: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
