@@ -122,7 +122,7 @@ def test_training_is_measured_and_equal(tmp_path: Path, capsys: pytest.CaptureFi
         assert len(plain["optimizer_seconds"]) == 3
 
 
-@pytest.mark.rest("processes that measure for seconds")
+@pytest.mark.long("processes that measure for half a minute; the second tier has training's")
 def test_prediction_is_measured_and_equal(tmp_path: Path) -> None:
     out = str(tmp_path / "rows.jsonl")
     plain, ours, other = predict.main([*SHORT, "--contestants", "plain", "superpipeline", "accelerate", "--out", out])
@@ -130,7 +130,7 @@ def test_prediction_is_measured_and_equal(tmp_path: Path) -> None:
     assert other["status"] == "missing" or other["losses"] == plain["losses"]
 
 
-@pytest.mark.rest("processes that measure for seconds")
+@pytest.mark.long("processes that measure for seconds; the second tier has training's")
 def test_ways_of_activations_are_measured_and_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As on the command line, but in this process: fourteen would take a minute to start.
     monkeypatch.setattr(contest, "wait", lambda command, *_: measure.main(command[3:]))

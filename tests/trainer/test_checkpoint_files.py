@@ -492,7 +492,7 @@ def limited(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
     "how",
     ["checkpoint", "safetensors", "mapped", "from_pretrained", "save"],
 )
-@pytest.mark.rest("a subprocess that imports torch")
+@pytest.mark.long("five processes that import torch and fill memory")
 def test_the_model_is_there_once(how: str, models: Path) -> None:
     """While it is loaded, set up, run and saved. On this host the two slots are host memory, too."""
     ran = limited(models, how)
