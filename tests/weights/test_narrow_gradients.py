@@ -306,6 +306,23 @@ class SkipsLayers(Looks):
             optimizer.zero_grad()
 
 
+class ClipsSometimes(SkipsLayers):
+    """Gradients that an earlier step has clipped are used by a step that does not clip."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.trainer.gradient_clip_val = 1e-3 if batch_idx % 2 == 0 else None
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_gradient_that_was_clipped_is_used_clipped_by_a_step_that_does_not_clip(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sp_lightning.trainer.optimizer_steps.nobody_sees_gradients", lambda trainer: True)
+    plain = trained("auto", lambda: ClipsSometimes(kind), gradient_clip_val=1e-3)
+    ours = trained(overlapping("forward"), lambda: ClipsSometimes(kind), gradient_clip_val=1e-3)
+    assert_equal(dict(ours.state_dict()), dict(plain.state_dict()), "weights")
+
+
 @pytest.mark.parametrize("clip", first(CLIPS, "by norm", why="the norm is what could be that of other values"))
 @pytest.mark.parametrize("make", first([SkipsZero, StepsTwice, SkipsLayers], SkipsLayers, why="it does what they do"))
 def test_a_gradient_that_is_used_twice_is_clipped_as_plains(
