@@ -67,12 +67,13 @@ def _eight_bits(question: Question, trained: list[nn.Parameter]) -> HostStep:
         from torchao.optim import AdamW8bit
     except ImportError as error:
         raise ValueError("--optimizer adamw8bit needs torchao: pip install torchao") from error
-    seconds = question.step_seconds
-    why = f"{seconds} s (--step-seconds)"
+    seconds, said = question.step_seconds, ""
     if seconds is None:
         seconds = _EIGHT_BITS_SECONDS * sum(parameter.numel() for parameter in trained)
-        why = f"{seconds:.3g} s, {1e9 * _EIGHT_BITS_SECONDS:g} ns per parameter as on two CPU cores (--step-seconds)"
-    return HostStep("AdamW8bit", (AdamW8bit(trained),), seconds, why, separable=True)
+        said = f", {1e9 * _EIGHT_BITS_SECONDS:g} ns per parameter as on two CPU cores"
+    return HostStep(
+        "AdamW8bit", (AdamW8bit(trained),), seconds, f"{seconds:.3g} s{said} (--step-seconds)", separable=True
+    )
 
 
 def muon_flops(matrices: Iterable[Tensor]) -> int:

@@ -83,8 +83,9 @@ def _host(estimate: ModelEstimate) -> str:
 
 def _hooks(estimate: ModelEstimate) -> str:
     """Where more host memory is needed than is said."""
-    waits = estimate.question.overlap == "forward" and estimate.question.precision == "bf16-mixed"
-    return "; a module with hooks between two steps needs what --overlap off says" if waits else ""
+    fused = estimate.step is not None and estimate.step.seconds is None
+    narrow = fused and estimate.overlap == "forward" and estimate.question.precision == "bf16-mixed"
+    return "; a module with hooks between two steps needs what --overlap off says" if narrow else ""
 
 
 def _step(estimate: ModelEstimate) -> list[str]:

@@ -20,18 +20,18 @@ from torch.optim import Optimizer
 
 from sp_lightning.device.torch_private import accumulation_hooks, run_first_after_step, tree_map
 from sp_lightning.device.waits import Stream
-from sp_lightning.optim.pieces import Clip, InPieces
+from sp_lightning.optim.pieces import InPieces
 from sp_lightning.optim.separable import is_separable
 from sp_lightning.optim.updatable import OnHost, OptimizerState, Updatable
 from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.narrow_gradient import Norms, as_it_came, drop, stored, use, widen_if_used
+from sp_lightning.weights.narrow_gradient import Clip, Norms, as_it_came, drop, stored, use, widen_if_used
 
 Measured = dict[nn.Parameter, tuple[Tensor, int, Tensor]]
 """For each parameter the gradient that was measured, its version then, and its norm."""
 
 
 class LayerwiseStep:
-    """Runs the steps of one fused optimizer layer by layer.
+    """Runs the steps of one optimizer layer by layer: a fused one, or one that is separable.
 
     torch's fused kernels treat each tensor by itself and give the same bits on any number of threads, so it does not
     matter where and when a layer is updated. A step that cannot be taken apart (sparse gradients, a group that is not
@@ -63,14 +63,14 @@ class LayerwiseStep:
         self._state = state or OnHost()
         self._early = early
         self._measure = measure
-        self._narrow = narrow and not is_separable(optimizer)  # a step that is not fused reads whole gradients
+        self._separable = is_separable(optimizer)
+        self._narrow = narrow and not self._separable  # a step that is not fused reads whole gradients
         self._clip: Clip | None = None
         self._measured: Measured = {}
         self._norms = Norms()  # the background's
         self._armed: dict[StreamedLayer, list[dict[str, Any]]] | None = None
         self._begun: set[StreamedLayer] = set()  # layers whose updates began during backward
         self._class = type(optimizer)
-        self._separable = is_separable(optimizer)
         self._groups = self._none = list[dict[str, Any]]()  # the user's groups while the optimizer has none
         self._known: set[nn.Parameter] | None = None  # the parameters that had state before this step
 

@@ -19,10 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sp_lightning.device.torch_private import FUSED_STEPS, second_level_cache
-from sp_lightning.weights.narrow_gradient import NarrowGradient, as_it_came
-
-Clip = Callable[[Tensor], Any]
-"""Clips a gradient, or a part of one, in place."""
+from sp_lightning.weights.narrow_gradient import Clip, NarrowGradient, as_it_came
 
 
 class InPieces(TorchFunctionMode):

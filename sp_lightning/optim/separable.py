@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-SEPARABLE = frozenset(
-    ("torchao.optim.adam", name)
-    for name in ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8")
-)  # fmt: skip
+from sp_lightning.plan.ledger import FEW_BITS
 
 
 def is_separable(optimizer: Any) -> bool:
@@ -22,4 +19,4 @@ def is_separable(optimizer: Any) -> bool:
     """
     kind = type(optimizer)
     rounds = getattr(optimizer, "bf16_stochastic_round", False)
-    return (kind.__module__, kind.__qualname__) in SEPARABLE and not rounds
+    return (kind.__module__, kind.__qualname__) in FEW_BITS and not rounds

@@ -193,7 +193,7 @@ def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
     total = 0
     for optimizer in optimizers:
         count = _TENSORS.get(type(optimizer))
-        bits = _BITS.get((type(optimizer).__module__, type(optimizer).__qualname__))
+        bits = FEW_BITS.get((type(optimizer).__module__, type(optimizer).__qualname__))
         if bits is not None:
             total += sum(
                 _few_bits(p, group, optimizer, bits) for group in optimizer.param_groups for p in group["params"]
@@ -224,12 +224,12 @@ def _few_bits(parameter: torch.Tensor, group: dict[str, Any], optimizer: Any, bi
     return (2 + bool(group["amsgrad"])) * each + 4  # and the number of steps
 
 
-# The bits of an element in the state of torchao's optimizers, by module and name, because torchao need not be installed.
-_BITS = {
+FEW_BITS = {
     ("torchao.optim.adam", f"{kind}{suffix}"): bits
     for kind in ("Adam", "AdamW")
     for suffix, bits in (("8bit", 8), ("4bit", 4), ("Fp8", 8))
 }
+"""The bits of an element in the state of torchao's optimizers, by module and name, because torchao need not be installed."""
 
 
 def _adam(group: dict[str, Any]) -> int:

@@ -178,9 +178,8 @@ class Gradients:
         """The layers whose gradient is sparse on the device in this backward, although ``param.grad`` is to be dense."""
         self.keep_narrow = False
         """Whether gradients that come in a lower dtype than their parameter's keep it until somebody reads them."""
-        self._looked_at = (
-            False  # whether somebody has. The next ones would be read, too, and take memory in both dtypes
-        )
+        # Whether somebody has read one. The next ones would be read, too, and take memory in both dtypes.
+        self._looked_at = False
         self.device_bytes = 0
         self.drained_bytes = 0
         self.host_waits = 0
@@ -351,13 +350,12 @@ class Gradients:
                 else:
                     gradient = landing.own.zero_().index_copy_(0, sparse_indices(gradient)[0], sparse_values(gradient))
         parameter, own = landing.parameter, gradient is landing.own
-        if own and gradient.dtype is not parameter.dtype:
-            own = parameter.grad is None and not accumulation_hooks(parameter)
-            if own:
-                keep_narrow(parameter, gradient, self._look)
-                return id(parameter)
-        accumulate(parameter, gradient, own=own)  # (9)
-        return id(landing.parameter)
+        narrow = own and gradient.dtype is not parameter.dtype
+        if narrow and parameter.grad is None and not accumulation_hooks(parameter):
+            keep_narrow(parameter, gradient, self._look)
+        else:
+            accumulate(parameter, gradient, own=own and not narrow)  # (9)
+        return id(parameter)
 
 
 def _each_row_once(gradient: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ _tensor_data: Any = Tensor.data
 _tensor_grad: Any = Tensor.grad
 _lock = threading.RLock()
 Clip = Callable[[Tensor], Any]
+"""Clips a gradient, or a part of one, in place."""
 
 
 class NarrowGradient(Tensor):
@@ -131,7 +132,8 @@ def stored(parameter: nn.Parameter) -> Tensor | None:
 
 def as_it_came(gradient: Tensor) -> Tensor:
     """Returns a gradient in the dtype in which it came: of a narrow one its memory, otherwise the gradient itself."""
-    return gradient.came if type(gradient) is NarrowGradient else gradient
+    found: Tensor = getattr(gradient, "came", gradient)  # in one go: another thread may widen it meanwhile
+    return found
 
 
 def use(parameter: nn.Parameter, clip: Clip | None) -> None:

@@ -13,7 +13,8 @@ from torchao import optim
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.model.wrapped import parts
-from sp_lightning.optim.separable import SEPARABLE, is_separable
+from sp_lightning.optim.separable import is_separable
+from sp_lightning.plan.ledger import FEW_BITS
 from tests.support.models import Module
 from tests.support.overlapping import OVERLAP, overlapping, taken_apart
 from tests.support.runs import loader, trainer_for
@@ -91,7 +92,7 @@ def test_what_draws_random_numbers_is_not_taken_apart() -> None:
     assert not is_separable(optim.AdamW8bit([weight], bf16_stochastic_round=True))
     assert not is_separable(type("Mine", (optim.AdamW8bit,), {})([weight]))
     assert not is_separable(torch.optim.RMSprop([weight]))
-    assert {type(make([weight])).__qualname__ for make in OPTIMIZERS.values()} == {name for _, name in SEPARABLE}
+    assert {type(make([weight])).__qualname__ for make in OPTIMIZERS.values()} == {name for _, name in FEW_BITS}
     strategy = SuperpipelineStrategy(optimizer_overlap="forward")
     module, trainer = Layers("AdamW8bit", bf16_stochastic_round=True), trainer_for(strategy)
     with pytest.raises(ValueError, match=r"bf16_stochastic_round=True\) draws random numbers"):

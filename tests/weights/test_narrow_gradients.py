@@ -15,6 +15,10 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from sp_lightning.device.device import Device
+from sp_lightning.engine.streamer import Streamer
+from sp_lightning.model.find import find_layers
+from sp_lightning.plan.plan import make_plan
 from sp_lightning.weights.narrow_gradient import (
     NarrowGradient,
     Norms,
@@ -184,6 +188,18 @@ def test_the_norm_has_the_bits_of_the_widened_one(came: torch.dtype) -> None:
         plain = torch.linalg.vector_norm(value.float())
         assert torch.equal(norms.of(value, torch.float32), plain)
         assert torch.equal(norms.of(value.float(), torch.float32), plain)
+
+
+def test_an_engine_that_is_closed_leaves_plain_tensors() -> None:
+    """Another one may be built over the same parameters in the middle of a run, and takes their classes for the user's."""
+    net = Stack()
+    found = find_layers(net)
+    streamer = Streamer(net, found, make_plan(found, k=1, k_prime=1), Device(torch.device("cpu")), pin=False)
+    (parameter, *_) = net.parameters()
+    keep_narrow(parameter, torch.ones_like(parameter, dtype=torch.bfloat16), looked_at=lambda: None)
+    streamer.close()
+    assert type(parameter) is nn.Parameter
+    assert kind(parameter) == "Tensor"
 
 
 # ---------------------------------------------------------------------- in training
