@@ -15,6 +15,7 @@ from torch import nn
 
 from sp_lightning.cli.model_with_batch import WANTED, Arguments, ModelWithBatch, count_patches, describe_images
 from sp_lightning.cli.transformers_source import load_transformers
+from sp_lightning.model.without_values import named_tensors
 
 
 def load_model(
@@ -63,6 +64,8 @@ def _load_factory(source: str, uses: int, shape: Sequence[int] | None, whole: bo
     if hasattr(module, "configure_model"):
         configure: Any = module.configure_model
         configure()
+    if any(tensor.is_meta for _, tensor in named_tensors(module)):
+        module.to_empty(device="cpu")  # a run takes its values from a file
     example, items = getattr(module, "example_input_array", None), "its example_input_array"
     if shape is not None:
         example = torch.zeros(*shape, dtype=torch.long if whole else None)

@@ -190,6 +190,11 @@ storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 objects. There is no public way to ask."""
 
 
+exchange_memory: Callable[[Tensor, Tensor], None] = torch._C._swap_tensor_impl
+"""Exchanges all that two tensors are but the Python objects and their attributes, also between devices, which ``p.data = other``
+refuses. The public ``torch.utils.swap_tensors`` refuses tensors with weak references, as the weights of ``nn.LSTM`` have."""
+
+
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements of a tensor certainly share memory, as those of an expanded one do. No public way to ask."""
     return torch._debug_has_internal_overlap(tensor) == 1  # 0: no, 2: too expensive to tell

@@ -10,14 +10,15 @@ from torch import Tensor, nn
 
 from sp_lightning.device.torch_private import FakeTensor, is_traceable_wrapper_subclass
 from sp_lightning.model.found import Parted, join_names
+from sp_lightning.model.without_values import refuse_without_values
 from sp_lightning.model.wrapped import parts
 
 
 def check_values(module: nn.Module) -> None:
-    """Refuses parameters without values.
+    """Refuses parameters and buffers without values.
 
     Raises:
-        ValueError: a parameter is lazy, or on the meta device.
+        ValueError: a parameter is lazy, or something is on the meta device.
     """
     for name, parameter in module.named_parameters():
         if nn.parameter.is_lazy(parameter):
@@ -25,11 +26,7 @@ def check_values(module: nn.Module) -> None:
                 f"Parameter {name!r} has no shape yet (a lazy module). Run one batch through the module before "
                 "fit, or give the module its sizes."
             )
-        if parameter.is_meta:
-            raise ValueError(
-                f"Parameter {name!r} is on the meta device and has no values. Load them first: "
-                "module.to_empty(device='cpu') and load_state_dict, or build the module without the meta device."
-            )
+    refuse_without_values(module)
 
 
 def refuse_cuda_graphs(module: nn.Module) -> None:

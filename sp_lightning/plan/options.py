@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, ParamSpec, cast, get_args
 
 from torch import nn
@@ -80,6 +82,15 @@ def checked_switch(option: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{option} must be True or False, found {value!r}.")
     return value
+
+
+def checked_weights(value: Any) -> Path | None:
+    """The path of a file of weights, or None."""
+    if value is not None and not isinstance(value, (str, PathLike)):
+        raise TypeError(
+            f'weights must be the path of a file or a folder, found {value!r}. For example weights="model".'
+        )
+    return None if value is None else Path(value)
 
 
 def checked_fused(value: Any) -> Fused:

@@ -4,7 +4,8 @@
 ``run`` owns the engine of one run and knows no trainer; ``loops`` says what it does around Lightning's batches, with one
 step each in ``batch`` (repeated where ``retry`` allows it) and in ``optimizer_steps`` (in the background where
 ``update_policy`` allows it). ``user_hooks`` says where user code could write weights. ``callback`` logs and records
-(``recording``). Checkpoints are in ``checkpoint_io`` and ``frozen_weights``.
+(``recording``). Checkpoints are in ``checkpoint_io`` and ``frozen_weights``; ``given_values`` of modules on the meta device
+come from them or from ``weight_files``.
 
 In come a LightningModule, the options of a user (``options``) and the calls of a trainer; out go weights, files and lines
 in the log. This wing may import every wing but ``cli``. Only ``compat`` uses what is private in Lightning, or differs

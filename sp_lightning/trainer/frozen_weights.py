@@ -7,7 +7,7 @@ the first run began. The file holds a digest of each; whoever loads it is told i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -39,11 +39,17 @@ def note_trained(module: nn.Module) -> None:
             _acquired[parameter] = True
 
 
-def note_loaded(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Notes which weights a checkpoint's state is about to give other values than they have."""
+def note_loaded(module: nn.Module, state: Mapping[str, Any], restored: Collection[str] = ()) -> None:
+    """Notes which weights a checkpoint's state is about to give other values than they have.
+
+    Args:
+        module: whose weights they are.
+        state: the state in the checkpoint.
+        restored: names of weights that have no values but those.
+    """
     for name, parameter in _named(module):
         loaded = state.get(name)
-        if isinstance(loaded, Tensor) and not _same(loaded, parameter):
+        if isinstance(loaded, Tensor) and (name in restored or not _same(loaded, parameter)):
             _acquired[parameter] = True
 
 
@@ -101,7 +107,7 @@ def _filled(module: nn.Module, state: Mapping[str, Any], left_out: LeftOut, *, c
                 f"This checkpoint leaves out the frozen weight {name!r} (save_frozen=False), and the module has none of that "
                 "name. Build the module as it was when the checkpoint was written."
             )
-        if digest(_cast(parameters[name], dtype)) != expected:
+        if parameters[name].is_meta or digest(_cast(parameters[name], dtype)) != expected:
             others.append(name)
         filled[name] = _cast(parameters[name], dtype).detach()
         if copies:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from sp_lightning.model.patterns import LayerChoice
@@ -21,6 +22,7 @@ from sp_lightning.plan.options import (
     checked_overlap,
     checked_patterns,
     checked_switch,
+    checked_weights,
 )
 
 _CHECKS: dict[str, Callable[[Any], Any]] = {
@@ -35,6 +37,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "optimizer_overlap": checked_overlap,
     "save_frozen": partial(checked_switch, "save_frozen"),
     "check_writes": partial(checked_switch, "check_writes"),
+    "weights": checked_weights,
     "callback": partial(checked_switch, "callback"),
 }
 
@@ -57,6 +60,7 @@ class Options:
     optimizer_overlap: Overlap
     save_frozen: bool
     check_writes: bool
+    weights: Path | None
     callback: bool
 
     @classmethod

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from sp_lightning.device.timeline import Timeline
 from sp_lightning.model.patterns import LayerChoice
+from sp_lightning.model.without_values import named_tensors
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.activation_policy import Activations, Mode
 from sp_lightning.plan.ledger import Ledger
@@ -33,6 +35,7 @@ from sp_lightning.trainer.frozen_weights import (
     note_loaded,
     note_trained,
 )
+from sp_lightning.trainer.given_values import GivenValues
 from sp_lightning.trainer.host_strategy import HostStrategy
 from sp_lightning.trainer.loops import Loops
 from sp_lightning.trainer.options import Options
@@ -77,6 +80,9 @@ class StreamingStrategy(HostStrategy):
         check_writes: look for weights that are written within a step in a way that torch shows no sign of (through a
             reference that was taken before the step, NumPy, DLPack, a storage). What was written on the device is taken
             over; the rest is refused by name. It is slow, because it reads all weights in each step: use it to find out.
+        weights: a file or folder with the values of a module that was built on the meta device, or of one sub-module: of
+            safetensors (as ``save_pretrained`` writes it), a checkpoint, or a state dictionary. They come from there into the
+            host store, layer by layer.
         callback: attach a :class:`~sp_lightning.SuperpipelineCallback` while a run lasts, if the trainer has none.
         device, accelerator, checkpoint_io, precision_plugin: as in Lightning's ``SingleDeviceStrategy``; the device
             is the trainer's unless it is given.
@@ -107,6 +113,7 @@ class StreamingStrategy(HostStrategy):
         optimizer_overlap: Overlap = "auto",
         save_frozen: bool = True,
         check_writes: bool = False,
+        weights: str | Path | None = None,
         callback: bool = True,
         device: str | int | torch.device | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
@@ -116,8 +123,10 @@ class StreamingStrategy(HostStrategy):
         self._options = Options.checked(
             k=k, k_prime=k_prime, memory_budget=memory_budget, activations=activations, layers=layers,
             resident=resident, pin_memory=pin_memory, fused_optimizer=fused_optimizer,
-            optimizer_overlap=optimizer_overlap, save_frozen=save_frozen, check_writes=check_writes, callback=callback,
+            optimizer_overlap=optimizer_overlap, save_frozen=save_frozen, check_writes=check_writes, weights=weights,
+            callback=callback,
         )  # fmt: skip
+        self._given = GivenValues(self._options.weights)
         self._run: Run | None = None
         self._loops: Loops | None = None  # while a run lasts
         self._ledger: Ledger | None = None
@@ -196,6 +205,7 @@ class StreamingStrategy(HostStrategy):
         assert self.model is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
+        self._given.complete(self.lightning_module)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self._frozen = None
@@ -242,7 +252,7 @@ class StreamingStrategy(HostStrategy):
             detach(trainer_of(self.lightning_module), self._attached)
         self._attached = None
         self._close()
-        if self.lightning_module is not None and any(p.is_meta for p in self.lightning_module.parameters()):
+        if self.lightning_module is not None and any(each.is_meta for _, each in named_tensors(self.lightning_module)):
             forget_module(self)  # set-up refused it; the base class would fail to move it to the CPU
         super().teardown()
 
@@ -356,8 +366,9 @@ class StreamingStrategy(HostStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
+        restored = self._given.restore(self.lightning_module, checkpoint["state_dict"])
         if not self._options.save_frozen:
-            note_loaded(self.lightning_module, checkpoint["state_dict"])
+            note_loaded(self.lightning_module, checkpoint["state_dict"], restored)
         fill_checkpoint(self.lightning_module, cast(dict[str, Any], checkpoint))
         if self._run is not None:
             self._run.allow_writes()

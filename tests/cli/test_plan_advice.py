@@ -1,4 +1,4 @@
-"""``python -m sp_lightning plan``: adapters, what would make it faster, and what to write."""
+"""``python -m sp_lightning plan``: adapters, modules without values, what would make it faster, and what to write."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import peft
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from sp_lightning.__main__ import main
 from tests.support.answers import plan
+from tests.support.models import Module
 
 
 def adapted() -> nn.Module:
@@ -65,3 +66,32 @@ def test_a_model_of_one_size_is_run_with_that(capsys: pytest.CaptureFixture[str]
     """The weights of ``vit_h_14`` were trained with images of 518 pixels, and the model that is made takes 224."""
     found = plan(capsys, "vit_h_14", "--k", "1", "--k-prime", "1")
     assert found["activation_bytes"]
+
+
+class Tied(Module):
+    device_of_the_net = "cpu"
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+
+    def configure_model(self) -> None:
+        with torch.device(self.device_of_the_net):
+            self.net = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        self.net[3].weight = self.net[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+
+class TiedOnMeta(Tied):
+    device_of_the_net = "meta"
+
+
+def test_a_module_on_the_meta_device(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run would take its values from a file; here it needs none."""
+    found, same = (
+        plan(capsys, f"tests.cli.test_plan_advice:{name}", "--input", "4", "16", "--k", "1")
+        for name in ("TiedOnMeta", "Tied")
+    )
+    assert found["parameters"] == 3 * 16 * 16 + 4 * 16
+    assert {**found, "model": ""} == {**same, "model": ""}

@@ -6,6 +6,7 @@ import functools
 import io
 import pickle
 import pickletools
+import weakref
 from typing import Any
 
 import pytest
@@ -509,6 +510,16 @@ def test_compile_marks_tensors_with_attributes_that_begin_so() -> None:
         mark(tensor, 0)
         assert vars(tensor)
         assert [name for name in vars(tensor) if not name.startswith(torch_private.DYNAMO_MARKS)] == []
+
+
+def test_memory_is_exchanged_and_the_object_stays() -> None:
+    tensor, other = nn.Parameter(torch.empty(2, device="meta"), requires_grad=False), nn.Parameter(torch.ones(2))
+    seen = weakref.ref(tensor)
+    tensor.note = "kept"
+    torch_private.exchange_memory(tensor, other)
+    assert seen() is tensor
+    assert (tensor.tolist(), tensor.requires_grad, tensor.note) == ([1.0, 1.0], True, "kept")
+    assert other.is_meta
 
 
 def test_normalisation_with_statistics_has_a_base() -> None:

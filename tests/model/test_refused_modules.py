@@ -18,13 +18,6 @@ def test_lazy_modules() -> None:
         start(superpipeline(), Module(nn.Sequential(nn.Linear(16, 16), nn.LazyLinear(4))))
 
 
-def test_meta_modules() -> None:
-    with torch.device("meta"):
-        module = Module(Stack())
-    with pytest.raises(ValueError, match=r"'net\.stem\.weight' is on the meta device.*to_empty"):
-        start(superpipeline(), module)
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 def test_modules_that_are_never_cut() -> None:
     """Attention reads a child's weight without calling it, ScriptModules take no hooks: whole, and equal."""

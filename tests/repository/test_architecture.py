@@ -318,6 +318,7 @@ def test_the_options_are_frozen() -> None:
         "optimizer_overlap": "auto",
         "save_frozen": True,
         "check_writes": False,
+        "weights": None,
         "callback": True,
         "device": None,
         "accelerator": None,

@@ -1,0 +1,114 @@
+"""Tensors on the meta device: they have a shape and a dtype, and no values. Here they are found, refused, and given values.
+
+The objects stay the same, so that ties, lists of parameters and references of the user's are valid afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.device.torch_private import accumulation_hooks, exchange_memory, gradient_hooks, storage_id
+
+
+class WithoutValues(NamedTuple):
+    """A parameter or a buffer on the meta device.
+
+    Attributes:
+        names: all its qualified names; a tied parameter has several.
+        tensor: the object that the modules hold.
+    """
+
+    names: tuple[str, ...]
+    tensor: Tensor
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters, then all buffers, each under all its names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def find_without_values(module: nn.Module) -> list[WithoutValues]:
+    """Finds the parameters and buffers on the meta device.
+
+    Raises:
+        ValueError: one of them cannot be given values.
+    """
+    names: dict[Tensor, list[str]] = {}
+    for name, tensor in named_tensors(module):
+        if tensor.is_meta and not nn.parameter.is_lazy(tensor):
+            names.setdefault(tensor, []).append(name)
+    found = [WithoutValues(tuple(each), tensor) for tensor, each in names.items()]
+    if found:
+        _refuse_special(module, found)
+    return found
+
+
+def _refuse_special(module: nn.Module, found: list[WithoutValues]) -> None:
+    scripted = {
+        p for child in module.modules() if isinstance(child, torch.jit.ScriptModule) for p in child.parameters()
+    }
+    storages: dict[int, str] = {}
+    for (name, *_), tensor in found:
+        other = storages.setdefault(storage_id(tensor.untyped_storage()), name)
+        reason = ""
+        if type(tensor) not in (Tensor, nn.Parameter):
+            reason = f"is of class {type(tensor).__name__}"
+        elif tensor in scripted:
+            reason = "belongs to a ScriptModule"
+        elif gradient_hooks(tensor) or accumulation_hooks(tensor):
+            reason = "has hooks, which would be lost"
+        elif other != name:
+            reason = f"is a view of the memory of {other!r}"
+        if reason:
+            raise ValueError(
+                f"{name!r} is on the meta device and {reason}. Only plain parameters and buffers with memory of their own can "
+                "be given values there: build it on the CPU."
+            )
+
+
+def refuse_without_values(module: nn.Module) -> None:
+    """Refuses parameters and buffers on the meta device.
+
+    The module's own initialisation is not run for them, because nobody knows what it would have been on the CPU. On the meta
+    device ``nn.init.trunc_normal_`` (torch 2.15) and ``post_init`` (transformers 5) do nothing; ``reset_parameters`` does not
+    know what the modules above have done after it; and without values no random numbers are drawn, which others would follow.
+
+    Raises:
+        ValueError: there is one.
+    """
+    parameters = set(module.parameters())
+    for name, tensor in named_tensors(module):
+        if tensor.is_meta and tensor in parameters:
+            raise ValueError(
+                f"Parameter {name!r} is on the meta device and has no values. Give them from a file: "
+                "SuperpipelineStrategy(weights=FILE), or ckpt_path=FILE of trainer.fit (validate, test, predict). Without a "
+                "file, build the module without the meta device, so that it is initialised: set-up moves it layer by layer "
+                "and takes no more host memory for that."
+            )
+        if tensor.is_meta:
+            raise ValueError(
+                f"Buffer {name!r} is on the meta device, has no values, and is in no file that was given. Build it on the CPU: "
+                'make its values with device="cpu", or use accelerate.init_empty_weights() in place of torch.device("meta"), '
+                "which leaves buffers on the CPU."
+            )
+
+
+def give_values(found: WithoutValues, value: Tensor) -> None:
+    """Gives a tensor on the meta device values. It stays the same object, with its attributes.
+
+    Args:
+        found: the tensor.
+        value: on the CPU, of its shape. A parameter takes over the memory where dtype and strides are its own already;
+            otherwise the values are converted, as ``copy_`` does. A buffer always has a copy.
+    """
+    tensor = found.tensor
+    with torch.no_grad():
+        alike = (value.dtype, value.stride(), value.device.type) == (tensor.dtype, tensor.stride(), "cpu")
+        if not alike or not isinstance(tensor, nn.Parameter):
+            value = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").copy_(value)
+    exchange_memory(tensor, nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value)

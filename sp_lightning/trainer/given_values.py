@@ -1,0 +1,155 @@
+"""Where modules on the meta device get their values from: a file, or the checkpoint that a trainer restores.
+
+They take over the memory in which the file is mapped, and the host store copies them from there, layer by layer. So host
+memory holds the model once, whatever is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.model.computed_buffers import compute_buffers
+from sp_lightning.model.without_values import WithoutValues, find_without_values, give_values, named_tensors
+from sp_lightning.observe.messages import LESS_HOST_MEMORY
+from sp_lightning.plan.host_memory import check_host
+from sp_lightning.trainer.weight_files import WeightFile, open_weights
+
+
+class GivenValues:
+    """Gives modules on the meta device the values that a user has for them.
+
+    Args:
+        path: the file that the option ``weights`` names; None without.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._read = False
+
+    def restore(self, module: pl.LightningModule, state: Mapping[str, Any]) -> set[str]:
+        """Prepares a module for a checkpoint's state, which is loaded next: torch loads nothing into the meta device.
+
+        Args:
+            module: the root.
+            state: the state dictionary in the checkpoint.
+
+        Returns:
+            The names of the parameters that have values from the checkpoint for the first time.
+        """
+        found = find_without_values(module)
+        if found and self._path is not None:
+            self._read_file(module, found, self._path)
+            return set()
+        _check_room(found)
+        restored: set[str] = set()
+        for each in found:
+            name = next((name for name in each.names if _fits(state.get(name), each.tensor)), None)
+            if name is not None:
+                give_values(each, state[name])
+                restored.update(each.names)
+        return restored
+
+    def complete(self, module: pl.LightningModule) -> None:
+        """Gives a module all values that it can be given, before its set-up. What is left is refused there.
+
+        Raises:
+            ValueError: there is a file, and the module has values already, or the file does not fit.
+        """
+        found = find_without_values(module)
+        if self._path is not None:
+            if not found and not self._read:
+                raise ValueError(
+                    f"weights={str(self._path)!r} gives values to modules on the meta device, and all parameters of "
+                    f'{type(module).__name__} have values. Leave it out, or build the module inside torch.device("meta").'
+                )
+            if found and (not self._read or any(isinstance(each.tensor, nn.Parameter) for each in found)):
+                self._read_file(module, found, self._path)
+        if not any(parameter.is_meta for parameter in module.parameters()):
+            compute_buffers(module)
+
+    def _read_file(self, module: pl.LightningModule, found: list[WithoutValues], path: Path) -> None:
+        file = open_weights(path)
+        prefix = _find_prefix(module, found, file, path)
+        _refuse_shapes(module, file, prefix, path)
+        _check_room(found)
+        for each in found:
+            name = next((name for name in each.names if _strip(name, prefix) in file.shapes), None)
+            if name is not None:
+                give_values(each, file.read(_strip(name, prefix)))
+        empty = {id(each.tensor) for each in found}
+        with torch.no_grad():
+            for name, tensor in named_tensors(module):
+                if _strip(name, prefix) in file.shapes and id(tensor) not in empty:
+                    tensor.copy_(file.read(_strip(name, prefix)))
+        self._read = True
+
+
+def _check_room(found: list[WithoutValues]) -> None:
+    check_host({"for the weights": sum(each.tensor.nbytes for each in found)}, LESS_HOST_MEMORY)
+
+
+def _fits(value: Any, tensor: Tensor) -> bool:
+    return type(value) in (Tensor, nn.Parameter) and value.shape == tensor.shape
+
+
+def _strip(name: str, prefix: str) -> str:
+    return name.removeprefix(prefix) if name.startswith(prefix) else ""
+
+
+# ---------------------------------------------------------------------- how a file's names fit a module's
+
+
+def _find_prefix(module: nn.Module, found: list[WithoutValues], file: WeightFile, path: Path) -> str:
+    """What a file's names lack to be the module's: the name of the sub-module whose file it is, with a dot.
+
+    Raises:
+        ValueError: no prefix fits all names.
+    """
+    named = dict(named_tensors(module))
+    needed = [each for each in found if isinstance(each.tensor, nn.Parameter)]
+    prefixes = ["", *(f"{name}." for name, _ in module.named_modules(remove_duplicate=False) if name)]
+    first = next((name for name in file.shapes if any(prefix + name in named for prefix in prefixes)), "")
+    candidates = [prefix for prefix in prefixes if prefix + first in named] or [""]
+
+    def misfits(prefix: str) -> tuple[list[str], list[str]]:
+        missing = [
+            each.names[0] for each in needed if not any(_strip(name, prefix) in file.shapes for name in each.names)
+        ]
+        return missing, [name for name in file.shapes if prefix + name not in named]
+
+    best = min(candidates, key=lambda prefix: sum(map(len, misfits(prefix))))
+    missing, unexpected = misfits(best)
+    if missing or unexpected:
+        lacks = _listed([(name, str(named[name].dtype), tuple(named[name].shape)) for name in missing])
+        more = _listed([(name, file.dtypes[name], file.shapes[name]) for name in unexpected])
+        raise ValueError(
+            f"weights={str(path)!r} does not fit {type(module).__name__}"
+            + (f", or its {best[:-1]!r}" if best else "")
+            + (f". It lacks {lacks}" if missing else "")
+            + (f". The module has no {more}" if unexpected else "")
+            + ". A file has to be that of the module, or of one sub-module; build what it lacks on the CPU."
+        )
+    return best
+
+
+def _listed(weights: list[tuple[str, str, tuple[int, ...]]]) -> str:
+    shown = ", ".join(
+        f"{name!r} ({dtype.removeprefix('torch.')} of shape {shape})" for name, dtype, shape in weights[:3]
+    )
+    return shown + (f" and {len(weights) - 3} more" if len(weights) > 3 else "")
+
+
+def _refuse_shapes(module: nn.Module, file: WeightFile, prefix: str, path: Path) -> None:
+    for name, tensor in named_tensors(module):
+        shape = file.shapes.get(_strip(name, prefix))
+        if shape is not None and shape != tuple(tensor.shape):
+            raise ValueError(
+                f"weights={str(path)!r}: {_strip(name, prefix)!r} has shape {shape}, and {name!r} of {type(module).__name__} "
+                f"has shape {tuple(tensor.shape)}. Build the module with the sizes of the file."
+            )
