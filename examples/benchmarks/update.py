@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from examples.benchmarks import cli, rows
 from sp_lightning.optim.pieces import InPieces, piece_size
-from sp_lightning.weights.narrow_gradient import Norms, keep_narrow
+from sp_lightning.weights.narrow_gradient import Change, Norms, change, keep_narrow, stored
 
 LAYERS = 16
 MAX_NORM = 1e-3  # so small that every step clips
@@ -93,17 +93,21 @@ class Layers:
 
     def pieces(self, *, half: bool, clips: bool) -> None:
         """As :class:`~sp_lightning.optim.layerwise.LayerwiseStep` does."""
-        clip: Callable[[Tensor], Any] | None = None
-        if clips:
-            norms = Norms()
-            total = get_total_norm([norms.of(came, torch.float32) for came in self.came])
-            coefficient = torch.clamp(MAX_NORM / (total + 1e-6), max=1.0)
-            clip = lambda gradient: gradient.mul_(coefficient)  # noqa: E731
-        for index, weight in enumerate(self.weights):
-            came, wide = self.came[index], self.wide[index]
+        for weight, came, wide in zip(self.weights, self.came, self.wide, strict=True):
             weight.grad = None if half else wide
             if half:
                 keep_narrow(weight, came, looked_at=lambda: None)
+        clip: Change | None = None
+        if clips:
+            norms = Norms()
+            total = get_total_norm(
+                [norms.of(gradient) for weight in self.weights if (gradient := stored(weight)) is not None]
+            )
+            coefficient = torch.clamp(MAX_NORM / (total + 1e-6), max=1.0)
+            clip = lambda gradient: gradient.mul_(coefficient)  # noqa: E731
+        for index, weight in enumerate(self.weights):
+            if clip is not None:
+                change(weight, clip)
             casts = {id(weight): self.casts[index]} if half else {}
             with InPieces(casts, clip), torch.DisableTorchFunctionSubclass():
                 self.step(index)

@@ -201,9 +201,9 @@ def _ledger(found: Found, question: Question, step: HostStep) -> Ledger:
     pieces = question.overlap != "off" and step.seconds is None
     early = question.overlap == "backward" and (pieces or step.separable)
     scales = question.precision == "16-mixed"
-    plan, narrow = make_plan(found, k=1, k_prime=1), pieces and not scales
+    plan = make_plan(found, k=1, k_prime=1)
     return make_ledger(
-        plan, step.optimizers, early=early, accumulate=1, clips=None, scales=scales, pieces=pieces, narrow=narrow
+        plan, step.optimizers, early=early, accumulate=1, clips=None, scales=scales, pieces=pieces, narrow=pieces
     )
 
 

@@ -84,7 +84,7 @@ def _host(estimate: ModelEstimate) -> str:
 def _hooks(estimate: ModelEstimate) -> str:
     """Where more host memory is needed than is said."""
     fused = estimate.step is not None and estimate.step.seconds is None
-    narrow = fused and estimate.overlap == "forward" and estimate.question.precision == "bf16-mixed"
+    narrow = fused and estimate.overlap == "forward" and estimate.question.precision.endswith("-mixed")
     return "; a module with hooks between two steps needs what --overlap off says" if narrow else ""
 
 

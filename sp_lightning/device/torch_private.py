@@ -366,3 +366,8 @@ def take_for_parameter(tensor: Tensor) -> None:
 
 scaler_device: Callable[[torch.amp.GradScaler], str] = attrgetter("_device")
 """The type of the device that a gradient scaler is for. It has no public name."""
+
+
+def unscales_by_itself(optimizer: Any) -> bool:
+    """Whether a gradient scaler leaves it to an optimizer's step to unscale: to one that was constructed fused."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

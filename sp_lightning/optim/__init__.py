@@ -1,8 +1,8 @@
 """Optim: the optimizer's steps on the host, whole or layer by layer.
 
 ``background`` runs the updates of layers while the next forward, or the rest of backward, goes on. ``layerwise`` takes a step
-apart for it, if it is fused or ``separable``; ``pieces`` makes one walk over memory of widening, clipping, stepping and casting.
-``fused`` switches torch's fused kernels on for the time of a step, and has the gradient scaler for the host.
+apart for it, if it is fused or ``separable``; ``pieces`` makes one walk over memory of widening, unscaling, clipping, stepping
+and casting. ``fused`` switches torch's fused kernels on for the time of a step; ``scaler`` is the gradient scaler for the host.
 
 The user's optimizer and the layers (``weights``) come in. Updated weights on the host go out; whoever reads them waits for
 them. The wing may import ``weights`` and the wings below. It knows the engine above as the protocol ``Updatable``, and the

@@ -1,4 +1,4 @@
-"""Fused optimizer steps on the CPU, and the gradient scaler for gradients that are on the host."""
+"""Fused optimizer steps on the CPU."""
 
 from __future__ import annotations
 
@@ -6,30 +6,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
-from sp_lightning.device.torch_private import fused_sgd_step, run_first_after_step, scaler_device
-
-
-class HostGradScaler(torch.amp.GradScaler):
-    """A ``GradScaler`` for gradients on the host.
-
-    torch's own copies the scale to the CPU without blocking, so the CPU kernel may read it before it has arrived. Here
-    the copies block. Everything else is torch's, checkpoints included.
-    """
-
-    @classmethod
-    def like(cls, scaler: torch.amp.GradScaler) -> HostGradScaler:
-        """Returns a scaler with the state of one of torch's, which it replaces."""
-        host = cls(device=scaler_device(scaler), enabled=scaler.is_enabled())
-        host.load_state_dict(scaler.state_dict())
-        return host
-
-    def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        return super()._unscale_grads_(optimizer, inv_scale.cpu(), found_inf.cpu(), allow_fp16)
+from sp_lightning.device.torch_private import fused_sgd_step, run_first_after_step
 
 
 class FusedStep:

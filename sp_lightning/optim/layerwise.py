@@ -24,7 +24,7 @@ from sp_lightning.optim.pieces import InPieces
 from sp_lightning.optim.separable import is_separable
 from sp_lightning.optim.updatable import OnHost, OptimizerState, Updatable
 from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.narrow_gradient import Clip, Norms, as_it_came, drop, stored, use, widen_if_used
+from sp_lightning.weights.narrow_gradient import Change, Norms, as_it_came, change, drop, stored
 
 Measured = dict[nn.Parameter, tuple[Tensor, int, Tensor]]
 """For each parameter the gradient that was measured, its version then, and its norm."""
@@ -65,7 +65,7 @@ class LayerwiseStep:
         self._measure = measure
         self._separable = is_separable(optimizer)
         self._narrow = narrow and not self._separable  # a step that is not fused reads whole gradients
-        self._clip: Clip | None = None
+        self._clip: Change | None = None
         self._measured: Measured = {}
         self._norms = Norms()  # the background's
         self._armed: dict[StreamedLayer, list[dict[str, Any]]] | None = None
@@ -129,8 +129,6 @@ class LayerwiseStep:
         Norms that the background has not computed yet are computed here.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if stored(p) is not None]
-        for parameter in parameters:
-            widen_if_used(parameter)
         measured, self._measured = self._measured, {}
         if any(map(accumulation_hooks, parameters)):  # such hooks may have written gradients after the measurement
             measured = {}
@@ -161,7 +159,7 @@ class LayerwiseStep:
             for parameter, gradient in gradients:
                 if measured is self._measured:  # otherwise the step has gone on without waiting for this norm
                     device.access(as_it_came(gradient), Stream.UPDATE, write=False)
-                    measured[parameter] = gradient, gradient._version, norms.of(as_it_came(gradient), gradient.dtype)
+                    measured[parameter] = gradient, gradient._version, norms.of(gradient)
 
         device.later(measure)
 
@@ -253,9 +251,9 @@ class LayerwiseStep:
         part = object.__new__(self._class)
         vars(part).update(vars(self._optimizer), param_groups=groups)
         clip, engine = self._clip, self._engine
-        for parameter in parameters:
-            widen_if_used(parameter)
-            use(parameter, clip)
+        if clip is not None:
+            for parameter in parameters:
+                change(parameter, clip)
 
         def update() -> None:
             self._state.bring(layer, part)
@@ -269,7 +267,7 @@ class LayerwiseStep:
         self._updates.submit(layer, update, release)
 
     def _step_layer(
-        self, layer: StreamedLayer, part: Optimizer, trained: Sequence[nn.Parameter], clip: Clip | None
+        self, layer: StreamedLayer, part: Optimizer, trained: Sequence[nn.Parameter], clip: Change | None
     ) -> None:
         """Runs the step of one layer, and casts its new weights."""
         step = partial(self._class.step.__wrapped__, part)  # type: ignore[attr-defined]  # without its hooks: they run once
@@ -324,9 +322,9 @@ def _zeroing_narrow(optimizer: Optimizer) -> AbstractContextManager[None]:
     return _method(optimizer, "zero_grad", zero_grad)
 
 
-def _clip_each(clip: Clip | None, parameters: Sequence[nn.Parameter]) -> None:
+def _clip_each(clip: Change | None, parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
-        if clip is not None and parameter.grad is not None:
+        if clip is not None and not change(parameter, clip) and parameter.grad is not None:
             clip(parameter.grad)
 
 
@@ -342,8 +340,7 @@ def _known_norm(measured: Measured, parameter: nn.Parameter, norms: Norms) -> Te
     known, version, norm = measured.get(parameter, (None, None, gradient))
     if known is gradient and version == gradient._version:
         return norm
-    came = as_it_came(gradient)
-    return gradient if came is gradient else norms.of(came, gradient.dtype)
+    return gradient if as_it_came(gradient) is gradient else norms.of(gradient)
 
 
 _NOT_ALL = (

@@ -1,6 +1,6 @@
 """Updates weights piece by piece: what is made for one piece is used while it is in the processor's caches.
 
-Under bf16-mixed a layer's update is three walks over host memory: gradients are widened to float32, the optimizer steps,
+In mixed precision a layer's update is three walks over host memory: gradients are widened to float32, the optimizer steps,
 and new weights are cast for the next fetch. In pieces each walk finds in the caches what the one before left there, and a
 widened gradient never reaches memory at all. torch's fused kernels treat each element by itself, so the pieces get the bits
 of the whole if each begins where a vector of the processor begins.
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sp_lightning.device.torch_private import FUSED_STEPS, second_level_cache
-from sp_lightning.weights.narrow_gradient import Clip, NarrowGradient, as_it_came
+from sp_lightning.weights.narrow_gradient import Change, NarrowGradient, made_of
 
 
 class InPieces(TorchFunctionMode):
@@ -30,11 +30,11 @@ class InPieces(TorchFunctionMode):
 
     Args:
         casts: by the ``id`` of a parameter, host memory that receives its new values in another dtype.
-        clip: clips the gradients; None if they are not clipped.
+        clip: clips the gradients that are wide; None if they are not clipped. A narrow one has its changes with it.
         elements: of a piece, a multiple of 512; :func:`piece_size` if it is not given.
     """
 
-    def __init__(self, casts: Mapping[int, Tensor], clip: Clip | None, *, elements: int | None = None) -> None:
+    def __init__(self, casts: Mapping[int, Tensor], clip: Change | None, *, elements: int | None = None) -> None:
         super().__init__()
         self._casts = casts
         self._clip = clip
@@ -53,7 +53,10 @@ class InPieces(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         step, together, size = partial(func, **(kwargs or {})), list[_Update](), 0
         for weight, gradient, *state in zip(*(column or [None] * len(args[0]) for column in args), strict=True):
-            update = _Update(weight.detach(), as_it_came(gradient), self._casts.get(id(weight)), state)
+            came, changes = made_of(gradient)
+            if came is gradient and self._clip is not None:
+                changes = (self._clip,)
+            update = _Update(weight.detach(), came, changes, self._casts.get(id(weight)), state)
             if weight.numel() > self._elements and self._gains(update) and update.contiguous:
                 self._step_in_pieces(step, update)
                 continue
@@ -68,15 +71,15 @@ class InPieces(TorchFunctionMode):
 
     def _gains(self, update: _Update) -> bool:
         """Whether there is more than one walk."""
-        return update.widens or update.cast is not None or self._clip is not None
+        return update.widens or update.cast is not None or bool(update.changes)
 
     def _step_in_pieces(self, step: Callable[..., Any], update: _Update) -> None:
         # The loop is short, because after each piece Python finds the processor's caches full of that.
         for weight, came, gradient, cast, arguments in update.cut(self._elements):
             if came is not gradient:
                 gradient.copy_(came)
-            if self._clip is not None:
-                self._clip(gradient)
+            for change in update.changes:
+                change(gradient)
             step(*arguments)
             if cast is not None:
                 cast.copy_(weight)
@@ -85,9 +88,9 @@ class InPieces(TorchFunctionMode):
         gradients = [
             torch.empty_like(each.weight).copy_(each.gradient) if each.widens else each.gradient for each in updates
         ]
-        if self._clip is not None:
-            for gradient in gradients:
-                self._clip(gradient)
+        for each, gradient in zip(updates, gradients, strict=True):
+            for change in each.changes:
+                change(gradient)
         columns = zip(*(each.state for each in updates), strict=True)
         step(
             [each.weight for each in updates],
@@ -108,12 +111,14 @@ class _Update:
     Attributes:
         weight: the values, which are updated in place.
         gradient: in the weight's dtype or a lower one.
+        changes: change the gradient first.
         cast: receives the new values in its own dtype; None if there is no cast.
         state: the optimizer's tensors, of the weight's shape or numbers of steps; None where the optimizer has none.
     """
 
     weight: Tensor
     gradient: Tensor
+    changes: Sequence[Change]
     cast: Tensor | None
     state: Sequence[Tensor | None]
 

@@ -174,14 +174,15 @@ def _passes(
     """All passes of a step; ``state`` in bytes, the others as in :func:`make_ledger`."""
     gradients, more = size.gradients, accumulate - 1
     widened = size.narrow * (not narrow)
-    clipped = (size.kept - size.narrow * narrow) * (clips is not None)  # a narrow gradient is clipped on its way
+    wide = size.kept - size.narrow * narrow  # a narrow gradient is unscaled and clipped on its way
+    clipped = wide * (clips is not None)
     return [
         Pass("casts", accumulate * size.masters - 2 * size.narrow * pieces, accumulate * size.casts),
         Pass("fetch", 2 * accumulate * size.travels, 0),
         Pass("gradients", 0, accumulate * (gradients - size.narrow)),
         Pass("widening", widened, 2 * widened),
         Pass("accumulation", 2 * more * gradients, more * gradients),
-        Pass("unscaling", gradients * scales, gradients * scales),
+        Pass("unscaling", size.kept * scales, wide * scales),
         Pass("norm", size.kept * (clips == "norm"), 0),
         Pass("clipping", clipped * (not pieces), clipped),
         Pass("update", gradients + size.kept + state, gradients + state),  # a gradient is as large as its weight

@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.precision import (
     TransformerEnginePrecision,
 )
 
-from sp_lightning.optim.fused import HostGradScaler
+from sp_lightning.optim.scaler import HostGradScaler
 from sp_lightning.trainer.compat import is_a
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

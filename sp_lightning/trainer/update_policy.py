@@ -10,8 +10,15 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch.optim import Optimizer
 
-from sp_lightning.device.torch_private import accumulation_hooks, global_step_hooks, gradient_hooks, step_hooks
+from sp_lightning.device.torch_private import (
+    accumulation_hooks,
+    global_step_hooks,
+    gradient_hooks,
+    step_hooks,
+    unscales_by_itself,
+)
 from sp_lightning.optim.fused import BARS_FUSED, FusedStep, loses_updates
+from sp_lightning.optim.scaler import HostGradScaler
 from sp_lightning.optim.separable import is_separable
 from sp_lightning.plan.options import Overlap
 from sp_lightning.trainer.compat import is_a, is_exactly, is_no_optimizer
@@ -55,9 +62,14 @@ def nobody_looks_at_gradients(trainer: Any) -> bool:
 
 
 def nobody_sees_gradients(trainer: Any) -> bool:
-    """Whether no hook runs between backward and the moment when gradients are set to None, so that none need be widened."""
-    hooks = (hooks_of_users(trainer, point) for point in ("train", "optimizer", "end"))
-    return nobody_looks_at_gradients(trainer) and not any(hooks)
+    """Whether no hook runs between backward and the moment when gradients are set to None, so that none need be widened.
+
+    A scaler of the user's, or an optimizer that unscales by itself, may read and write them there.
+    """
+    hooks = (hooks_of_users(trainer, point) for point in ("gradients", "train", "optimizer", "end"))
+    scaler = scaler_of(trainer)
+    ours = type(scaler) is HostGradScaler and not any(map(unscales_by_itself, trainer.optimizers))
+    return not any(hooks) and not _parameter_hooks(trainer) and (scaler is None or ours)
 
 
 def scaler_of(trainer: Any) -> Any:

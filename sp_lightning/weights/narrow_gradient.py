@@ -1,9 +1,10 @@
 """``param.grad`` in fewer bytes: a gradient that stays in the dtype in which it came until somebody looks at it.
 
-Under bf16-mixed the gradient of a weight that travels as a cast comes in bfloat16, which holds all of it. Plain Lightning
-has float32 in ``p.grad``. Nobody needs those twice as many bytes if the optimizer's step is taken apart by layers, because
-the update widens a gradient piece by piece. For everybody else ``p.grad`` is the float32 tensor of plain Lightning: while a
-gradient is narrow its parameter has a class whose ``grad`` widens it first. A tensor that widens itself when it is read
+In mixed precision the gradient of a weight that travels as a cast comes in 16 bits, which hold all of it. Plain Lightning
+has float32 in ``p.grad``, and unscales and clips it there. Nobody needs those twice as many bytes if the optimizer's step
+is taken apart by layers, because the update widens a gradient piece by piece, and unscales and clips each piece. For
+everybody else ``p.grad`` is the float32 tensor of plain Lightning, unscaled or clipped if it would be by then: while
+a gradient is narrow its parameter has a class whose ``grad`` widens it first. A tensor that widens itself when it is read
 would not do: ``torch.tensor``, ``set_``, ``torch.func.jvp`` and others read a tensor without asking its class.
 """
 
@@ -25,8 +26,12 @@ from sp_lightning.device.torch_private import no_torch_functions, subclasses_are
 _tensor_data: Any = Tensor.data
 _tensor_grad: Any = Tensor.grad
 _lock = threading.RLock()
-Clip = Callable[[Tensor], Any]
-"""Clips a gradient, or a part of one, in place."""
+Change = Callable[[Tensor], Any]
+"""Changes a gradient, or a part of one, in place: unscales or clips it."""
+Made = tuple[Tensor, tuple[Change, ...]]
+"""A gradient as it came, and what has changed its value since, in order."""
+_MOST_CHANGES = 2
+"""Of one step: it unscales and clips. Changes of several steps pile up if nobody sets a gradient to None."""
 
 
 class NarrowGradient(Tensor):
@@ -35,15 +40,12 @@ class NarrowGradient(Tensor):
     It says that it has its parameter's dtype. Its memory is a single NaN.
 
     Attributes:
-        came: the gradient as it came: host memory of the parameter's shape, in a lower dtype. Nobody writes it.
-        clipping: clips a gradient in place; None if this one is not clipped.
-        used: whether a step of the optimizer has used it. Then ``clipping`` is part of its value.
+        made_of: the gradient as it came, which is host memory of the parameter's shape in a lower dtype that nobody writes,
+            with its changes.
         looked_at: called when it is widened.
     """
 
-    came: Tensor
-    clipping: Clip | None
-    used: bool
+    made_of: Made
     looked_at: Callable[[], None]
 
     @classmethod
@@ -51,7 +53,7 @@ class NarrowGradient(Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.empty_like and type(args[0]) is NarrowGradient:  # as torch makes SGD's momentum
-            return func(args[0].came, **{"dtype": args[0].dtype, **(kwargs or {})})
+            return func(args[0].made_of[0], **{"dtype": args[0].dtype, **(kwargs or {})})
         if func not in METADATA:
             for leaf in tree_leaves((args, kwargs)):
                 _widen(leaf)
@@ -119,7 +121,7 @@ def keep_narrow(parameter: nn.Parameter, came: Tensor, looked_at: Callable[[], N
     with no_inference_mode():
         gradient: Any = torch.full((), float("nan"), dtype=parameter.dtype, device="cpu").expand(came.shape)
     gradient.__class__ = NarrowGradient
-    gradient.came, gradient.clipping, gradient.used, gradient.looked_at = came, None, False, looked_at
+    gradient.made_of, gradient.looked_at = (came, ()), looked_at
     parameter.grad = gradient
     parameter.__class__ = _has_narrow(type(parameter))
 
@@ -130,23 +132,39 @@ def stored(parameter: nn.Parameter) -> Tensor | None:
     return found
 
 
-def as_it_came(gradient: Tensor) -> Tensor:
-    """Returns a gradient in the dtype in which it came: of a narrow one its memory, otherwise the gradient itself."""
-    found: Tensor = getattr(gradient, "came", gradient)  # in one go: another thread may widen it meanwhile
+def is_narrow(parameter: nn.Parameter) -> bool:
+    """Whether a parameter's gradient is narrow."""
+    return issubclass(type(parameter), _HasNarrowGradient) and type(stored(parameter)) is NarrowGradient
+
+
+def made_of(gradient: Any) -> Made:
+    """Returns a gradient as it came, and what has changed its value since. A wide one is itself, and nothing has."""
+    found: Made = getattr(gradient, "made_of", (gradient, ()))  # in one go: another thread may widen it meanwhile
     return found
 
 
-def use(parameter: nn.Parameter, clip: Clip | None) -> None:
-    """Notes that a step uses a gradient, clipped: from now on whoever asks for it gets the clipped values."""
-    gradient = stored(parameter)
-    if type(gradient) is NarrowGradient:
-        gradient.clipping, gradient.used = clip, True
+def as_it_came(gradient: Any) -> Tensor:
+    """Returns a gradient in the dtype in which it came: of a narrow one its memory, otherwise the gradient itself."""
+    return made_of(gradient)[0]
 
 
-def widen_if_used(parameter: nn.Parameter) -> None:
-    """Widens a gradient that an earlier step has used, because nobody has set it to None since: its value is clipped."""
+def change(parameter: nn.Parameter, by: Change) -> bool:
+    """Notes a change of a parameter's gradient, for whoever reads it from now on, if it is narrow. Returns whether it is."""
     gradient = stored(parameter)
-    if type(gradient) is NarrowGradient and gradient.used:
+    with _lock:
+        if type(gradient) is not NarrowGradient:
+            return False
+        came, changes = gradient.made_of
+        if len(changes) < _MOST_CHANGES:
+            gradient.made_of = came, (*changes, by)
+            return True
+    widen(parameter)
+    return False
+
+
+def widen_if_changed(parameter: nn.Parameter) -> None:
+    """Widens a gradient whose value is another one than came, because nobody has set it to None since an earlier step."""
+    if is_narrow(parameter) and made_of(stored(parameter))[1]:
         widen(parameter)
 
 
@@ -163,18 +181,19 @@ def drop(parameter: nn.Parameter) -> None:
 
 
 def _widen(gradient: Any) -> None:
-    """Gives a narrow gradient its values in its own dtype, clipped if the update clips it, and makes it a plain tensor."""
+    """Gives a narrow gradient its values in its own dtype, with all changes, and makes it a plain tensor."""
     with _lock:
         if type(gradient) is not NarrowGradient:
             return
         with no_torch_functions(), no_inference_mode(), no_dispatch_modes(), torch.no_grad():
-            wide = torch.empty_like(gradient.came, dtype=gradient.dtype).copy_(gradient.came)
-            if gradient.clipping is not None:
-                gradient.clipping(wide)
+            came, changes = gradient.made_of
+            wide = torch.empty_like(came, dtype=gradient.dtype).copy_(came)
+            for each in changes:
+                each(wide)
             _tensor_data.__set__(gradient, wide)
         gradient.looked_at()
         gradient.__class__ = Tensor  # type: ignore[assignment]
-        del gradient.came, gradient.clipping, gradient.used, gradient.looked_at
+        del gradient.made_of, gradient.looked_at
 
 
 class Norms:
@@ -183,11 +202,15 @@ class Norms:
     def __init__(self) -> None:
         self._wide = torch.empty(0)
 
-    def of(self, came: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the norm, in ``dtype``, of a gradient as it came. It is widened, so that torch adds in the same order."""
-        if came.dtype is dtype:
-            return torch.linalg.vector_norm(came)
+    def of(self, gradient: Tensor) -> Tensor:
+        """Returns the norm of a gradient. A narrow one is widened here, so that torch adds in the same order."""
+        (came, changes), dtype = made_of(gradient), gradient.dtype
+        if came is gradient:
+            return torch.linalg.vector_norm(gradient)
         if self._wide.numel() < came.numel() or self._wide.dtype is not dtype:
             self._wide = torch.empty(came.numel(), dtype=dtype, device="cpu")
         wide = self._wide.as_strided(came.shape, came.stride())
-        return torch.linalg.vector_norm(wide.copy_(came))
+        wide.copy_(came)
+        for each in changes:
+            each(wide)
+        return torch.linalg.vector_norm(wide)

@@ -20,7 +20,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.device import torch_private
-from sp_lightning.optim.fused import HostGradScaler
+from sp_lightning.optim.scaler import HostGradScaler
 
 
 class _NotesOperators(torch_private.TorchDispatchMode):

@@ -261,6 +261,13 @@ def one_pass() -> Iterator[Variant]:
             {"k": 1, "optimizer_overlap": mode}, {"precision": "bf16-mixed", "max_epochs": 2, **clips[clip]}, memory,
             "nothing", some, frozenset({"stack"}) if memory == "plain" else frozenset({"conditional"}),
         )  # fmt: skip
+    for memory, clip in product(memories, clips):
+        yield Variant(
+            f"one pass under forward, 16-mixed{clip}{', simulated' if memory == 'simulated' else ''}",
+            "gradients that are looked through as they came and unscaled piece by piece are those of torch's scaler",
+            {"k": 1, "optimizer_overlap": "forward"}, {"precision": "16-mixed", "max_epochs": 2, **clips[clip]}, memory,
+            "nothing", some, frozenset({"stack"}) if memory == "plain" else frozenset({"conditional"}),
+        )  # fmt: skip
 
 
 VARIANTS: dict[str, Variant] = {

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from sp_lightning.optim import pieces
 from sp_lightning.optim.pieces import InPieces, piece_size
-from sp_lightning.weights.narrow_gradient import keep_narrow
+from sp_lightning.weights.narrow_gradient import change, keep_narrow
 
 SHAPES = [(3000,), (64, 100), (5, 7), (), (1, 4097), (16, 8, 3, 3)]
 ELEMENTS = 512
@@ -89,6 +89,8 @@ class Steps:
             parameter.grad = gradient if gradient.dtype is parameter.dtype else None
             if parameter.grad is None:
                 keep_narrow(parameter, gradient, looked_at=lambda: None)
+                if clip:
+                    change(parameter, clipping[clip])
         casts = {id(p): cast for p, cast in zip(self.parameters, self.casts, strict=True)}
         with InPieces(casts, clipping[clip], elements=elements), torch.DisableTorchFunctionSubclass():
             type(self.optimizer).step.__wrapped__(self.optimizer)  # type: ignore[attr-defined]

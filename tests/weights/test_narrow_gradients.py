@@ -23,12 +23,11 @@ from sp_lightning.weights.narrow_gradient import (
     NarrowGradient,
     Norms,
     as_it_came,
+    change,
     drop,
     keep_narrow,
     stored,
-    use,
     widen,
-    widen_if_used,
 )
 from tests.support.mixed import MIXED
 from tests.support.models import Module, Stack, vectors
@@ -154,9 +153,9 @@ def test_a_mode_of_the_user_sees_nothing_of_it() -> None:
 
 
 def test_it_can_be_replaced_and_removed() -> None:
-    for change in (lambda p: setattr(p, "grad", None), lambda p: delattr(p, "grad"), drop):
+    for remove in (lambda p: setattr(p, "grad", None), lambda p: delattr(p, "grad"), drop):
         parameter = with_narrow(Mine)
-        change(parameter)
+        remove(parameter)
         assert parameter.grad is None
         assert type(parameter) is Mine
     parameter = with_narrow()
@@ -166,16 +165,25 @@ def test_it_can_be_replaced_and_removed() -> None:
     assert not looks
 
 
-def test_once_it_was_used_it_is_clipped_and_widened_before_it_is_used_again() -> None:
+def test_its_changes_are_made_in_order_when_it_is_widened() -> None:
     parameter = with_narrow()
-    widen_if_used(parameter)
+    assert change(parameter, lambda gradient: gradient.add_(1))
+    assert change(parameter, lambda gradient: gradient.mul_(0.5))
+    norm = Norms().of(stored(parameter))  # type: ignore[arg-type]
     assert not looks
-    use(parameter, lambda gradient: gradient.mul_(0.5))
-    assert not looks
-    widen_if_used(parameter)
+    assert torch.equal(norm, torch.linalg.vector_norm((WIDE + 1) * 0.5))
+    assert torch.equal(parameter.grad, (WIDE + 1) * 0.5)  # type: ignore[arg-type]
+    assert not change(parameter, lambda gradient: gradient.mul_(0.1)), "whoever asks has to change this one himself"
+    assert torch.equal(parameter.grad, (WIDE + 1) * 0.5)  # type: ignore[arg-type]
     assert looks == [1]
-    use(parameter, lambda gradient: gradient.mul_(0.1))  # the update clips this one itself
-    assert torch.equal(parameter.grad, WIDE * 0.5)  # type: ignore[arg-type]
+
+
+def test_changes_of_several_steps_do_not_pile_up() -> None:
+    parameter = with_narrow()
+    changed = [change(parameter, lambda gradient: gradient.mul_(0.5)) for _ in range(3)]
+    assert changed == [True, True, False]
+    assert torch.equal(parameter.grad, WIDE * 0.25)  # type: ignore[arg-type]
+    assert not change(nn.Parameter(torch.ones(1)), lambda gradient: gradient.mul_(0.5)), "it has none"
 
 
 @pytest.mark.parametrize("came", [torch.bfloat16, torch.float16])
@@ -185,9 +193,14 @@ def test_the_norm_has_the_bits_of_the_widened_one(came: torch.dtype) -> None:
         value = torch.randn(shape).to(came)
         if value.ndim == 4:
             value = value.to(memory_format=torch.channels_last)
-        plain = torch.linalg.vector_norm(value.float())
-        assert torch.equal(norms.of(value, torch.float32), plain)
-        assert torch.equal(norms.of(value.float(), torch.float32), plain)
+        wide = value.float()
+        parameter = nn.Parameter(torch.zeros_like(value, dtype=torch.float32))
+        keep_narrow(parameter, value, looked_at=lambda: None)
+        for _ in range(2):
+            assert torch.equal(norms.of(stored(parameter)), torch.linalg.vector_norm(wide))  # type: ignore[arg-type]
+            assert torch.equal(norms.of(wide), torch.linalg.vector_norm(wide))
+            change(parameter, lambda gradient: gradient.mul_(1 / 3))
+            wide.mul_(1 / 3)
 
 
 def test_an_engine_that_is_closed_leaves_plain_tensors() -> None:
@@ -237,7 +250,7 @@ def value(parameter: nn.Parameter) -> Tensor | None:
     return None if parameter.grad is None else parameter.grad.clone()
 
 
-CLIPS = {
+CLIPS: dict[str, dict[str, Any]] = {
     "": {},
     "by norm": {"gradient_clip_val": 1e-3},
     "by value": {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"},
@@ -351,15 +364,28 @@ def test_a_gradient_that_is_used_twice_is_clipped_as_plains(
     assert_equal(dict(ours.state_dict()), dict(plain.state_dict()), "weights")
 
 
-@pytest.mark.parametrize("option", ["hook", "end", "accumulated", "16-mixed", "off"])
+class Scaler(torch.amp.GradScaler):
+    """A scaler of a user's."""
+
+
+def scaled(kind: type[torch.amp.GradScaler] = torch.amp.GradScaler, init_scale: float = 2.0**8) -> dict[str, Any]:
+    scaler = kind("cpu", init_scale=init_scale, growth_interval=2, backoff_factor=2.0**-14)
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
+
+
+class Constructed(Looks):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+@pytest.mark.parametrize("option", ["hook", "end", "accumulated", "scaler", "unscales by itself", "off"])
 def test_they_are_widened_as_they_come_where_that_saves_nothing(option: str) -> None:
-    """Where a hook may see them, where they are added up, and where a scaler divides them."""
-    options: dict[str, Any] = {} if option == "16-mixed" else MIXED
-    if option == "16-mixed":
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-        options = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
-    if option == "accumulated":
-        options = {**MIXED, "accumulate_grad_batches": 2}
+    """Where a hook may see them, where they are added up, and where somebody else divides them."""
+    options: dict[str, Any] = {
+        "scaler": scaled(Scaler),
+        "unscales by itself": scaled(),
+        "accumulated": {**MIXED, "accumulate_grad_batches": 2},
+    }.get(option, MIXED)
 
     class Sees(Looks):
         def on_train_batch_end(self, *_: Any) -> None: ...
@@ -367,9 +393,89 @@ def test_they_are_widened_as_they_come_where_that_saves_nothing(option: str) -> 
     class AtTheEnd(Looks):
         def on_train_end(self) -> None: ...
 
-    make = {"hook": Sees, "end": AtTheEnd}.get(option, Looks)
+    make = {"hook": Sees, "end": AtTheEnd, "unscales by itself": Constructed}.get(option, Looks)
     found = trained(overlapping("off" if option == "off" else "forward"), lambda: make(kind), **options).found
     assert {each for kinds in found for each in kinds} <= {"Tensor", "NoneType"}
+
+
+# ---------------------------------------------------------------------- under 16-mixed
+
+SCALES = {"": 2.0**8, "too large at first": 2.0**40}
+"""With the larger one gradients are infinite, so that steps are skipped."""
+
+
+class Watches(Looks):
+    """Looks at gradients in training_step, and in one hook between backward and that.
+
+    Args:
+        place: the hook's name; without one it does nothing.
+    """
+
+    def __init__(self, place: str) -> None:
+        super().__init__(value)
+        self.place = place
+
+    def note(self, place: str) -> None:
+        if place == self.place:
+            (group,) = self.trainer.optimizers[0].param_groups
+            self.found.append([value(parameter) for parameter in group["params"]])
+
+    def on_after_backward(self) -> None:
+        self.note("on_after_backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.note("on_before_optimizer_step")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.note("on_train_batch_end")
+
+
+@pytest.mark.parametrize("place", ["", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end"])
+@pytest.mark.parametrize("clip", first(CLIPS, "by norm", why="values are clipped in the same place"))
+@pytest.mark.parametrize("scale", SCALES)
+def test_gradients_of_16_mixed_are_scaled_unscaled_and_clipped_when_plains_are(
+    scale: str, clip: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With such hooks none is kept; here they are kept all the same, as if a hook could not be seen."""
+    monkeypatch.setattr("sp_lightning.trainer.optimizer_steps.nobody_sees_gradients", lambda trainer: True)
+
+    def run(strategy: Any) -> Watches:
+        options = {**CLIPS[clip], **scaled(init_scale=SCALES[scale])}
+        found: Watches = trained(strategy, lambda: Watches(place), **options)
+        return found
+
+    plain = run("auto")
+    with simulated():
+        ours = run(overlapping("forward"))
+    assert len(plain.found) == (8 if place else 4)
+    assert_equal(ours.found, plain.found, "gradients")
+    assert_equal(dict(ours.state_dict()), dict(plain.state_dict()), "weights")
+    assert_equal(ours.trainer.precision_plugin.state_dict(), plain.trainer.precision_plugin.state_dict(), "scaler")
+    gradients = [gradient for seen in plain.found for gradient in seen if gradient is not None]
+    assert all(gradient.isfinite().all() for gradient in gradients) == (SCALES[scale] < 2**30)
+
+
+@pytest.mark.parametrize("clip", first(CLIPS, "by norm", why="it reads them all"))
+@pytest.mark.parametrize("scale", SCALES)
+def test_gradients_of_16_mixed_stay_narrow_in_skipped_steps_too(scale: str, clip: str) -> None:
+    none, *others = narrow_ones(lambda: Looks(kind), **CLIPS[clip], **scaled(init_scale=SCALES[scale]))
+    assert none == 0
+    assert others == [max(others)] * 3
+    assert others[0] > 10
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("make", [SkipsZero, SkipsLayers])
+def test_a_gradient_of_16_mixed_that_is_used_twice_is_unscaled_as_plains(
+    make: type[Looks], scale: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sp_lightning.trainer.optimizer_steps.nobody_sees_gradients", lambda trainer: True)
+
+    def run(strategy: Any) -> list[Any]:
+        module = trained(strategy, lambda: make(kind), **CLIPS["by norm"], **scaled(init_scale=SCALES[scale]))
+        return [dict(module.state_dict()), module.trainer.precision_plugin.state_dict()]
+
+    assert_equal(run(overlapping("forward")), run("auto"), "weights and scaler")
 
 
 def test_what_is_kept_by_hand_and_widened_is_plains() -> None:

@@ -1,0 +1,52 @@
+"""The gradient scaler of ``16-mixed`` for gradients that are on the host, narrow ones included."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.device.torch_private import scaler_device
+from sp_lightning.weights.narrow_gradient import as_it_came, change, is_narrow, stored, widen_if_changed
+
+
+class HostGradScaler(torch.amp.GradScaler):
+    """A ``GradScaler`` for gradients on the host.
+
+    torch's own copies the scale to the CPU without blocking, so the CPU kernel may read it before it has arrived. Here
+    the copies block. Gradients in 16 bits stay so: they are looked through for infinities and NaN, and divided in the update.
+    Everything else is torch's, checkpoints included.
+    """
+
+    @classmethod
+    def like(cls, scaler: torch.amp.GradScaler) -> HostGradScaler:
+        """Returns a scaler with the state of one of torch's, which it replaces."""
+        host = cls(device=scaler_device(scaler), enabled=scaler.is_enabled())
+        host.load_state_dict(scaler.state_dict())
+        return host
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
+        narrow, others = list[nn.Parameter](), list[nn.Parameter]()
+        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+            widen_if_changed(parameter)
+            (narrow if is_narrow(parameter) else others).append(parameter)
+        rest: Any = SimpleNamespace(param_groups=[{"params": others}])
+        found = super()._unscale_grads_(rest, inv_scale, found_inf, allow_fp16)
+        if narrow:
+            infinite = found.setdefault(torch.device("cpu"), found_inf)
+            # torch, too, looks at gradients before it multiplies them.
+            if not all(_is_finite(as_it_came(stored(parameter))) for parameter in narrow):
+                infinite.fill_(1.0)
+            for parameter in narrow:
+                change(parameter, lambda gradient: gradient.mul_(inv_scale))
+        return found
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    """Whether a gradient has neither infinities nor NaN. ``aminmax`` reads it once and writes nothing, and keeps NaN."""
+    return gradient.numel() == 0 or all(bool(extreme.isfinite()) for extreme in gradient.aminmax())
