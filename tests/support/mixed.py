@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from tests.support.models import Block, Stack, vectors
@@ -22,6 +23,12 @@ class Masked(nn.Linear):
 
 
 MIXED: dict[str, Any] = {"precision": "bf16-mixed"}
+
+
+def scaled(kind: type[torch.amp.GradScaler] = torch.amp.GradScaler, init_scale: float = 2.0**8) -> dict[str, Any]:
+    """Options of a trainer that trains in 16-mixed on the CPU, where Lightning would take bf16-mixed by itself."""
+    scaler = kind("cpu", init_scale=init_scale, growth_interval=2, backoff_factor=2.0**-14)
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
 
 
 def bare(make: Any, strategy: Any, **options: Any) -> list[Any]:

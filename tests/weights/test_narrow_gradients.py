@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -29,7 +28,7 @@ from sp_lightning.weights.narrow_gradient import (
     stored,
     widen,
 )
-from tests.support.mixed import MIXED
+from tests.support.mixed import MIXED, scaled
 from tests.support.models import Module, Stack, vectors
 from tests.support.overlapping import overlapping
 from tests.support.runs import assert_equal, assert_same, fit, fused, loader, trainer_for
@@ -366,11 +365,6 @@ def test_a_gradient_that_is_used_twice_is_clipped_as_plains(
 
 class Scaler(torch.amp.GradScaler):
     """A scaler of a user's."""
-
-
-def scaled(kind: type[torch.amp.GradScaler] = torch.amp.GradScaler, init_scale: float = 2.0**8) -> dict[str, Any]:
-    scaler = kind("cpu", init_scale=init_scale, growth_interval=2, backoff_factor=2.0**-14)
-    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
 
 
 class Constructed(Looks):
