@@ -58,6 +58,24 @@ def test_it_counts_adamw() -> None:
     assert "at most: 32 bytes read and 20 written (read/written by fetch 8/0, gradients 0/4," in str(ledger)
 
 
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_it_counts_one_pass_of_16_mixed(clip: float | None) -> None:
+    """Gradients in 16 bits are read once for infinities, and once for norms. The update unscales and clips them."""
+    strategy = SuperpipelineStrategy(k=1, optimizer_overlap="forward")
+    fit(wide, BATCHES, strategy, recorded="nothing", gradient_clip_val=clip, **scaled())
+    ledger = strategy.ledger
+    count = WIDTH * WIDTH * DEPTH
+    assert {each.what: (each.read / count, each.written / count) for each in ledger.passes} == {
+        "casts": (0, 2),
+        "fetch": (4, 0),
+        "gradients": (0, 2),
+        "unscaling": (2, 0),
+        **({} if clip is None else {"norm": (2, 0)}),
+        "update": (14, 12),
+    }
+    assert ledger.gradients == 2 * count
+
+
 @pytest.mark.parametrize("k_prime", [1, 2, 3])
 def test_the_staging_memory_of_accumulated_gradients(k_prime: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many layers' gradients are staged at once as the ledger says."""

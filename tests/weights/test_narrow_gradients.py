@@ -18,6 +18,7 @@ from sp_lightning.device.device import Device
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
+from sp_lightning.weights import gradients
 from sp_lightning.weights.narrow_gradient import (
     NarrowGradient,
     Norms,
@@ -373,8 +374,10 @@ class Constructed(Looks):
 
 
 @pytest.mark.parametrize("option", ["hook", "end", "accumulated", "scaler", "unscales by itself", "off"])
-def test_they_are_widened_as_they_come_where_that_saves_nothing(option: str) -> None:
+def test_they_are_widened_as_they_come_where_that_saves_nothing(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a hook may see them, where they are added up, and where somebody else divides them."""
+    kept: list[int] = []
+    monkeypatch.setattr(gradients, "keep_narrow", lambda *_: kept.append(1))
     options: dict[str, Any] = {
         "scaler": scaled(Scaler),
         "unscales by itself": scaled(),
@@ -390,6 +393,7 @@ def test_they_are_widened_as_they_come_where_that_saves_nothing(option: str) -> 
     make = {"hook": Sees, "end": AtTheEnd, "unscales by itself": Constructed}.get(option, Looks)
     found = trained(overlapping("off" if option == "off" else "forward"), lambda: make(kind), **options).found
     assert {each for kinds in found for each in kinds} <= {"Tensor", "NoneType"}
+    assert not kept
 
 
 # ---------------------------------------------------------------------- under 16-mixed
@@ -445,8 +449,8 @@ def test_gradients_of_16_mixed_are_scaled_unscaled_and_clipped_when_plains_are(
     assert_equal(ours.found, plain.found, "gradients")
     assert_equal(dict(ours.state_dict()), dict(plain.state_dict()), "weights")
     assert_equal(ours.trainer.precision_plugin.state_dict(), plain.trainer.precision_plugin.state_dict(), "scaler")
-    gradients = [gradient for seen in plain.found for gradient in seen if gradient is not None]
-    assert all(gradient.isfinite().all() for gradient in gradients) == (SCALES[scale] < 2**30)
+    seen = [gradient for found in plain.found for gradient in found if gradient is not None]
+    assert all(gradient.isfinite().all() for gradient in seen) == (SCALES[scale] < 2**30)
 
 
 @pytest.mark.parametrize("clip", first(CLIPS, "by norm", why="it reads them all"))
