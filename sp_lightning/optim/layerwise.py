@@ -259,7 +259,8 @@ class LayerwiseStep:
             self._state.bring(layer, part)
             trained = [parameter for parameter in parameters if parameter.grad is not None]
             for parameter in trained:
-                engine.device.access(as_it_came(parameter.grad), Stream.UPDATE, write=clip is not None)
+                came = as_it_came(parameter.grad)
+                engine.device.access(came, Stream.UPDATE, write=clip is not None and came is parameter.grad)
             self._step_layer(layer, part, trained, clip)
             self._state.put(layer, part)
 

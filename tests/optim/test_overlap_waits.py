@@ -15,15 +15,18 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.device.device import Device
+from sp_lightning.device.waits import Stream
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.narrow_gradient import as_it_came, stored
 from tests.support.engine import streamer_of
 from tests.support.models import (
     Module,
     Stack,
     vectors,
 )
-from tests.support.overlapping import OVERLAP, Looks, overlapping
+from tests.support.overlapping import OVERLAP, Looks, at_once, overlapping
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, loader, trainer_for
 from tests.support.simdevice import simulated
 
@@ -257,3 +260,41 @@ def test_a_copy_inside_a_step_in_the_background_is_refused() -> None:
     fit(lambda: Copies(Stack()), vectors(), SuperpipelineStrategy(optimizer_overlap="off"))
     with pytest.raises(TypeError, match=r"inside an optimizer's step.*on_train_batch_end.*optimizer_overlap=\"off\""):
         fit(lambda: Copies(Stack()), vectors(), SuperpipelineStrategy(optimizer_overlap="forward"), recorded="losses")
+
+
+@pytest.mark.parametrize("clip", [None, 1e-3])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_an_update_declares_to_write_the_gradients_that_it_writes(precision: str, clip: float | None) -> None:
+    """The simulated device finds races by these declarations."""
+    submit, access = BackgroundUpdates.submit, Device.access
+    declared: dict[int, bool] = {}  # by the address of a gradient
+    checked: list[bool] = []
+
+    def noted(self: Device, memory: Tensor, by: Stream | None, *, write: bool) -> None:
+        if by is Stream.UPDATE:
+            declared[memory.data_ptr()] = write
+        access(self, memory, by, write=write)
+
+    def compared(self: BackgroundUpdates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
+        found = [stored(parameter) for member in layer.family for parameter in member.block.parameters]
+        gradients = [as_it_came(gradient) for gradient in found if gradient is not None]
+
+        def update() -> None:
+            before = [gradient.clone() for gradient in gradients]
+            declared.clear()
+            work()
+            for gradient, earlier in zip(gradients, before, strict=True):
+                written = not torch.equal(gradient, earlier)
+                assert declared[gradient.data_ptr()] == written
+                checked.append(written)
+
+        submit(self, layer, update, *then)
+
+    options: dict[str, Any] = {"recorded": "nothing", "precision": precision, "gradient_clip_val": clip}
+    with (
+        mock.patch.object(BackgroundUpdates, "submit", compared),
+        mock.patch.object(Device, "access", noted),
+        mock.patch.object(Device, "later", at_once),
+    ):
+        fit(fused(lambda: Module(Stack())), vectors(), overlapping("forward"), **options)
+    assert set(checked) == {precision == "32-true" and clip is not None}, "narrow ones are clipped elsewhere"
