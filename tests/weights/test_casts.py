@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.device.waits import Stream
 from sp_lightning.engine.saved_tensors import SavedTensors
 from sp_lightning.model.find import find_layers
 from sp_lightning.weights.casts import Casts
 from tests.support.mixed import MIXED, OwnLinear, Readers, Tied, of_blocks
 from tests.support.models import CASES, Block, Module, Stack, vectors
-from tests.support.runs import assert_same, fit, loader, superpipeline, trainer_for
+from tests.support.runs import assert_same, fit, fused, loader, superpipeline, trainer_for
 
 # ---------------------------------------------------------------------- bytes
 
@@ -163,6 +164,31 @@ def test_updates_in_the_background_make_the_casts_and_nobody_makes_them_again() 
         )
     assert len(makers) == 7 + 4 * 7  # before the first step, and with each update
     assert sum(name.startswith("superpipeline") for name in makers) == 4 * 7
+
+
+def test_casts_that_a_graph_needed_when_their_update_began_are_made_after_it_although_the_graph_has_died() -> None:
+    """The update puts no casts where the graph's are. Nobody else would make them if it counted as if it had."""
+    graphs: list[Tensor] = []
+    refused: list[bool] = []
+    places = Casts.places
+
+    class Keeps(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            graphs.append(self.loss(batch))
+            return super().training_step(batch, batch_idx)
+
+    def noted(self: Casts, by: Stream) -> Any:
+        found = places(self, by)
+        refused.append(not found)
+        if not found:
+            graphs.clear()
+        return found
+
+    overlapped = SuperpipelineStrategy(k=1, optimizer_overlap="forward")
+    with mock.patch.object(Casts, "places", noted):
+        ours = fit(fused(lambda: Keeps(Stack())), vectors(4), overlapped, recorded="nothing", **MIXED)
+    assert any(refused)
+    assert_same(ours, fit(fused(lambda: Keeps(Stack())), vectors(4), recorded="nothing", **MIXED))
 
 
 def test_only_what_autocast_casts_is_lowered() -> None:
