@@ -191,6 +191,23 @@ def test_casts_that_a_graph_needed_when_their_update_began_are_made_after_it_alt
     assert_same(ours, fit(fused(lambda: Keeps(Stack())), vectors(4), recorded="nothing", **MIXED))
 
 
+def test_a_graph_keeps_its_casts_whose_weights_an_update_in_the_background_replaces() -> None:
+    class Later(Module):
+        """Adds the loss of the batch before, whose graph has the weights of the step before."""
+
+        kept: Tensor | None = None
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            before, self.kept = self.kept, self.loss(batch)
+            loss = super().training_step(batch, batch_idx)
+            return loss if before is None else loss + before
+
+    def run(strategy: Any) -> Any:
+        return fit(fused(lambda: Later(Stack())), vectors(4), strategy, recorded="nothing", **MIXED)
+
+    assert_same(run(SuperpipelineStrategy(k=1, optimizer_overlap="forward")), run("auto"))
+
+
 def test_only_what_autocast_casts_is_lowered() -> None:
     def lowered(net: nn.Module, **options: Any) -> set[str]:
         found = find_layers(net, autocast=torch.bfloat16, **options)
