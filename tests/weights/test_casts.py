@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -152,11 +153,13 @@ def test_casts_are_made_once_between_two_writes() -> None:
 def test_updates_in_the_background_make_the_casts_and_nobody_makes_them_again() -> None:
     """Where no hook could have written the weights since."""
     makers: list[str] = []
+    walks: list[int] = []
     cast_into = Casts._cast_into
 
-    def note(self: Casts, wire: Tensor, *but: Any) -> None:
+    def note(self: Casts, wire: Tensor, but: Collection[int] = ()) -> None:
         makers.append(threading.current_thread().name)
-        cast_into(self, wire, *but)
+        walks.append(sum(id(master) not in but for master in self._masters.parameters))
+        cast_into(self, wire, but)
 
     with mock.patch.object(Casts, "_cast_into", note):
         trainer_for(SuperpipelineStrategy(k=1, optimizer_overlap="forward"), **MIXED).fit(
@@ -164,6 +167,7 @@ def test_updates_in_the_background_make_the_casts_and_nobody_makes_them_again() 
         )
     assert len(makers) == 7 + 4 * 7  # before the first step, and with each update
     assert sum(name.startswith("superpipeline") for name in makers) == 4 * 7
+    assert sum(walks) == len(list(Stack().parameters())), "those of an update are made piece by piece, while it steps"
 
 
 def test_casts_that_a_graph_needed_when_their_update_began_are_made_after_it_although_the_graph_has_died() -> None:
