@@ -106,10 +106,11 @@ class Layers:
             coefficient = torch.clamp(MAX_NORM / (total + 1e-6), max=1.0)
             clip = lambda gradient: gradient.mul_(coefficient)  # noqa: E731
         for index, weight in enumerate(self.weights):
-            if clip is not None:
-                change(weight, clip)
+            clips: dict[int, Change] = {}
+            if clip is not None and not change(weight, clip):
+                clips[id(weight)] = clip
             casts = {id(weight): self.casts[index]} if half else {}
-            with InPieces(casts, clip), torch.DisableTorchFunctionSubclass():
+            with InPieces(casts, clips), torch.DisableTorchFunctionSubclass():
                 self.step(index)
 
 

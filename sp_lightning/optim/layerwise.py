@@ -8,7 +8,7 @@ gradients are complete, which are then freed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -166,7 +166,10 @@ class LayerwiseStep:
     def _clip_at_once(self) -> None:
         """Clips here if no update does: if the step was not taken apart, or the scaler skipped it."""
         clip, self._clip = self._clip, None
-        _clip_each(clip, [p for group in self._optimizer.param_groups for p in group["params"]])
+        if clip is not None:
+            for parameter in [p for group in self._optimizer.param_groups for p in group["params"]]:
+                if not change(parameter, clip) and parameter.grad is not None:
+                    clip(parameter.grad)
 
     # ------------------------------------------------------------------ updates
 
@@ -251,34 +254,34 @@ class LayerwiseStep:
         part = object.__new__(self._class)
         vars(part).update(vars(self._optimizer), param_groups=groups)
         clip, engine = self._clip, self._engine
-        if clip is not None:
-            for parameter in parameters:
-                change(parameter, clip)
+        # Of the others the update clips none, even if another thread widens a gradient meanwhile: that one is clipped then.
+        clips = {id(p): clip for p in parameters if clip is not None and not change(p, clip)}
 
         def update() -> None:
             self._state.bring(layer, part)
             trained = [parameter for parameter in parameters if parameter.grad is not None]
             for parameter in trained:
-                came = as_it_came(parameter.grad)
-                engine.device.access(came, Stream.UPDATE, write=clip is not None and came is parameter.grad)
-            self._step_layer(layer, part, trained, clip)
+                engine.device.access(as_it_came(parameter.grad), Stream.UPDATE, write=id(parameter) in clips)
+            self._step_layer(layer, part, trained, clips)
             self._state.put(layer, part)
 
         release = partial(engine.release_gradients, layer, parameters) if self._early else None
         self._updates.submit(layer, update, release)
 
     def _step_layer(
-        self, layer: StreamedLayer, part: Optimizer, trained: Sequence[nn.Parameter], clip: Change | None
+        self, layer: StreamedLayer, part: Optimizer, trained: Sequence[nn.Parameter], clips: Mapping[int, Change]
     ) -> None:
         """Runs the step of one layer, and casts its new weights."""
         step = partial(self._class.step.__wrapped__, part)  # type: ignore[attr-defined]  # without its hooks: they run once
         casts = self._engine.casts(layer)
         if self._separable:
-            _clip_each(clip, trained)
+            for parameter in trained:
+                if id(parameter) in clips and parameter.grad is not None:
+                    clips[id(parameter)](parameter.grad)
             step()
             self._engine.after(layer, ())
         else:
-            with InPieces(casts, clip):
+            with InPieces(casts, clips):
                 step()
             self._engine.after(layer, set(map(id, trained)))
 
@@ -321,12 +324,6 @@ def _zeroing_narrow(optimizer: Optimizer) -> AbstractContextManager[None]:
         users(set_to_none=set_to_none)
 
     return _method(optimizer, "zero_grad", zero_grad)
-
-
-def _clip_each(clip: Change | None, parameters: Sequence[nn.Parameter]) -> None:
-    for parameter in parameters:
-        if clip is not None and not change(parameter, clip) and parameter.grad is not None:
-            clip(parameter.grad)
 
 
 def _parameters_of(layer: StreamedLayer) -> list[nn.Parameter]:

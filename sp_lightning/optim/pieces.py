@@ -30,14 +30,16 @@ class InPieces(TorchFunctionMode):
 
     Args:
         casts: by the ``id`` of a parameter, host memory that receives its new values in another dtype.
-        clip: clips the gradients that are wide; None if they are not clipped. A narrow one has its changes with it.
+        clips: by the ``id`` of a parameter, what clips its gradient, but for narrow ones: those have their changes with them.
         elements: of a piece, a multiple of 512; :func:`piece_size` if it is not given.
     """
 
-    def __init__(self, casts: Mapping[int, Tensor], clip: Change | None, *, elements: int | None = None) -> None:
+    def __init__(
+        self, casts: Mapping[int, Tensor], clips: Mapping[int, Change], *, elements: int | None = None
+    ) -> None:
         super().__init__()
         self._casts = casts
-        self._clip = clip
+        self._clips = clips
         self._elements = elements or piece_size(torch.get_num_threads())
 
     def __torch_function__(
@@ -54,8 +56,8 @@ class InPieces(TorchFunctionMode):
         step, together, size = partial(func, **(kwargs or {})), list[_Update](), 0
         for weight, gradient, *state in zip(*(column or [None] * len(args[0]) for column in args), strict=True):
             came, changes = made_of(gradient)
-            if came is gradient and self._clip is not None:
-                changes = (self._clip,)
+            if id(weight) in self._clips:
+                changes = (*changes, self._clips[id(weight)])
             update = _Update(weight.detach(), came, changes, self._casts.get(id(weight)), state)
             if weight.numel() > self._elements and self._gains(update) and update.contiguous:
                 self._step_in_pieces(step, update)

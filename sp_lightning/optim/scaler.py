@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,7 @@ class HostGradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
+        unscale = partial(torch.Tensor.mul_, other=inv_scale)
         narrow, others = list[nn.Parameter](), list[nn.Parameter]()
         for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
             widen_if_changed(parameter)
@@ -43,7 +45,8 @@ class HostGradScaler(torch.amp.GradScaler):
             if not all(_is_finite(as_it_came(stored(parameter))) for parameter in narrow):
                 infinite.fill_(1.0)
             for parameter in narrow:
-                change(parameter, lambda gradient: gradient.mul_(inv_scale))
+                if not change(parameter, unscale) and parameter.grad is not None:
+                    unscale(parameter.grad)  # another thread has read it meanwhile
         return found
 
 

@@ -83,16 +83,15 @@ class Steps:
         )
         coefficient = torch.clamp(0.1 / (total + 1e-6), max=1.0)
         clipping: dict[str, Any] = {
-            "": None, "norm": lambda g: g.mul_(coefficient), "value": lambda g: g.clamp_(-0.1, 0.1)
+            "norm": lambda g: g.mul_(coefficient), "value": lambda g: g.clamp_(-0.1, 0.1)
         }  # fmt: skip
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient if gradient.dtype is parameter.dtype else None
             if parameter.grad is None:
                 keep_narrow(parameter, gradient, looked_at=lambda: None)
-                if clip:
-                    change(parameter, clipping[clip])
+        clips = {id(p): clipping[clip] for p in self.parameters if clip and not change(p, clipping[clip])}
         casts = {id(p): cast for p, cast in zip(self.parameters, self.casts, strict=True)}
-        with InPieces(casts, clipping[clip], elements=elements), torch.DisableTorchFunctionSubclass():
+        with InPieces(casts, clips, elements=elements), torch.DisableTorchFunctionSubclass():
             type(self.optimizer).step.__wrapped__(self.optimizer)  # type: ignore[attr-defined]
 
     def outcome(self) -> list[Tensor]:
@@ -138,7 +137,7 @@ def test_each_piece_is_widened_stepped_and_cast_before_the_next() -> None:
     casts = {id(p): torch.empty_like(p, dtype=torch.bfloat16) for p in (large, *small)}
     for p in (large, *small):
         keep_narrow(p, torch.ones_like(p, dtype=torch.bfloat16), looked_at=lambda: None)
-    with Notes() as notes, InPieces(casts, None, elements=512), torch.DisableTorchFunctionSubclass():
+    with Notes() as notes, InPieces(casts, {}, elements=512), torch.DisableTorchFunctionSubclass():
         torch.optim.AdamW.step.__wrapped__(optimizer)  # type: ignore[attr-defined]
     walks = ("copy_", "_fused_adamw_", "copy_")
     assert notes.seen == [
@@ -152,7 +151,7 @@ def test_what_is_walked_over_once_is_not_cut() -> None:
     parameter = nn.Parameter(torch.ones(5000))
     parameter.grad = torch.ones(5000)
     optimizer = torch.optim.AdamW([parameter], fused=True)
-    with Notes() as notes, InPieces({}, None, elements=512):
+    with Notes() as notes, InPieces({}, {}, elements=512):
         torch.optim.AdamW.step.__wrapped__(optimizer)  # type: ignore[attr-defined]
     assert notes.seen == [("_fused_adamw_", 5000)]
 

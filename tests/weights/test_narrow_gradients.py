@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from sp_lightning.device.device import Device
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.model.find import find_layers
+from sp_lightning.optim import scaler
+from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.plan.plan import make_plan
 from sp_lightning.weights import gradients
 from sp_lightning.weights.narrow_gradient import (
@@ -474,6 +476,46 @@ def test_a_gradient_of_16_mixed_that_is_used_twice_is_unscaled_as_plains(
         return [dict(module.state_dict()), module.trainer.precision_plugin.state_dict()]
 
     assert_equal(run(overlapping("forward")), run("auto"), "weights and scaler")
+
+
+@pytest.mark.parametrize("moment", ["looked through", "submitted"])
+def test_a_thread_that_reads_gradients_in_the_middle_of_a_step_changes_nothing(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a logger of the user's may, at any moment: what it has widened is unscaled and clipped once."""
+    is_finite, submit = scaler._is_finite, BackgroundUpdates.submit
+    parameters: list[nn.Parameter] = []
+    read: list[str] = []
+
+    def look(now: str) -> None:
+        if now == moment:
+            read.extend(kind(parameter) for parameter in parameters)
+            assert all(parameter.grad is not None for parameter in parameters)
+
+    def looked_through(gradient: Tensor) -> bool:
+        look("looked through")
+        return is_finite(gradient)
+
+    def submitted(self: BackgroundUpdates, *args: Any) -> None:
+        look("submitted")
+        submit(self, *args)
+
+    class Read(Module):
+        def on_fit_start(self) -> None:
+            parameters[:] = self.parameters()
+
+    def run(strategy: Any) -> Any:
+        module = fused(lambda: Read(Stack()))()
+        trainer_for(strategy, **CLIPS["by norm"], **scaled()).fit(module, loader(vectors(4)))
+        return [dict(module.state_dict()), module.trainer.optimizers[0].state_dict()]
+
+    torch.manual_seed(0)
+    plain = run("auto")
+    monkeypatch.setattr(scaler, "_is_finite", looked_through)
+    monkeypatch.setattr(BackgroundUpdates, "submit", submitted)
+    torch.manual_seed(0)
+    assert_equal(run(overlapping("forward")), plain, "weights and state")
+    assert "NarrowGradient" in read
 
 
 def test_what_is_kept_by_hand_and_widened_is_plains() -> None:
