@@ -93,8 +93,8 @@ class Layers:
 
     def pieces(self, *, half: bool, clips: bool) -> None:
         """As :class:`~sp_lightning.optim.layerwise.LayerwiseStep` does."""
-        for weight, came, wide in zip(self.weights, self.came, self.wide, strict=True):
-            weight.grad = None if half else wide
+        for weight, came, widened in zip(self.weights, self.came, self.wide, strict=True):
+            weight.grad = None if half else widened
             if half:
                 keep_narrow(weight, came, looked_at=lambda: None)
         clip: Change | None = None
@@ -106,11 +106,9 @@ class Layers:
             coefficient = torch.clamp(MAX_NORM / (total + 1e-6), max=1.0)
             clip = lambda gradient: gradient.mul_(coefficient)  # noqa: E731
         for index, weight in enumerate(self.weights):
-            clips: dict[int, Change] = {}
-            if clip is not None and not change(weight, clip):
-                clips[id(weight)] = clip
+            wide = {id(weight): clip} if clip is not None and not change(weight, clip) else {}
             casts = {id(weight): self.casts[index]} if half else {}
-            with InPieces(casts, clips), torch.DisableTorchFunctionSubclass():
+            with InPieces(casts, wide), torch.DisableTorchFunctionSubclass():
                 self.step(index)
 
 

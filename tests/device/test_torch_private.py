@@ -557,6 +557,14 @@ def test_a_tensor_of_another_class_can_be_taken_for_a_parameter() -> None:
     assert isinstance(tensor, nn.Parameter)
 
 
+def test_an_optimizer_that_is_constructed_fused_unscales_by_itself_and_one_that_is_fused_later_does_not() -> None:
+    weights = [nn.Parameter(torch.ones(2))]
+    later = torch.optim.AdamW(weights)
+    later.param_groups[0]["fused"] = True
+    assert torch_private.unscales_by_itself(torch.optim.AdamW(weights, fused=True))
+    assert not torch_private.unscales_by_itself(later)
+
+
 def test_a_gradient_scaler_tells_its_device_and_asks_its_own_method_to_unscale(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_private.scaler_device(torch.amp.GradScaler("cpu", enabled=False)) == "cpu"
     parameter = nn.Parameter(torch.ones(2))
