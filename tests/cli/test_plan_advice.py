@@ -61,6 +61,17 @@ def test_the_last_line_has_every_option_that_the_answer_depends_on(
     assert found["verdict"].startswith(f"It fits: SuperpipelineStrategy{choice}, ")
 
 
+@pytest.mark.parametrize(("precision", "gradients"), [("bf16-mixed", 2), ("16-mixed", 2), ("32-true", 4)])
+def test_gradients_that_stay_in_16_bits_are_counted_so_and_what_widens_them_is_named(
+    precision: str, gradients: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["plan", "resnet18", "--k", "1", "--k-prime", "1", "--precision", precision])
+    (line,) = re.findall(r"^host memory (.*)$", capsys.readouterr().out, re.MULTILINE)
+    (mib,) = re.findall(r"gradients (.*?) MiB", line)
+    assert float(mib) == pytest.approx(gradients * 11.69e6 / 2**20, rel=0.05)
+    assert ("hooks between two steps" in line) == (gradients == 2)
+
+
 @pytest.mark.rest("the largest torchvision model")
 def test_a_model_of_one_size_is_run_with_that(capsys: pytest.CaptureFixture[str]) -> None:
     """The weights of ``vit_h_14`` were trained with images of 518 pixels, and the model that is made takes 224."""
