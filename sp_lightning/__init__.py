@@ -23,12 +23,21 @@ _log = rank_zero.log if "pytorch_lightning" in sys.modules else None
 from lightning.pytorch.strategies import StrategyRegistry
 
 from sp_lightning._version import __version__
+from sp_lightning.device.rank_order import rank_order_hook
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.trainer.callback import SuperpipelineCallback
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
 
-__all__ = ["Plan", "PlannedLayer", "Stats", "SuperpipelineCallback", "SuperpipelineStrategy", "__version__"]
+__all__ = [
+    "Plan",
+    "PlannedLayer",
+    "Stats",
+    "SuperpipelineCallback",
+    "SuperpipelineStrategy",
+    "__version__",
+    "rank_order_hook",
+]
 
 SuperpipelineStrategy.register_strategies(StrategyRegistry)
 if _log is not None:

@@ -6,7 +6,7 @@
 import logging
 
 from pytorch_lightning.callbacks import Callback
-from pytorch_lightning.strategies import SingleDeviceStrategy, StrategyRegistry
+from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
 
 from sp_lightning.trainer.callback import SuperpipelineCallback as LightningsCallback
 from sp_lightning.trainer.strategy import StreamingStrategy
@@ -19,11 +19,14 @@ class SuperpipelineCallback(LightningsCallback, Callback):  # type: ignore[misc]
     __doc__ = LightningsCallback.__doc__
 
 
-class SuperpipelineStrategy(StreamingStrategy, SingleDeviceStrategy):  # type: ignore[misc]
+class SuperpipelineStrategy(StreamingStrategy, Strategy):  # type: ignore[misc]
     __doc__ = StreamingStrategy.__doc__
+    one_device = SingleDeviceStrategy
+    several_devices = DDPStrategy
     callback_class = SuperpipelineCallback
     log = logging.getLogger("pytorch_lightning.superpipeline")
 
 
+SuperpipelineStrategy.__abstractmethods__ = frozenset()
 WRITE_NO_WEIGHTS.add(SuperpipelineCallback)
 SuperpipelineStrategy.register_strategies(StrategyRegistry)

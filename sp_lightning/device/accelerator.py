@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any
 
@@ -35,7 +36,7 @@ class Accelerator(Device):
         if device.index is None:
             device = torch.device(device.type, torch.accelerator.current_device_index())
         super().__init__(device)
-        self._side = {stream: torch.Stream(device) for stream in (Stream.UPLOAD, Stream.DOWNLOAD)}
+        self._side = {stream: torch.Stream(device) for stream in (Stream.UPLOAD, Stream.DOWNLOAD, Stream.REDUCE)}
         self._waits: list[tuple[Wait, torch.Event, torch.Event]] = []
 
     def _stream(self, stream: Stream) -> torch.Stream:
@@ -72,6 +73,9 @@ class Accelerator(Device):
         with self._stream(stream), no_inference_mode():
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        return self._stream(stream)
 
     def record(self, stream: Stream) -> torch.Event:
         event = torch.Event(self.device)

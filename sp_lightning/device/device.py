@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -104,6 +105,10 @@ class Device:
         self.copy([memory], [source], Stream.DOWNLOAD)
         self.synchronize(self.record(Stream.DOWNLOAD), Wait.APPLY_AFTER_DRAIN)
         return memory
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        """A context in which kernels are issued to ``stream``."""
+        return nullcontext()
 
     def record(self, stream: Stream) -> Any:
         """Returns an event that happens when everything that was issued to ``stream`` so far is done."""

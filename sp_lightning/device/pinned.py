@@ -22,10 +22,11 @@ class PinnedMemory:
         device: the device that copies from and to the memory.
         nbytes: how much is needed, in bytes.
         pin: whether to page-lock the memory.
+        memory: memory that is there already, in whole pages, in place of new memory.
     """
 
-    def __init__(self, device: Device, nbytes: int, *, pin: bool) -> None:
-        self.bytes = device.host_empty(nbytes, pin=pin)
+    def __init__(self, device: Device, nbytes: int = 0, *, pin: bool, memory: Tensor | None = None) -> None:
+        self.bytes = device.host_empty(nbytes, pin=pin) if memory is None else memory
         self.pinned = pin and device.pin(self.bytes)
         # The finalizer holds the memory, so that it is unpinned before it is freed.
         self._finalizer = weakref.finalize(self, _unpin, device, self.bytes, os.getpid()) if self.pinned else None

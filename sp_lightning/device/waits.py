@@ -12,6 +12,8 @@ class Stream(enum.Enum):
     """The stream of the model's kernels, which is the stream that is current when the operation is issued."""
     UPLOAD = "host to device"
     DOWNLOAD = "device to host"
+    REDUCE = "between devices"
+    """The stream on which ranks sum their gradients."""
     UPDATE = "host, in the background"
     """The order of the background thread, which updates weights while the host goes on. The device has no such stream."""
 
@@ -29,6 +31,8 @@ class Wait(enum.Enum):
     RESIDENTS_AFTER_USE = "residents are sent again after the last kernel that read them"
     USE_AFTER_RESIDENTS = "residents are read after their transfer"
     DRAIN_AFTER_GRADIENT = "a gradient leaves after the kernel that wrote it"
+    REDUCE_AFTER_GRADIENT = "a gradient is sent to other ranks after the kernel that wrote it"
+    DRAIN_AFTER_REDUCE = "a rank's part of a sum leaves after the kernels that added it up"
     REUSE_AFTER_DRAIN = "a gradient's device memory is used again after its copy"
     APPLY_AFTER_DRAIN = "the host reads a gradient after its copy"
     DROP_AFTER_DRAIN = "the host uses a dropped gradient's memory again after its copy"

@@ -14,6 +14,7 @@ from sp_lightning.model.found import Found
 from sp_lightning.model.wrapped import parts, stand_in
 from sp_lightning.plan.plan import Plan
 from sp_lightning.store.block import HostBlock
+from sp_lightning.store.block_memory import Allocate
 from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.weights.casts import Casts
 from sp_lightning.weights.embedding_rows import EmbeddingRows
@@ -21,7 +22,9 @@ from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.parameter_group import ParameterGroup
 
 
-def make_layers(found: Found, plan: Plan, device: Device, staging: Staging, *, pin: bool) -> list[StreamedLayer]:
+def make_layers(
+    found: Found, plan: Plan, device: Device, staging: Staging, allocate: Allocate, *, pin: bool
+) -> list[StreamedLayer]:
     """Makes the layers of a plan, in the order of :attr:`Plan.moving`; the residents come last.
 
     The module's parameters become views of the layers' memory on the host.
@@ -31,12 +34,13 @@ def make_layers(found: Found, plan: Plan, device: Device, staging: Staging, *, p
         plan: says where everything lies.
         device: allocates memory.
         staging: host memory for gradients.
+        allocate: returns host memory for weights.
         pin: whether host memory is page-locked.
     """
     kinds = list(_kinds(plan))
     found_layers = (*found.layers, *found.masters, *found.tables, found.residents)
     blocks = [
-        HostBlock(layer, planned, device, staging, pin=pin, fetched_seldom=kind in (Kind.MASTERS, Kind.TABLE))
+        HostBlock(layer, planned, device, staging, allocate, pin=pin, fetched_seldom=kind in (Kind.MASTERS, Kind.TABLE))
         for layer, planned, kind in zip(found_layers, (*plan.moving, plan.residents), kinds, strict=True)
     ]
     if pin:

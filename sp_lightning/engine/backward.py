@@ -14,7 +14,7 @@ from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.residency import Residency, needed_again
 from sp_lightning.engine.step import Step, StepKind
 from sp_lightning.weights.device_parameter import take_gradient
-from sp_lightning.weights.gradients import GradientSink
+from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.source import BlockSource
 
@@ -78,6 +78,7 @@ class Backward:
         self._announced = True
         self._accumulates = True
         self.join()
+        self.sink.expect()
         with self._lock:
             residency = self._residency
             for layer in [layer for layer in residency.used if not layer.pins and layer.outdated]:
@@ -172,9 +173,8 @@ class Backward:
             self.tasks = self.tasks[: self.tasks.index(task)]
             self._residency.release_unpinned()
         try:
-            self.sink.flush()
-        finally:  # if a user's hook has raised, plain autograd would not have computed the other gradients either
-            self.sink.drop()
+            self.sink.end(last=not self.tasks)
+        finally:
             if not self.tasks:
                 self._outermost_has_ended()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sp_lightning.weights.gradients import Gradients
+from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.slots import Slots
 
@@ -14,7 +14,7 @@ class Peak:
         most: that sum in bytes.
     """
 
-    def __init__(self, slots: Slots, residents: Residents, gradients: Gradients) -> None:
+    def __init__(self, slots: Slots, residents: Residents, gradients: GradientSink) -> None:
         self.most = 0
         self._slots = slots
         self._residents = residents

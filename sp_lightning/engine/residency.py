@@ -114,6 +114,7 @@ class Residency:
             return self.used[layer]
         self._tenants.before_use(layer)
         self.slots.resume()
+        layer.visits += not backward
         if not layer.on_demand:
             self.prefetch.trace.visit(layer)
         early = layer.owner.updated_early

@@ -100,6 +100,7 @@ class Step:
         self.ends_with_backward = False
         self._residency.slots.idle_since = None
         for layer in self._layers:
+            layer.visits = 0
             if layer.table is not None:
                 layer.table.used_whole = False
         if training:

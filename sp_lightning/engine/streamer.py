@@ -16,10 +16,10 @@ from sp_lightning.engine.access import Access
 from sp_lightning.engine.assembly import make_layers, make_tables, stand_ins_for_wrapped
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.exchange import Exchange
-from sp_lightning.engine.host_source import HostSource
 from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.module_hooks import attach_module_hooks
 from sp_lightning.engine.peak import Peak
+from sp_lightning.engine.placement import ONE_DEVICE, Placement
 from sp_lightning.engine.residency import Residency
 from sp_lightning.engine.saved_tensors import SavedTensors
 from sp_lightning.engine.step import Step, StepKind
@@ -32,7 +32,6 @@ from sp_lightning.plan.plan import Plan
 from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.store.host_ring import HostRing
 from sp_lightning.weights.buffers import OnTheDevice
-from sp_lightning.weights.gradients import Gradients
 from sp_lightning.weights.layer import Kind
 from sp_lightning.weights.prefetch import Prefetch
 from sp_lightning.weights.pruned import PrunedWeights
@@ -52,6 +51,7 @@ class Streamer:
         plan: the plan that was made for ``found``.
         device: the device.
         pin: whether host memory is page-locked.
+        placement: makes the parts that depend on the number of devices.
         modes: the mode of each unit's activations; None keeps all.
         host_room: the most bytes of host memory that activations may take; None for no limit.
         averages: modules whose buffers are on the device only for their calls within a step.
@@ -68,6 +68,7 @@ class Streamer:
         device: Device,
         *,
         pin: bool,
+        placement: Placement = ONE_DEVICE,
         modes: Mapping[str, Mode] | None = None,
         host_room: int | None = None,
         averages: Sequence[nn.Module] = (),
@@ -82,28 +83,28 @@ class Streamer:
         # Hooks in backward run on autograd's threads. The lock is never held while user code runs.
         self._lock = threading.RLock()
         self._closed = False
-        self._build_weights(pin, check_writes)
-        ring = HostRing(device, pin=pin, limit=host_room)
-        self._build_activations(modes or dict.fromkeys(found.units, "keep"), ring, log)
+        self._build_weights(pin, check_writes, placement)
+        self._build_activations(modes, HostRing(device, pin=pin, limit=host_room), log)
         self._build_step(averages)
+        self.turns = placement.turns(self._lock, self._layers, self._source, self._step)
         self._open_doors(around_rerun)
 
     # ------------------------------------------------------------------ the parts, from below
 
-    def _build_weights(self, pin: bool, check_writes: bool) -> None:
+    def _build_weights(self, pin: bool, check_writes: bool, placement: Placement) -> None:
         """Builds host memory, slots, gradients and updates."""
         device, plan = self.device, self.plan
         self._staging = Staging(device, pin=pin)
-        self._layers = make_layers(self.found, plan, device, self._staging, pin=pin)
+        self._layers = make_layers(self.found, plan, device, self._staging, placement.allocate(device, plan), pin=pin)
         *self._moving, self._resident_layer = self._layers
         self._watch = WeightWatch([layer.block for layer in self._layers]) if check_writes else None
         self._stays: set[int] = set()
         self._slots = Slots(plan, self._moving, device)
-        self._gradients = Gradients(device, self._staging, in_flight=plan.k_prime + 1)
+        self._gradients = placement.gradients(device, self._staging, self._layers, plan.k_prime + 1)
         self._tables = make_tables(self.found, self._layers, device, pin=pin, compacted=self._gradients.compacted)
         self.updates = BackgroundUpdates(self._layers, device)
         self._lent = LentWeights(self._slots, device, self._stays, self._watch)
-        self._source = HostSource(self._layers, self._slots, self.updates, device, self._watch)
+        self._source = placement.source(self._layers, self._slots, self.updates, device, self._watch)
         self._residents = Residents(
             self._resident_layer, self._source, device, write_back=self._lent.write_back, stays=self._stays
         )
@@ -111,12 +112,12 @@ class Streamer:
         prefetch = Prefetch(plan, self._slots, self._layers, self._source.ready)
         self._residency = Residency(self._slots, prefetch, self._source, self._lent, self._peak.note)
 
-    def _build_activations(self, modes: Mapping[str, Mode], ring: HostRing, log: logging.Logger | None) -> None:
+    def _build_activations(self, modes: Mapping[str, Mode] | None, ring: HostRing, log: logging.Logger | None) -> None:
         rows = {layer.name: layer.index for layer in self._layers if layer.kind is Kind.BLOCK}
         self.activations = Activations(
             self._module,
             self.found.units,
-            modes,
+            modes or dict.fromkeys(self.found.units, "keep"),
             {name: rows.get(name, self._resident_layer.index) for name in self.found.units},
             self.device,
             ring,
@@ -270,7 +271,7 @@ class Streamer:
             self._step.take_back_writes()
             self._step.stop_expecting()
             self.plan = plan
-            self._gradients.drains.in_flight = plan.k_prime + 1
+            self._gradients.limit(plan.k_prime + 1)
             self._residency.resize(plan)
             self._peak.note()
 
@@ -289,10 +290,9 @@ class Streamer:
     def thawed(self) -> bool:
         """Whether gradients are expected that the plan does not count, because layers were unfrozen."""
         planned_layers = (*self.plan.moving, self.plan.residents)
-        return any(
-            not planned.gradient_bytes and any(parameter.requires_grad for parameter in layer.block.parameters)
-            for layer, planned in zip(self._layers, planned_layers, strict=True)
-        )
+        counted = [planned.gradient_bytes for planned in planned_layers]
+        trained = [any(parameter.requires_grad for parameter in layer.block.parameters) for layer in self._layers]
+        return any(now and not before for now, before in zip(trained, counted, strict=True))
 
     # ------------------------------------------------------------------ what it has done
 

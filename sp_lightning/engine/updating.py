@@ -17,7 +17,7 @@ from sp_lightning.engine.residency import Residency
 from sp_lightning.engine.step import Step
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.weights.device_parameter import DeviceParameter, Untouched
-from sp_lightning.weights.gradients import Gradients
+from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.source import BlockSource
 
@@ -44,7 +44,7 @@ class Updating:
         source: BlockSource,
         step: Step,
         backward: Backward,
-        gradients: Gradients,
+        gradients: GradientSink,
         updates: BackgroundUpdates,
         device: Device,
     ) -> None:

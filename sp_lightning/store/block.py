@@ -6,7 +6,8 @@ callback therefore works on them unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -14,12 +15,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import Span, addresses, view
+from sp_lightning.device.layout import Span, addresses, part, view
 from sp_lightning.device.lease import lend
 from sp_lightning.device.modes import no_inference_mode
-from sp_lightning.device.pinned import PinnedMemory
 from sp_lightning.model.found import Layer
 from sp_lightning.plan.plan import PlannedLayer
+from sp_lightning.store.block_memory import Allocate
 from sp_lightning.store.gradient_memory import GradientMemory, Staging
 
 
@@ -29,7 +30,6 @@ class HostBlock:
     Attributes:
         planned: where each parameter lies.
         parameters: the user's parameters, in the order of ``planned.spans``.
-        weights: their values and, behind them, their casts: flat ``uint8`` of ``planned.nbytes`` bytes, which a fetch copies.
         apart: indices of parameters that were given another dtype inside a step (``module.float()`` in a forward). They
             have memory of their own until the engine is built anew, before the next batch.
         gradients: the memory in which the parameters' gradients arrive.
@@ -38,8 +38,9 @@ class HostBlock:
     Args:
         layer: the parameters that are absorbed.
         planned: where each of them is to lie.
-        device: allocates pinned memory.
+        device: is told of reads and writes.
         staging: lends the memory for gradients.
+        allocate: returns the memory for weights.
         pin: whether the memory of gradients and, unless ``fetched_seldom``, of weights is page-locked.
         fetched_seldom: whether the block is hardly ever fetched as a whole: masters and embedding tables.
     """
@@ -50,6 +51,7 @@ class HostBlock:
         planned: PlannedLayer,
         device: Device,
         staging: Staging,
+        allocate: Allocate,
         *,
         pin: bool,
         fetched_seldom: bool = False,
@@ -57,21 +59,21 @@ class HostBlock:
         self.planned = planned
         self.parameters: Sequence[nn.Parameter] = [parameter for _, parameter in layer.parameters]
         self._device = device
-        self._pin = pin and not fetched_seldom
         self._fetched_seldom = fetched_seldom
         self.apart: set[int] = set()
         self._lent: list[StorageWeakRef | None] = [None] * len(planned.spans)
-        self._allocate()
+        self.memory = allocate(planned.nbytes, pin and not fetched_seldom)
         self.gradients = GradientMemory([span.name for span in planned.spans], self.parameters, staging)
         self._alone = [replace(span, offset=0) for span in planned.spans]  # where each lies in a storage of its own
         # Each original is freed as soon as it is absorbed, so that set-up takes no more than the model and one layer.
         for index in range(len(self.parameters)):
-            self._take(index)
+            self._take(index, self.memory.first)
         self.addresses = self._now()
 
-    def _allocate(self) -> None:
-        self._weights = PinnedMemory(self._device, self.planned.nbytes, pin=self._pin)
-        self.weights = self._weights.bytes[: self.planned.nbytes]
+    @property
+    def weights(self) -> Tensor:
+        """The values and, behind them, their casts: flat ``uint8`` of ``planned.nbytes`` bytes, which a fetch copies."""
+        return self.memory.fetched
 
     def _now(self) -> list[int]:
         return addresses(self.parameters)
@@ -88,7 +90,7 @@ class HostBlock:
     @property
     def pinned(self) -> bool:
         """Whether the weights are page-locked."""
-        return self._weights.pinned
+        return self.memory.pinned
 
     def copy_of(self, index: int) -> Tensor:
         """Returns a copy of a weight's present bytes, flat ``uint8``."""
@@ -151,27 +153,48 @@ class HostBlock:
                     "outside any step. Exchange parameters between two batches, or before trainer.fit."
                 )
         if any((lent := self._lent[index]) is not None and not lent.expired() for index in displaced):
-            self._allocate()
+            self.memory.anew()
             displaced = [index for index in range(len(self.parameters)) if index not in self.apart]
         for index in displaced:
-            self._take(index)
+            self._take(index, self.memory.seen)
         self.addresses = self._now()
 
     def unpin(self) -> None:
         """Releases the page locks. Parameters and gradients stay where they are."""
-        self._weights.unpin()
+        self.memory.unpin()
         self.gradients.unpin()
 
-    def _take(self, index: int) -> None:
-        """Absorbs one parameter: copies its value into the block and lets its data be a view of that."""
-        parameter = self.parameters[index]
+    def _take(self, index: int, into: Tensor | None) -> None:
+        """Absorbs one parameter: copies its value and lets its data be a view of the block.
+
+        Args:
+            index: of the parameter.
+            into: the block's memory, as it is to be written; None if another process writes the same value.
+        """
+        parameter, span = self.parameters[index], self.planned.spans[index]
         with no_inference_mode():
-            target = view(lend(_part(self._weights.bytes, self.planned.spans[index])), self._alone[index])
-        self._device.access(self.weights, None, write=True)
+            target = view(lend(_part(self.memory.seen, span)), self._alone[index])
         with no_inference_mode(), torch.no_grad():
-            target.copy_(parameter.data)
+            if into is not None:
+                self._device.access(self.weights, None, write=True)
+                written = target if into is self.memory.seen else part(into, span)
+                written.copy_(parameter.data)
             parameter.data = target
         self._lent[index] = StorageWeakRef(target.untyped_storage())
+
+    @contextmanager
+    def written_in_common(self) -> Iterator[None]:
+        """While this is active the trainable parameters are what all processes see, so that an optimizer may step them."""
+        seen = {i: p.data for i, p in enumerate(self.parameters) if p.requires_grad and i not in self.apart}
+        with no_inference_mode(), torch.no_grad():
+            for index in seen:
+                self.parameters[index].data = part(self.memory.common, self.planned.spans[index])
+        try:
+            yield
+        finally:
+            with no_inference_mode(), torch.no_grad():
+                for index, value in seen.items():
+                    self.parameters[index].data = value
 
 
 def _part(memory: Tensor, span: Span) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any, TypeGuard, TypeVar
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -142,6 +143,11 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------------- the strategy
+
+
+def is_interactive() -> bool:
+    """Whether this is a notebook or a prompt, where no script can be started again for each device."""
+    return bool(_IS_INTERACTIVE)
 
 
 def set_inherited(kind: type, instance: object, name: str, value: object) -> None:

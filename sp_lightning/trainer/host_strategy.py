@@ -1,9 +1,11 @@
-"""A strategy of one device that leaves parameters, optimizer state and what is made anew on the host."""
+"""A strategy that leaves parameters, optimizer state and what is made anew on the host, on one device or several."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -12,14 +14,15 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from sp_lightning.device.ranks import Ranks
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO, load
-from sp_lightning.trainer.compat import given_checkpoint_io, set_inherited, wraps_another
+from sp_lightning.trainer.compat import given_checkpoint_io, is_interactive, set_inherited, wraps_another
 from sp_lightning.trainer.precision import prepare
 
 if TYPE_CHECKING:
     _Base = SingleDeviceStrategy
 else:
-    _Base = object  # the strategies that are registered add the SingleDeviceStrategy of their Lightning
+    _Base = object  # the strategies that are registered add those of their Lightning
 
 
 class HostStrategy(_Base):
@@ -31,6 +34,7 @@ class HostStrategy(_Base):
     """
 
     strategy_name: str
+    log: logging.Logger
 
     def __init__(
         self,
@@ -40,34 +44,94 @@ class HostStrategy(_Base):
         precision_plugin: Precision | None,
     ) -> None:
         self._device_given = device is not None
-        self._device = torch.device("cpu" if device is None else device)
-        super().__init__(self._device, accelerator, checkpoint_io, precision_plugin)
+        self._ranks: Ranks | None = None
+        self._devices = [torch.device("cpu" if device is None else device)]
+        super().__init__(self._devices[0], accelerator, checkpoint_io, precision_plugin)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         if cls.strategy_name not in strategy_registry:
             strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
 
-    # ------------------------------------------------------------------ devices
+    # ------------------------------------------------------------------ one device or several
+
+    one_device: Any
+    """Lightning's strategy of one device, which this one derives from unless it is given several."""
+
+    several_devices: Any
+    """Lightning's strategy of several devices, which this one derives from once it is given some."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return object.__new__(_derived(cls, cls.one_device))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A class that was made here has no name under which pickle would find it."""
+        users = type(self).__bases__[0]
+        base = type(self).__bases__[1]
+        return _unpickled, (users, base), self.__getstate__()
+
+    cluster_environment: Any = None
+    """How the processes of several devices find each other. Lightning hands its choice to strategies that have this."""
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """The device that was given, if any. Lightning hands its choice to strategies that have this attribute."""
-        return [self._device] if self._device_given else []
+        """The devices that were given, if any. Lightning hands its choice to strategies that have this attribute."""
+        return self._devices if self._device_given or len(self._devices) > 1 else []
 
     @parallel_devices.setter
-    def parallel_devices(self, devices: Sequence[torch.device]) -> None:
-        if len(devices) != 1:
-            raise ValueError(
-                f"superpipeline runs on one device; the trainer chose {len(devices)}: {[str(d) for d in devices]}. "
-                f"Pass Trainer(devices=1), or devices=[{devices[0].index or 0}] for a certain one."
+    def parallel_devices(self, devices: Sequence[torch.device] | None) -> None:
+        self._devices = list(devices or [])
+        if self._devices:
+            self._derive_from(self.one_device if len(self._devices) == 1 else self.several_devices)
+
+    def _derive_from(self, base: Any) -> None:
+        """Lightning says how many devices there are when the strategy is made already, so it changes its class then."""
+        if issubclass(type(self), base):
+            return
+        devices, environment = self._devices, self.cluster_environment
+        self.__class__ = _derived(type(self).__bases__[0], base)
+        common = {"checkpoint_io": given_checkpoint_io(self), "precision_plugin": self.precision_plugin}
+        if base is self.one_device:
+            base.__init__(self, devices[0], self.accelerator, **common)
+        else:
+            base.__init__(
+                self,
+                self.accelerator,
+                cluster_environment=environment,
+                start_method="fork" if is_interactive() else "popen",
+                **common,
             )
-        self._device = devices[0]
+        self._devices = devices
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes that train together, once they are connected; None for one device."""
+        if len(self._devices) > 1 and self._ranks is None:
+            self._ranks = Ranks(self.root_device)
+            if not self._ranks.primary:  # what rank 0 says is true of all; warnings may be of one alone
+                self.log = self.log.getChild(f"rank{self._ranks.rank}")
+                self.log.setLevel(logging.WARNING)
+        return self._ranks if len(self._devices) > 1 else None
+
+    @property
+    def layer_sync(self) -> Any | None:
+        """What ``Trainer(sync_batchnorm=True)`` does to the module of several devices."""
+        return getattr(self, "_layer_sync", None)
+
+    def note_failure(self, error: BaseException) -> None:
+        """Tells the other processes of an error of this one, so that they stop waiting for it."""
+        if self._ranks is not None:
+            self._ranks.fail(error)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for the other processes. After an error it does not: they may never come."""
+        if self._ranks is None or not self._ranks.failure:
+            super().barrier(*args, **kwargs)
 
     @property
     def root_device(self) -> torch.device:
-        """The device that computes: the one that was given, else the trainer's choice."""
-        return self._device
+        """The device on which this process computes: the one that was given, else the trainer's choice."""
+        return self._devices[self.local_rank if len(self._devices) > 1 else 0]
 
     @property
     def num_nodes(self) -> int:
@@ -122,4 +186,17 @@ class HostStrategy(_Base):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """The base class would move the state to the device."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(state)
+            if self.is_global_zero:
+                optimizer.load_state_dict(state)
+            else:
+                optimizer.load_state_dict({**state, "state": {}})  # rank 0's optimizers alone have state
+
+
+@cache
+def _derived(users: type, base: type) -> Any:
+    """The class of a strategy: the public one, or a user's that derives from it, and Lightning's for its devices."""
+    return type(users.__name__, (users, base), {"__module__": users.__module__, "__doc__": users.__doc__})
+
+
+def _unpickled(users: type, base: type) -> Any:
+    return object.__new__(_derived(users, base))

@@ -14,6 +14,7 @@ from sp_lightning.plan.ledger import Ledger
 from sp_lightning.trainer.batch import Batch
 from sp_lightning.trainer.optimizer_steps import Closure, OptimizerSteps
 from sp_lightning.trainer.options import Options
+from sp_lightning.trainer.replicas import Buffers
 from sp_lightning.trainer.run import Run
 from sp_lightning.trainer.user_hooks import UserHooks
 
@@ -33,6 +34,7 @@ class Loops:
         self._module = module
         self._hooks = UserHooks(module, check_writes=options.check_writes)
         self._steps = OptimizerSteps(run, self._hooks, options, log)
+        self._buffers = None if run.ranks is None else Buffers(run.ranks, module, module.trainer.state.fn)
 
     def close(self) -> None:
         """Leaves the optimizers as they were. The run is closed already."""
@@ -96,6 +98,8 @@ class Loops:
         if phase != "train":  # the start of a training batch has seen to it
             self._renew()
             self._tune(phase, args)
+        if self._buffers is not None:
+            self._buffers.step_begins()
         return Batch(self._run, self._hooks, self._module, phase).run(step, *args, **kwargs)
 
     def backward_follows(self, loss: Tensor) -> None:

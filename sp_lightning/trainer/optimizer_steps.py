@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -17,8 +17,9 @@ from sp_lightning.optim.layerwise import LayerwiseStep
 from sp_lightning.optim.separable import is_separable
 from sp_lightning.plan.ledger import Ledger, make_ledger
 from sp_lightning.plan.options import Overlap
-from sp_lightning.trainer.compat import base_of
+from sp_lightning.trainer.compat import base_of, is_no_optimizer
 from sp_lightning.trainer.options import Options
+from sp_lightning.trainer.rank_steps import RankSteps
 from sp_lightning.trainer.run import Run
 from sp_lightning.trainer.update_policy import (
     choose_overlap,
@@ -55,6 +56,7 @@ class OptimizerSteps:
         self._deferring: Optimizer | None = None
         self._trainer: Any = None
         self._ledger: Ledger | None = None
+        self._ranks = None if run.ranks is None else RankSteps(run)
         self._told = ""
         self._begun = 0.0  # when the running step began, or, if it has run forward and backward itself, went on
         self.overlap: Overlap = "off"
@@ -67,6 +69,8 @@ class OptimizerSteps:
         """Leaves the optimizers as their users configured them. The run is closed already."""
         for handle in self._handles:
             handle.remove()
+        if self._ranks is not None:
+            self._ranks.detach()
         self._layerwise.clear()
         self._unfuse()
         self._trainer = None
@@ -109,6 +113,9 @@ class OptimizerSteps:
         self._trainer = trainer
         with self._fused_shown():
             self.overlap, why = choose_overlap(self._options.optimizer_overlap, trainer, trainer.optimizers)
+        if self._ranks is not None:
+            self.overlap, why = "off", "several devices step together"
+            self._ranks.attach([each for each in trainer.optimizers if not is_no_optimizer(each)])
         early, narrow = self.overlap == "backward", nobody_sees_gradients(trainer)
         measure = self._clips() == "norm" and nobody_looks_at_gradients(trainer)
         self._layerwise = {
@@ -199,7 +206,11 @@ class OptimizerSteps:
             self._begun = perf_counter()
             return result
 
-        background = nullcontext() if layerwise is None else self._in_background(optimizer, layerwise, plugin)
+        background: AbstractContextManager[None] = nullcontext()
+        if layerwise is not None:
+            background = self._in_background(optimizer, layerwise, plugin)
+        elif self._ranks is not None:
+            background = self._ranks.clipping(plugin)
         try:
             with self._run.whole_after_failure(), background:
                 return step(closed)

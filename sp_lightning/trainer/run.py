@@ -18,7 +18,9 @@ from torch.utils.checkpoint import CheckpointError
 
 from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.device import Device
+from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.timeline import Timeline
+from sp_lightning.engine.placement import ONE_DEVICE, OnRanks
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.model.checks import refuse_cuda_graphs
 from sp_lightning.model.find import find_layers
@@ -70,6 +72,7 @@ class Run:
         options: the user's.
         device: where the layers compute.
         autocast: the dtype that autocast casts to; None without.
+        ranks: those who train the module together; None for one device alone.
         log: where a user's messages go.
 
     Raises:
@@ -87,12 +90,14 @@ class Run:
         options: Options,
         device: torch.device,
         autocast: torch.dtype | None,
+        ranks: Ranks | None,
         log: logging.Logger,
     ) -> None:
         self._module = module
         self._options = options
         self._device = device
         self._autocast = autocast
+        self.ranks = ranks
         self._log = log
         self._window = Window(options.k, options.k_prime, options.memory_budget, filled=options.activations == "auto")
         self._parted: list[Parted] = []
@@ -185,6 +190,7 @@ class Run:
             plan,
             device,
             pin=self._options.pin_memory,
+            placement=ONE_DEVICE if self.ranks is None else OnRanks(self.ranks),
             modes=modes,
             host_room=self._host_room,
             averages=averages,
@@ -287,6 +293,11 @@ class Run:
             yield
         self.streamer.allow_writes()  # hooks of users follow (on_save_checkpoint), which may write weights
 
+    def invalidate(self) -> None:
+        """Marks all copies on the device as out of date."""
+        if self.streamer is not None:
+            self.streamer.invalidate()
+
     def allow_writes(self) -> None:
         """Between steps: weights may be written now."""
         if self.streamer is not None:
@@ -298,6 +309,8 @@ class Run:
         try:
             yield
         except BaseException as error:
+            if self.ranks is not None:
+                self.ranks.fail(error)
             self.abort()
             if isinstance(error, RuntimeError) and "don't yet support saved tensor hooks" in str(error):
                 raise RuntimeError(TRANSFORMS) from error

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from sp_lightning.plan.activation_policy import Activations, Mode
 from sp_lightning.plan.ledger import Ledger
 from sp_lightning.plan.options import Count, Fused, Overlap, by_name
 from sp_lightning.plan.plan import Plan
+from sp_lightning.trainer.agreement import compare_batches, compare_models
 from sp_lightning.trainer.callback import SuperpipelineCallback, attach, detach
 from sp_lightning.trainer.compat import forget_module, trainer_of
 from sp_lightning.trainer.frozen_weights import (
@@ -40,6 +41,7 @@ from sp_lightning.trainer.host_strategy import HostStrategy
 from sp_lightning.trainer.loops import Loops
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.precision import autocast_dtype
+from sp_lightning.trainer.refusals import refuse_on_ranks
 from sp_lightning.trainer.run import Run
 
 _NO_COUNTERS = "There are no counters yet: they begin in trainer.fit (validate, test, predict)."
@@ -206,6 +208,8 @@ class StreamingStrategy(HostStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         self._given.complete(self.lightning_module)
+        if trainer.state.fn == TrainerFn.FITTING and self.layer_sync is not None:
+            self.model = self.layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self._frozen = None
@@ -223,7 +227,10 @@ class StreamingStrategy(HostStrategy):
         assert self.lightning_module is not None
         self._close()
         autocast = autocast_dtype(self.precision_plugin)
-        self._run = Run(self.lightning_module, self._options, self.root_device, autocast, self.log)
+        if self.ranks is not None:
+            refuse_on_ranks(self.lightning_module, self._options, self.precision_plugin)
+            compare_models(self.ranks, self.lightning_module, self._options)
+        self._run = Run(self.lightning_module, self._options, self.root_device, autocast, self.ranks, self.log)
         self._loops = Loops(self._run, self.lightning_module, self._options, self.log)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -305,6 +312,7 @@ class StreamingStrategy(HostStrategy):
             self._loops.expect_next_batch()
 
     def on_exception(self, exception: BaseException) -> None:
+        self.note_failure(exception)
         if self._run is not None:
             self._run.abort()
         super().on_exception(exception)
@@ -316,6 +324,8 @@ class StreamingStrategy(HostStrategy):
             self._loops.begin(phase)
 
     def on_train_start(self) -> None:
+        if self.ranks is not None and self.lightning_module is not None:
+            compare_batches(self.ranks, self.lightning_module.trainer)
         self._loop_begins("train")
 
     def on_train_end(self) -> None:
@@ -375,5 +385,11 @@ class StreamingStrategy(HostStrategy):
         super().load_model_state_dict(checkpoint, strict)
 
 
-class SuperpipelineStrategy(StreamingStrategy, SingleDeviceStrategy):
+class SuperpipelineStrategy(StreamingStrategy, Strategy):
     __doc__ = StreamingStrategy.__doc__
+    one_device = SingleDeviceStrategy
+    several_devices = DDPStrategy
+
+
+# What is abstract in Lightning's base class, the strategies of devices define.
+SuperpipelineStrategy.__abstractmethods__ = frozenset()

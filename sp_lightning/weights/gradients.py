@@ -27,25 +27,6 @@ from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.narrow_gradient import keep_narrow
 
 
-class GradientSink(Protocol):
-    """The place that gradients go to: ``param.grad`` on the host. With several devices they would be summed first."""
-
-    def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
-        """Takes one gradient of a layer, which leaves with the layer's others. Returns whether all of them have arrived."""
-
-    def drain(self, layer: StreamedLayer) -> None:
-        """Sends off the gradients of one layer that have arrived."""
-
-    def make_room(self, layers: Sequence[StreamedLayer]) -> None:
-        """Sends off what is left of other layers' gradients, because the backward of ``layers`` begins."""
-
-    def flush(self) -> None:
-        """Brings every gradient to its place."""
-
-    def drop(self) -> None:
-        """Drops the gradients that did not get there, after a backward that failed."""
-
-
 @dataclass(slots=True)  # one for each gradient
 class _Landing:
     """One gradient's memory on the host.
@@ -173,7 +154,7 @@ class Gradients:
         self._staging = staging
         self._received: dict[StreamedLayer, _Received] = {}
         self._waiting: dict[StreamedLayer, None] = {}  # those of which gradients have not left yet, in order
-        self.drains: Drains[_Drain] = Drains(device, in_flight, self._free, self._apply)
+        self._drains: Drains[_Drain] = Drains(device, in_flight, self._free, self._apply)
         self.compacted: set[StreamedLayer] = set()
         """The layers whose gradient is sparse on the device in this backward, although ``param.grad`` is to be dense."""
         self.keep_narrow = False
@@ -184,6 +165,10 @@ class Gradients:
         self.drained_bytes = 0
         self.host_waits = 0
         """How often the host has waited for a sparse gradient, whose size depends on values that compute has."""
+
+    def limit(self, in_flight: int) -> None:
+        """Sets the number of layers whose gradients may be on the device at once."""
+        self._drains.in_flight = in_flight
 
     def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
         """Takes a gradient that autograd has finished, which leaves with its layer's others.
@@ -233,7 +218,7 @@ class Gradients:
         self._device.note("drain", owner.index, begun, Stream.DOWNLOAD, nbytes)
         self.drained_bytes += nbytes
         landed = self._device.record(Stream.DOWNLOAD)
-        self.drains.add(_Drain(owner, list(gradients.values()), nbytes, landings, staging, landed))
+        self._drains.add(_Drain(owner, list(gradients.values()), nbytes, landings, staging, landed))
 
     def _place(
         self, gradients: dict[tuple[StreamedLayer, int], Tensor]
@@ -285,7 +270,7 @@ class Gradients:
         own = None
         if parameter.grad is None and index not in layer.block.apart:
             own = layer.block.gradients.target(index, parameter.dtype)
-        return _Landing(parameter, _each_row_once(sparse), own, compacted=True)
+        return _Landing(parameter, each_row_once(sparse), own, compacted=True)
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Sends off what is left of other layers' gradients, because the backward of ``layers`` begins.
@@ -297,15 +282,21 @@ class Gradients:
             if layer not in owners and layer.kind is not Kind.RESIDENTS:
                 self.drain(layer)
 
-    def flush(self) -> None:
+    def expect(self) -> None:
+        """The backward of a loss begins."""
+
+    def end(self, *, last: bool) -> None:
         """Brings every gradient to ``param.grad``."""
-        for layer in list(self._waiting):
-            self.drain(layer)
-        self.drains.flush()
+        try:
+            for layer in list(self._waiting):
+                self.drain(layer)
+            self._drains.flush()
+        finally:  # if a user's hook has raised, plain autograd would not have computed the other gradients either
+            self.drop()
 
     def drop(self) -> None:
         """Drops the gradients that did not reach ``param.grad``, after a backward that failed."""
-        for drain in self.drains.take():
+        for drain in self._drains.take():
             self._device.synchronize(drain.landed, Wait.DROP_AFTER_DRAIN)
             for landing in drain.landings:
                 self._device.access(landing.memory, None, write=True)
@@ -358,7 +349,7 @@ class Gradients:
         return id(parameter)
 
 
-def _each_row_once(gradient: Tensor) -> Tensor:
+def each_row_once(gradient: Tensor) -> Tensor:
     """Sums the rows that several uses of an embedding gave, one after the other, as autograd sums dense gradients."""
     if gradient.is_coalesced():
         return gradient

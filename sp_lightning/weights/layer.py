@@ -57,6 +57,7 @@ class StreamedLayer:
         fetches: how often it was fetched.
         pins: how many running calls use it. It is not released before they have returned.
         layout: a number that layers share if their parameters lie alike in a slot.
+        visits: how often the running step's forward has taken it into use.
         updated_early: whether the running backward has begun its update (``optimizer_overlap="backward"``).
     """
 
@@ -90,6 +91,7 @@ class StreamedLayer:
         self.transfer: Any = None
         self.fetches = 0
         self.pins = 0
+        self.visits = 0
         self.layout = 0
         self.updated_early = False
 

@@ -73,7 +73,7 @@ def trainer_for(strategy: Any, **options: Any) -> ptl.Trainer:
 
 def test_its_trainer_knows_the_strategy_by_name() -> None:
     trainer = trainer_for("superpipeline")
-    assert type(trainer.strategy) is SuperpipelineStrategy
+    assert isinstance(trainer.strategy, SuperpipelineStrategy)
     assert isinstance(trainer.strategy, ptl.strategies.SingleDeviceStrategy)
     assert not isinstance(trainer.strategy, pl.strategies.Strategy)
 
@@ -166,7 +166,7 @@ def test_its_command_line_takes_the_strategy(monkeypatch: pytest.MonkeyPatch) ->
         run=False,
         save_config_callback=None,
     )  # fmt: skip
-    assert type(found.trainer.strategy) is SuperpipelineStrategy
+    assert isinstance(found.trainer.strategy, SuperpipelineStrategy)
     found.trainer.fit(found.model, found.datamodule)
     assert found.trainer.strategy.plan.k == 3
 

@@ -22,6 +22,7 @@ where a device waits for more than the simulation: the two that are not are list
 | CLOSE_AFTER_STORE | a last forward without a backward |
 | DROP_AFTER_DRAIN | a hook that raises while gradients are applied |
 | UNPIN_AFTER_COPY | residents alone, in a prediction whose results nobody reads |
+| REDUCE_AFTER_GRADIENT, DRAIN_AFTER_REDUCE | several devices: test_rank_waits.py |
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from sp_lightning.weights.embedding_rows import EmbeddingRows
 from sp_lightning.weights.gradients import Gradients
 from tests.support.runs import assert_same, superpipeline
 from tests.support.simdevice import Mixed, Race, SimDevice, Watch, simulated
-from tests.support.wait_scenarios import IMPLIED, SCENARIOS, left_out
+from tests.support.wait_scenarios import IMPLIED, OF_RANKS, SCENARIOS, left_out
 
 
 @pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True`` raised")
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a failed backward that fails to end
-@pytest.mark.parametrize("wait", Wait, ids=lambda wait: wait.name)
+@pytest.mark.parametrize("wait", [wait for wait in Wait if wait not in OF_RANKS], ids=lambda wait: wait.name)
 def test_every_wait_is_needed(wait: Wait, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sp_lightning.activations.offload.WORTH_MOVING", 1)
     assert wait in SCENARIOS, f"{wait} needs a scenario that fails without it"

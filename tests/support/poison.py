@@ -38,14 +38,14 @@ def poisoned() -> Iterator[None]:
         if not self.on_device:
             for block in self._swap.blocks:
                 hidden[block] = block.weights
-                block.weights = block.weights.clone()
+                block.memory.common = block.weights.clone()
                 hidden[block].fill_(0xFF)
         return to_device(self)
 
     def show(self: Exchange) -> None:
         if self.on_device:
             for block in self._swap.blocks:
-                copy, block.weights = block.weights, hidden.pop(block)
+                copy, block.memory.common = block.weights, hidden.pop(block)
                 block.weights.copy_(copy)
         to_host(self)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -169,6 +169,9 @@ class SimDevice(Device):
         with self.engine():
             poison(target)
         self._queues[stream].append((self._issued[stream], lambda: self._run_copy(target, source)))
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        return self.engine()
 
     def record(self, stream: Stream) -> SimEvent:
         self._issue(stream)
@@ -387,9 +390,9 @@ def simulated(
         with self._device.engine():  # type: ignore[attr-defined]
             return write(self, index, value)
 
-    def engine_take(self: HostBlock, index: int) -> None:
+    def engine_take(self: HostBlock, index: int, into: torch.Tensor | None) -> None:
         with self._device.engine():  # type: ignore[attr-defined]
-            take(self, index)
+            take(self, index, into)
 
     modes: list[Watch] = []
     with (

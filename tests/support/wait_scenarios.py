@@ -202,6 +202,9 @@ def predicted_unseen(strategy: Any) -> Outcome:
     return Outcome(list(state.values()), [], state, [], torch.get_rng_state(), module, trainer)
 
 
+OF_RANKS = (Wait.REDUCE_AFTER_GRADIENT, Wait.DRAIN_AFTER_REDUCE)
+"""Waits that several devices alone have: ``tests/device/test_rank_waits.py`` leaves them out."""
+
 SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {
     Wait.FETCH_AFTER_USE: training,
     Wait.USE_AFTER_FETCH: training,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import BitsandbytesPrecision, TransformerEnginePrecision
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
@@ -136,9 +137,34 @@ def test_patterns_of_the_wrong_kind(options: dict[str, Any], error: type[Excepti
         SuperpipelineStrategy(**options)
 
 
-def test_more_than_one_device() -> None:
-    with pytest.raises(ValueError, match=r"runs on one device; the trainer chose 2.*devices=1"):
-        pl.Trainer(strategy="superpipeline", accelerator="cpu", devices=2)
+def test_the_strategy_takes_the_devices_of_its_trainer() -> None:
+    one = pl.Trainer(strategy="superpipeline", accelerator="cpu", devices=1).strategy
+    assert isinstance(one, SuperpipelineStrategy)
+    assert isinstance(one, SingleDeviceStrategy)
+    two = pl.Trainer(strategy="superpipeline", accelerator="cpu", devices=2).strategy
+    assert isinstance(two, SuperpipelineStrategy)
+    assert isinstance(two, DDPStrategy)
+    assert not isinstance(two, SingleDeviceStrategy)
+    assert two.world_size == 2
+
+
+def test_a_users_strategy_stays_theirs_on_several_devices() -> None:
+    class Mine(SuperpipelineStrategy):
+        def on_train_start(self) -> None:
+            super().on_train_start()
+
+    mine = Mine(k=1)
+    trainer = pl.Trainer(strategy=mine, accelerator="cpu", devices=2)
+    assert trainer.strategy is mine
+    assert isinstance(mine, Mine)
+    assert type(mine).on_train_start is Mine.on_train_start
+    assert isinstance(mine, DDPStrategy)
+
+
+def test_a_strategy_can_be_pickled() -> None:
+    copied = pickle.loads(pickle.dumps(SuperpipelineStrategy(k=1)))
+    assert isinstance(copied, SuperpipelineStrategy)
+    assert isinstance(copied, SingleDeviceStrategy)
 
 
 def test_more_than_one_node() -> None:

@@ -1,0 +1,191 @@
+"""Host memory that all processes of a node have in common, and of which each has a view of its own.
+
+Every process maps the same memory twice. What it writes through :attr:`SharedMemory.common` all of them see. Through
+:attr:`SharedMemory.own` it sees the same values, but what it writes there stays its own: the system copies a page when it
+is first written. That is what user code sees of a weight, so that each process has a replica, as with one copy per
+process, and pays for pages that it writes alone.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from sp_lightning.device.layout import PAGE
+
+Page = tuple[int, int]
+"""Where a run of pages begins and ends, in bytes from the start of the memory."""
+
+
+def supported() -> str:
+    """Returns why memory cannot be shared on this system; an empty string if it can."""
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        return "the system is no Linux, or too old: it has no memfd_create"
+    if mmap.PAGESIZE != PAGE:
+        return f"its pages have {mmap.PAGESIZE} bytes, and only pages of {PAGE} bytes were tried"
+    return ""
+
+
+class SharedMemory:
+    """Memory of a node's processes.
+
+    Attributes:
+        nbytes: how much it is, in bytes, a multiple of the page size.
+        common: all of it, flat ``uint8``: what is written here is seen by all processes.
+        own: this process's view of all of it.
+
+    Args:
+        descriptor: the memory's file. The caller may close it afterwards.
+        nbytes: a multiple of the page size.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._descriptor = os.dup(descriptor)
+        self.bytes = mmap.mmap(descriptor, nbytes)
+        with suppress(OSError):
+            self.bytes.madvise(mmap.MADV_DONTFORK)  # workers of a DataLoader do not write it
+        self.common = _tensor(self.bytes)
+        self.own = OwnView(self._descriptor, self.common)
+
+    def words(self, kind: str) -> memoryview:
+        """The memory that all processes see, as numbers of 8 bytes (``"q"`` or ``"d"``)."""
+        return memoryview(self.bytes).cast(kind)  # type: ignore[call-overload]
+
+    def view_anew(self, begin: int, end: int) -> OwnView:
+        """Returns another view of a part of the memory, as :attr:`own` is one of all of it."""
+        return OwnView(self._descriptor, self.common[begin:end], begin)
+
+    def __del__(self) -> None:
+        with suppress(OSError, AttributeError):
+            os.close(self._descriptor)
+
+
+class OwnView:
+    """A view of shared memory in which this process's writes stay its own. It sees the others' in pages it has not written.
+
+    Attributes:
+        bytes: the memory, flat ``uint8``.
+
+    Args:
+        descriptor: the memory's file.
+        common: the part of the common memory that this is a view of.
+        begin: where that part begins, a multiple of the page size.
+    """
+
+    def __init__(self, descriptor: int, common: Tensor, begin: int = 0) -> None:
+        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
+        self._memory = mmap.mmap(descriptor, common.nbytes, flags, mmap.PROT_READ | mmap.PROT_WRITE, offset=begin)
+        self._common = common
+        self.bytes = _tensor(self._memory)
+
+    def written(self, begin: int = 0, end: int | None = None) -> list[Page]:
+        """Returns the runs of pages that this process has written since they were last dropped."""
+        base = self.bytes.data_ptr()
+        end = self.bytes.nbytes if end is None else end
+        return [(first - base, last - base) for first, last in _written_pages(base + begin, base + end)]
+
+    def commit(self) -> int:
+        """Copies what this process has written to everybody, and drops it. Returns the bytes."""
+        pages = self.written()
+        for begin, end in pages:
+            self._common[begin:end].copy_(self.bytes[begin:end])
+        return self._drop(pages)
+
+    def drop(self, begin: int = 0, end: int | None = None) -> int:
+        """Forgets what this process has written: it sees the common values again. Returns the bytes."""
+        return self._drop(self.written(begin, end))
+
+    def keep(self, begin: int, end: int) -> None:
+        """Makes all pages of a part this process's own: whoever holds it keeps its values, whatever others write later."""
+        held = self.bytes[begin:end]
+        held.copy_(held.clone())
+
+    def _drop(self, pages: Sequence[Page]) -> int:
+        for begin, end in pages:
+            self._memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        return sum(end - begin for begin, end in pages)
+
+
+def create(nbytes: int, name: str) -> int:
+    """Creates memory that other processes can map, and returns its descriptor. It is gone with the last that has it.
+
+    Args:
+        nbytes: how much, a multiple of the page size. Pages take memory once they are written.
+        name: what ``/proc`` shows of it.
+    """
+    descriptor = os.memfd_create(name)
+    os.ftruncate(descriptor, nbytes)
+    return descriptor
+
+
+def _tensor(memory: mmap.mmap) -> Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+# ---------------------------------------------------------------------- which pages were written
+
+# linux/fs.h: PAGEMAP_SCAN, which is there from Linux 6.7 on.
+_SCAN = 0xC0606610
+_FILE, _PRESENT, _SWAPPED = 1 << 2, 1 << 3, 1 << 4
+_REGIONS = 512
+# Documentation/admin-guide/mm/pagemap.rst: what a page's entry of 64 bits says.
+_ENTRY_FILE, _ENTRY_SWAPPED, _ENTRY_PRESENT = 1 << 61, 1 << 62, 1 << 63
+
+
+def _written_pages(begin: int, end: int) -> list[Page]:
+    """Returns the addresses of the pages of a private mapping that were copied because they were written.
+
+    Such pages are anonymous; all others are pages of the file, or are not there.
+    """
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        try:
+            return list(_scan(pagemap.fileno(), begin, end))
+        except OSError:  # an older Linux
+            return list(_read(pagemap.fileno(), begin, end))
+
+
+def _scan(pagemap: int, begin: int, end: int) -> Iterator[Page]:
+    regions = (ctypes.c_uint64 * (3 * _REGIONS))()
+    while begin < end:
+        # size, flags, start, end, walk_end, vec, vec_len, max_pages, inverted, mask, anyof_mask, return_mask
+        asked = bytearray(
+            struct.pack(
+                "12Q", 96, 0, begin, end, 0, ctypes.addressof(regions), _REGIONS, 0, _FILE, _FILE, _PRESENT | _SWAPPED,
+                _PRESENT | _SWAPPED,
+            )
+        )  # fmt: skip
+        found = fcntl.ioctl(pagemap, _SCAN, asked)
+        for index in range(found):
+            yield regions[3 * index], regions[3 * index + 1]
+        begin = struct.unpack_from("Q", asked, 32)[0]
+
+
+def _read(pagemap: int, begin: int, end: int) -> Iterator[Page]:
+    first: int | None = None
+    for address, entry in _entries(pagemap, begin, end):
+        private = bool(entry & (_ENTRY_PRESENT | _ENTRY_SWAPPED)) and not entry & _ENTRY_FILE
+        if private and first is None:
+            first = address
+        elif not private and first is not None:
+            yield first, address
+            first = None
+    if first is not None:
+        yield first, end
+
+
+def _entries(pagemap: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    step = PAGE * 65536
+    for address in range(begin, end, step):
+        entries = array.array("Q", os.pread(pagemap, (min(step, end - address) // PAGE) * 8, address // PAGE * 8))
+        for index, entry in enumerate(entries):
+            yield address + index * PAGE, entry

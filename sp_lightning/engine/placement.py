@@ -1,0 +1,126 @@
+"""Placement: which of the engine's parts one device has, and which several devices have."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+from sp_lightning.device.device import Device
+from sp_lightning.device.ranks import Ranks
+from sp_lightning.engine.host_source import HostSource
+from sp_lightning.engine.shared_source import SharedSource
+from sp_lightning.engine.step import Step
+from sp_lightning.engine.turns import Turns
+from sp_lightning.optim.background import BackgroundUpdates
+from sp_lightning.plan.plan import Plan
+from sp_lightning.plan.units import human_bytes
+from sp_lightning.store.block_memory import Allocate, PrivateMemory, SharedStore, pages_of
+from sp_lightning.store.gradient_memory import Staging
+from sp_lightning.weights.gradient_sink import GradientSink
+from sp_lightning.weights.gradients import Gradients
+from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.reduced_gradients import ReducedGradients
+from sp_lightning.weights.slots import Slots
+from sp_lightning.weights.weight_watch import WeightWatch
+
+
+class Placement(Protocol):
+    """Makes the parts that depend on the number of devices."""
+
+    def allocate(self, device: Device, plan: Plan) -> Allocate:
+        """Returns what allocates the host memory of the plan's layers, in their order."""
+
+    def gradients(
+        self, device: Device, staging: Staging, layers: Sequence[StreamedLayer], in_flight: int
+    ) -> GradientSink:
+        """Returns the place that gradients go to."""
+
+    def source(
+        self,
+        layers: Sequence[StreamedLayer],
+        slots: Slots,
+        updates: BackgroundUpdates,
+        device: Device,
+        watch: WeightWatch | None,
+    ) -> HostSource:
+        """Returns what brings layers' bytes."""
+
+    def turns(
+        self, lock: threading.RLock, layers: Sequence[StreamedLayer], source: HostSource, step: Step
+    ) -> Turns | None:
+        """Returns how the ranks take turns; None on one device. Everything else of the engine is there."""
+
+
+class OneDevice:
+    """The :class:`Placement` of one device."""
+
+    def allocate(self, device: Device, plan: Plan) -> Allocate:
+        return lambda nbytes, pin: PrivateMemory(device, nbytes, pin)
+
+    def gradients(
+        self, device: Device, staging: Staging, layers: Sequence[StreamedLayer], in_flight: int
+    ) -> GradientSink:
+        return Gradients(device, staging, in_flight=in_flight)
+
+    def source(
+        self,
+        layers: Sequence[StreamedLayer],
+        slots: Slots,
+        updates: BackgroundUpdates,
+        device: Device,
+        watch: WeightWatch | None,
+    ) -> HostSource:
+        return HostSource(layers, slots, updates, device, watch)
+
+    def turns(
+        self, lock: threading.RLock, layers: Sequence[StreamedLayer], source: HostSource, step: Step
+    ) -> Turns | None:
+        return None
+
+
+class OnRanks:
+    """The :class:`Placement` of one of several devices, each of which has a process.
+
+    Args:
+        ranks: the processes.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def allocate(self, device: Device, plan: Plan) -> Allocate:
+        remedy = (
+            "The layers were found by the memory that is free: say which they are, with layers= and memory_budget=."
+        )
+        self._ranks.must_agree("layers", {layer.name: human_bytes(layer.nbytes) for layer in plan.moving}, remedy)
+        self._store = SharedStore(self._ranks, device, sum(map(pages_of, (*plan.moving, plan.residents))))
+        return self._store.allocate
+
+    def gradients(
+        self, device: Device, staging: Staging, layers: Sequence[StreamedLayer], in_flight: int
+    ) -> GradientSink:
+        self._gradients = ReducedGradients(device, self._ranks, layers, in_flight=in_flight)
+        return self._gradients
+
+    def source(
+        self,
+        layers: Sequence[StreamedLayer],
+        slots: Slots,
+        updates: BackgroundUpdates,
+        device: Device,
+        watch: WeightWatch | None,
+    ) -> HostSource:
+        return SharedSource(layers, slots, updates, device, watch)
+
+    def turns(
+        self, lock: threading.RLock, layers: Sequence[StreamedLayer], source: HostSource, step: Step
+    ) -> Turns | None:
+        turns = Turns(lock, self._ranks, layers, self._store, source, step, self._gradients)
+        if self._ranks.primary:
+            turns.cast()
+        self._ranks.barrier()  # the primary's values are there
+        return turns
+
+
+ONE_DEVICE = OneDevice()

@@ -1,0 +1,88 @@
+"""Turns: what changes the weights of all ranks is done by the primary, while the others wait for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from sp_lightning.device.ranks import Ranks
+from sp_lightning.engine.step import Step
+from sp_lightning.store.block_memory import SharedStore
+from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.reduced_gradients import ReducedGradients
+from sp_lightning.weights.source import BlockSource
+
+
+class Turns:
+    """The engine of one rank, as the primary's turns see it.
+
+    Args:
+        lock: the engine's lock.
+        ranks: the ranks.
+        layers: all layers.
+        store, source, step, gradients: the engine's parts.
+    """
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        ranks: Ranks,
+        layers: Sequence[StreamedLayer],
+        store: SharedStore,
+        source: BlockSource,
+        step: Step,
+        gradients: ReducedGradients,
+    ) -> None:
+        self._lock = lock
+        self.ranks = ranks
+        self._layers = layers
+        self._store = store
+        self._source = source
+        self._step = step
+        self._gradients = gradients
+
+    @contextmanager
+    def primary(self, *, writes_weights: bool) -> Iterator[None]:
+        """The primary's turn: parameters and gradients are what all ranks see, once all have come here.
+
+        Args:
+            writes_weights: whether the casts of all weights are made anew at its end.
+        """
+        self._prepare()
+        self.ranks.all_arrived()
+        written = self._store.merge()
+        with ExitStack() as stack:
+            for layer in self._layers:
+                stack.enter_context(layer.block.written_in_common())
+            stack.enter_context(self._gradients.written_in_common())
+            yield
+        if written or writes_weights:
+            self.cast()
+
+    def follow(self) -> tuple[int, float]:
+        """The primary's turn, on another rank. Returns what the primary has said at its end."""
+        self._prepare()
+        self._store.merge()
+        self.ranks.arrive()
+        return self.ranks.hear()
+
+    def merge(self) -> None:
+        """Makes the primary's weights everybody's, without a turn. Collective."""
+        self._prepare()
+        self.ranks.barrier()
+        if self._store.merge() and self.ranks.primary:
+            self.cast()
+        self.ranks.barrier()
+
+    def cast(self) -> None:
+        """Casts all weights anew, for all ranks."""
+        for layer in self._layers:
+            if layer.casts is not None:
+                layer.casts.doubt()
+                layer.casts.refresh()
+
+    def _prepare(self) -> None:
+        with self._lock:
+            self._step.take_back_writes()
+            self._source.synchronize()

@@ -1,0 +1,180 @@
+"""The memory of a host block: of this process alone, or of all ranks of the node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from sp_lightning.device.device import Device
+from sp_lightning.device.layout import PAGE
+from sp_lightning.device.pinned import PinnedMemory
+from sp_lightning.device.ranks import Ranks
+from sp_lightning.device.shared_memory import SharedMemory
+from sp_lightning.plan.plan import PlannedLayer
+
+
+class BlockMemory(Protocol):
+    """Memory of one block, flat ``uint8``, of the block's size.
+
+    Attributes:
+        common: what optimizers write.
+        first: where the values that parameters have at first go; None if another process has them.
+        pinned: whether ``common`` is page-locked.
+    """
+
+    common: Tensor
+    first: Tensor | None
+    pinned: bool
+
+    @property
+    def seen(self) -> Tensor:
+        """What the user's parameters are views of."""
+
+    @property
+    def fetched(self) -> Tensor:
+        """What transfers to the device read."""
+
+    def anew(self) -> None:
+        """Takes other memory for ``seen``. Whoever holds tensors in that of before keeps their values."""
+
+    def unpin(self) -> None:
+        """Releases the page lock. The memory and its contents stay."""
+
+
+Allocate = Callable[[int, bool], BlockMemory]
+"""Returns memory for a block: so many bytes, page-locked or not."""
+
+
+class PrivateMemory:
+    """The :class:`BlockMemory` of one device. Everybody reads and writes the same tensor.
+
+    Args:
+        device: allocates it.
+        nbytes: how much.
+        pin: whether it is page-locked.
+    """
+
+    def __init__(self, device: Device, nbytes: int, pin: bool) -> None:
+        self._device = device
+        self._nbytes = nbytes
+        self._pin = pin
+        self.anew()
+
+    def anew(self) -> None:
+        self._memory = PinnedMemory(self._device, self._nbytes, pin=self._pin)
+        self.common = self._seen = self._memory.bytes[: self._nbytes]
+        self.first: Tensor | None = self.common
+        self.pinned = self._memory.pinned
+
+    @property
+    def seen(self) -> Tensor:
+        return self._seen
+
+    @property
+    def fetched(self) -> Tensor:
+        return self.common
+
+    def unpin(self) -> None:
+        self._memory.unpin()
+        self.pinned = False
+
+
+class SharedStore:
+    """The memory of all blocks of a model, which all ranks of a node have in common.
+
+    Args:
+        ranks: those who share it.
+        device: page-locks it.
+        nbytes: of all blocks, each in whole pages.
+    """
+
+    def __init__(self, ranks: Ranks, device: Device, nbytes: int) -> None:
+        self._device = device
+        self._primary = ranks.primary
+        self._memory = ranks.share(nbytes, "weights")
+        self._blocks: list[SharedBlockMemory] = []
+        self._used = 0
+
+    def allocate(self, nbytes: int, pin: bool) -> BlockMemory:
+        """Returns the memory of the next block."""
+        begin, self._used = self._used, self._used + whole_pages(nbytes)
+        block = SharedBlockMemory(self._memory, begin, nbytes, self._device, pin=pin, primary=self._primary)
+        self._blocks.append(block)
+        return block
+
+    def merge(self) -> int:
+        """Makes what the primary's user code has written everybody's, and forgets what another rank's has.
+
+        Returns:
+            The bytes that this rank had written.
+        """
+        views = {self._memory.own, *(block.view for block in self._blocks)}
+        written = sum(view.commit() if self._primary else view.drop() for view in views)
+        for block in self._blocks:
+            block.written = False
+        return written
+
+
+class SharedBlockMemory:
+    """The :class:`BlockMemory` of one of several ranks. What its user code writes is this rank's own until an update.
+
+    Args:
+        memory: that of all blocks.
+        begin, nbytes: this block's part.
+        device: page-locks it.
+        pin: whether it does.
+        primary: whether this rank's parameters give the values.
+
+    Attributes:
+        view: this rank's view of the block, and of more.
+        written: whether this rank has written pages of its own, as far as :meth:`look` has seen.
+    """
+
+    def __init__(
+        self, memory: SharedMemory, begin: int, nbytes: int, device: Device, *, pin: bool, primary: bool
+    ) -> None:
+        self._memory = memory
+        self._begin, self._pages = begin, whole_pages(nbytes)
+        self._nbytes = nbytes
+        self._offset = begin  # in the view
+        self.view = memory.own
+        self.common = memory.common[begin : begin + nbytes]
+        self.first = self.common if primary else None
+        self.written = False
+        self._lock = PinnedMemory(device, memory=memory.common[begin : begin + self._pages], pin=pin)
+        self.pinned = self._lock.pinned
+
+    @property
+    def seen(self) -> Tensor:
+        return self.view.bytes[self._offset : self._offset + self._nbytes]
+
+    @property
+    def fetched(self) -> Tensor:
+        """All of the block as this rank sees it, if it has written some of it."""
+        return self.seen if self.written else self.common
+
+    def look(self) -> bool:
+        """Looks whether this rank has written the block."""
+        self.written = bool(self.view.written(self._offset, self._offset + self._pages))
+        return self.written
+
+    def anew(self) -> None:
+        self.view.keep(self._offset, self._offset + self._pages)
+        self.view = self._memory.view_anew(self._begin, self._begin + self._pages)
+        self._offset = 0
+
+    def unpin(self) -> None:
+        self._lock.unpin()
+        self.pinned = False
+
+
+def whole_pages(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole pages."""
+    return -(-max(nbytes, 1) // PAGE) * PAGE
+
+
+def pages_of(planned: PlannedLayer) -> int:
+    """Bytes of a layer's memory, in whole pages."""
+    return whole_pages(planned.nbytes)

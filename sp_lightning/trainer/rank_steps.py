@@ -1,0 +1,133 @@
+"""The optimizers of several ranks: the primary's step weights and hold state, those of the others follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+from typing import Any
+
+from torch.optim import Optimizer
+
+from sp_lightning.device.ranks import CLOSURE, FINISHED
+from sp_lightning.engine.turns import Turns
+from sp_lightning.trainer.run import Run
+
+Closure = Callable[[], Any]
+
+
+class RankSteps:
+    """Has optimizers' steps, and what else writes gradients before them, happen once for all ranks.
+
+    An optimizer's ``step`` is replaced on the object, so schedulers, hooks and Lightning see the optimizer as it is. On the
+    primary it runs with parameters that all ranks see. On the others it runs the closure as often as the primary's does, and
+    the hooks; their optimizers have no state.
+
+    Args:
+        run: whose engine's weights are stepped.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._replaced: dict[Optimizer, Any] = {}
+
+    @property
+    def _turns(self) -> Turns:
+        streamer = self._run.streamer
+        assert streamer is not None
+        assert streamer.turns is not None
+        return streamer.turns
+
+    def attach(self, optimizers: list[Optimizer]) -> None:
+        """Replaces the steps of these optimizers."""
+        self.detach()
+        for optimizer in optimizers:
+            self._replaced[optimizer] = vars(optimizer).get("step")
+            if self._turns.ranks.primary:
+                vars(optimizer)["step"] = _Leading(self, optimizer.step)
+            else:
+                vars(optimizer)["step"] = MethodType(Optimizer.profile_hook_step(self._follow_step), optimizer)
+
+    def detach(self) -> None:
+        """Puts the optimizers' own steps back."""
+        for optimizer, step in self._replaced.items():
+            if step is None:
+                vars(optimizer).pop("step", None)
+            else:
+                vars(optimizer)["step"] = step
+        self._replaced.clear()
+
+    # ------------------------------------------------------------------ steps
+
+    def lead_step(self, step: Callable[..., Any], closure: Closure | None) -> Any:
+        """Runs a step on the primary. Each time it calls its closure, the others do so, too, with the weights of then."""
+        turns = self._turns
+        with ExitStack() as turn:
+            turn.enter_context(turns.primary(writes_weights=True))
+
+            def together() -> Any:
+                turn.pop_all().__exit__(None, None, None)
+                self._run.invalidate()
+                turns.ranks.say(CLOSURE)
+                result = closure() if closure is not None else None
+                turn.enter_context(turns.primary(writes_weights=True))
+                return result
+
+            result = step(None if closure is None else together)
+        turns.ranks.say(FINISHED)
+        return result
+
+    def _follow_step(self, optimizer: Any, closure: Closure | None = None) -> Any:
+        optimizer._opt_called = True  # for schedulers, which otherwise warn that they come before the optimizer
+        result = None
+        while self._turns.follow()[0] == CLOSURE:
+            self._run.invalidate()
+            result = closure() if closure is not None else None
+        return result
+
+    # ------------------------------------------------------------------ clipping
+
+    @contextmanager
+    def clipping(self, plugin: Any) -> Iterator[None]:
+        """While this is active a precision plugin clips gradients once for all ranks."""
+        names = ("clip_grad_by_norm", "clip_grad_by_value")
+        for name in names:
+            setattr(plugin, name, _Once(self, getattr(plugin, name)))
+        try:
+            yield
+        finally:
+            for name in names:
+                delattr(plugin, name)
+
+    def once(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Does something to the gradients of all ranks, on the primary. The others wait for it."""
+        turns = self._turns
+        if not turns.ranks.primary:
+            turns.follow()
+            return None
+        with turns.primary(writes_weights=False):
+            result = action(*args, **kwargs)
+        turns.ranks.say(FINISHED)
+        return result
+
+
+class _Leading:
+    """The primary's ``optimizer.step``."""
+
+    def __init__(self, steps: RankSteps, step: Callable[..., Any]) -> None:
+        self._steps = steps
+        self._step = step
+
+    def __call__(self, closure: Closure | None = None) -> Any:
+        return self._steps.lead_step(self._step, closure)
+
+
+class _Once:
+    """A method that acts once for all ranks."""
+
+    def __init__(self, steps: RankSteps, action: Callable[..., Any]) -> None:
+        self._steps = steps
+        self._action = action
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._steps.once(self._action, *args, **kwargs)

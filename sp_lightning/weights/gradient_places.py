@@ -1,0 +1,147 @@
+"""Where the gradients of several ranks lie: in memory that all of them have, each parameter's at a place of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from sp_lightning.device.layout import Span, lay_out, part, total_bytes
+from sp_lightning.device.lease import lend
+from sp_lightning.device.modes import no_inference_mode
+from sp_lightning.device.ranks import Ranks
+from sp_lightning.device.shared_memory import OwnView
+from sp_lightning.store.block_memory import whole_pages
+from sp_lightning.weights.layer import StreamedLayer
+
+Place = tuple[StreamedLayer, int]
+"""A layer and the index of one of its parameters."""
+
+
+@dataclass(eq=False)
+class Family:
+    """The gradients of one layer and of its masters.
+
+    Attributes:
+        owner: the layer.
+        begin: where their place in the shared memory begins.
+        places: the parameters, with where each gradient lies there.
+        view: this rank's view of it, and ``offset`` where it begins in the view.
+        waiting: gradients on the device that have not left yet.
+        stashed: gradients on this rank's host that have not left yet.
+        came: the parameters that have had a gradient in this backward.
+        reduced: whether it has left in this backward.
+        lent: the storage that was lent for each ``param.grad``.
+        kept: for parameters without a gradient on this rank, their present ``param.grad`` in this rank's part.
+    """
+
+    owner: StreamedLayer
+    begin: int
+    places: dict[Place, Span]
+    view: OwnView
+    offset: int
+    waiting: dict[Place, Tensor] = field(default_factory=dict)
+    stashed: dict[Place, Tensor] = field(default_factory=dict)
+    came: set[Place] = field(default_factory=set)
+    reduced: bool = False
+    lent: dict[Place, StorageWeakRef] = field(default_factory=dict)
+    kept: list[tuple[Place, Tensor, Tensor]] = field(default_factory=list)
+
+    @property
+    def pages(self) -> int:
+        """Bytes of the shared memory, in whole pages."""
+        return whole_pages(total_bytes(tuple(self.places.values())))
+
+    def trainable(self) -> list[Place]:
+        """The parameters that are to get a gradient."""
+        return [(layer, index) for layer, index in self.places if layer.block.parameters[index].requires_grad]
+
+    def of(self, place: Place) -> Tensor:
+        """This rank's view of a parameter's gradient."""
+        return part(self.view.bytes[self.offset :], self.places[place])
+
+    def shows(self, place: Place) -> bool:
+        """Whether ``param.grad`` is this rank's view of the place."""
+        gradient = _gradient(place)
+        at = self.view.bytes.data_ptr() + self.offset + self.places[place].offset
+        return gradient is not None and gradient.layout is torch.strided and gradient.data_ptr() == at
+
+
+class GradientPlaces:
+    """The places of all gradients. Pages take memory once a gradient is in them.
+
+    Args:
+        ranks: those who share the memory.
+        layers: all layers.
+
+    Attributes:
+        families: the gradients of each layer that owns some.
+    """
+
+    def __init__(self, ranks: Ranks, layers: Sequence[StreamedLayer]) -> None:
+        laid: list[tuple[StreamedLayer, int, dict[Place, Span]]] = []
+        begin = 0
+        for owner in [layer for layer in layers if layer.owner is layer]:
+            places = [(layer, i) for layer in owner.family for i in range(len(layer.block.parameters))]
+            like = [(layer.planned.spans[i].name, layer.block.parameters[i].detach()) for layer, i in places]
+            spans = dict(zip(places, lay_out(like), strict=True))
+            laid.append((owner, begin, spans))
+            begin += whole_pages(total_bytes(tuple(spans.values())))
+        self._memory = ranks.share(begin, "gradients")
+        self.families = {owner: Family(owner, at, spans, self._memory.own, at) for owner, at, spans in laid}
+
+    def common(self, family: Family, place: Place, begin: int, nbytes: int) -> Tensor:
+        """A part of what all ranks see of a parameter's gradient, flat ``uint8``."""
+        at = family.begin + family.places[place].offset + begin
+        return self._memory.common[at : at + nbytes]
+
+    def keep_held(self, family: Family) -> None:
+        """If somebody holds a gradient of an earlier step, leaves it to them and takes another view for this step's."""
+        if any(not lent.expired() and _gradient(place) is None for place, lent in family.lent.items()):
+            family.view.keep(family.offset, family.offset + family.pages)
+            family.view, family.offset = self._memory.view_anew(family.begin, family.begin + family.pages), 0
+            family.lent.clear()
+
+    def forget_writes(self) -> None:
+        """Drops what this rank's user code has written to gradients, which are others now."""
+        for view in {family.view for family in self.families.values()}:
+            view.drop()
+
+    def show(self, family: Family, place: Place) -> None:
+        """Lets ``param.grad`` show what is at its place."""
+        layer, index = place
+        parameter, span = layer.block.parameters[index], family.places[place]
+        with no_inference_mode(), torch.no_grad():
+            if parameter.grad is None:
+                memory = lend(family.view.bytes[family.offset + span.offset :][: span.nbytes])
+                parameter.grad = part(memory, replace(span, offset=0))
+                family.lent[place] = StorageWeakRef(memory.untyped_storage())
+            elif not family.shows(place):
+                parameter.grad.copy_(family.of(place))
+
+    @contextmanager
+    def written_in_common(self) -> Iterator[None]:
+        """While this is active, what is written to ``param.grad`` is written for all ranks."""
+        shown = [(family, place) for family in self.families.values() for place in family.places if family.shows(place)]
+        for view in {family.view for family, _ in shown}:
+            view.commit()
+        gradients = [_gradient(place) for _, place in shown]
+        with no_inference_mode():
+            for family, (layer, index) in shown:
+                span = family.places[layer, index]
+                common = self.common(family, (layer, index), 0, span.nbytes)
+                layer.block.parameters[index].grad = part(common, replace(span, offset=0))
+        try:
+            yield
+        finally:
+            for (_, (layer, index)), gradient in zip(shown, gradients, strict=True):
+                if layer.block.parameters[index].grad is not None:  # else the optimizer has set it to None
+                    layer.block.parameters[index].grad = gradient
+
+
+def _gradient(place: Place) -> Tensor | None:
+    return place[0].block.parameters[place[1]].grad

@@ -1,0 +1,49 @@
+"""Where gradients go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from sp_lightning.weights.layer import StreamedLayer
+
+
+class GradientSink(Protocol):
+    """The place that gradients go to: ``param.grad`` on the host. With several devices they are summed first.
+
+    Attributes:
+        compacted: the layers whose gradient is sparse on the device in this backward, although ``param.grad`` is to be dense.
+        keep_narrow: whether gradients that come in a lower dtype than their parameter's keep it until somebody reads them.
+        device_bytes: bytes of gradients that are on the device now.
+        drained_bytes: bytes that have left for the host.
+        host_waits: how often the host has waited for a gradient whose size depends on values that compute has.
+    """
+
+    compacted: set[StreamedLayer]
+    keep_narrow: bool
+    device_bytes: int
+    drained_bytes: int
+    host_waits: int
+
+    def limit(self, in_flight: int) -> None:
+        """Sets the number of layers whose gradients may be on the device at once (k' + 1)."""
+
+    def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
+        """Takes one gradient of a layer, which leaves with the layer's others. Returns whether all of them have arrived."""
+
+    def drain(self, layer: StreamedLayer) -> None:
+        """Sends off the gradients of one layer that have arrived."""
+
+    def make_room(self, layers: Sequence[StreamedLayer]) -> None:
+        """Sends off what is left of other layers' gradients, because the backward of ``layers`` begins."""
+
+    def expect(self) -> None:
+        """The backward of a loss begins."""
+
+    def end(self, *, last: bool) -> None:
+        """Brings every gradient to its place, because a graph task ends; ``last`` if it is the outermost one."""
+
+    def drop(self) -> None:
+        """Drops the gradients that did not get there, after a backward that failed."""

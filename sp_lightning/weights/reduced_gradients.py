@@ -1,0 +1,360 @@
+"""Gradients of several ranks: each layer's are summed over the ranks once in a backward, and each rank drains its part.
+
+Ranks match what they send by its order alone, so all of them send the layers in one agreed order: that in which the primary's
+gradients were complete in the last backward. A layer that is complete before its turn waits on the device; if more than
+``in_flight`` wait, the oldest goes to this rank's host memory until then. At the end of backward everybody sends what is left,
+with zeros for what it lacks, so ranks that took different paths stay together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_lightning.device.device import Device
+from sp_lightning.device.layout import Span, aligned, lay_out, part, total_bytes
+from sp_lightning.device.modes import no_inference_mode
+from sp_lightning.device.rank_order import sum_in_order
+from sp_lightning.device.ranks import Ranks
+from sp_lightning.device.waits import Stream, Wait
+from sp_lightning.weights.gradient_places import Family, GradientPlaces, Place
+from sp_lightning.weights.gradients import Drains, each_row_once
+from sp_lightning.weights.layer import Kind, StreamedLayer
+
+
+@dataclass
+class _Drain:
+    """One rank's part of a layer's gradients, on its way to the shared memory.
+
+    Attributes:
+        device: tensors on the device that are kept alive until compute has waited for the copy.
+        landed: the event after the copy.
+    """
+
+    device: list[Tensor]
+    nbytes: int
+    landed: Any
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Neighbouring gradients of one dtype, in the tensor that is sent: where they begin and end, in bytes."""
+
+    begin: int
+    end: int
+    dtype: torch.dtype
+
+
+class ReducedGradients:
+    """The :class:`~sp_lightning.weights.gradient_sink.GradientSink` of several ranks.
+
+    Args:
+        device: copies the gradients.
+        ranks: those that gradients are summed over.
+        layers: all layers.
+        in_flight: the number of layers whose gradients may be on the device at once (k' + 1).
+    """
+
+    def __init__(self, device: Device, ranks: Ranks, layers: Sequence[StreamedLayer], *, in_flight: int) -> None:
+        self._device = device
+        self._ranks = ranks
+        self._layers = layers
+        self._places: GradientPlaces | None = None
+        self._families: dict[StreamedLayer, Family] = {}
+        self._order: list[StreamedLayer] = []
+        self._turn = 0
+        self._completed: dict[
+            StreamedLayer, None
+        ] = {}  # in this backward, in the order in which they were complete here
+        self._begun = False  # whether gradients have come in this backward
+        self._drains: Drains[_Drain] = Drains(device, in_flight, self._free, lambda drain: None)
+        self.compacted: set[StreamedLayer] = set()
+        self.keep_narrow = False
+        self.device_bytes = 0
+        self.drained_bytes = 0
+        self.host_waits = 0
+
+    # ------------------------------------------------------------------ gradients arrive
+
+    def limit(self, in_flight: int) -> None:
+        """Sets the number of layers whose gradients may be on the device at once."""
+        self._drains.in_flight = in_flight
+
+    def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
+        """Takes a gradient that autograd has finished. Returns whether all of its layer's have arrived.
+
+        Raises:
+            RuntimeError: it cannot be summed over ranks, or its layer's gradients have left already.
+        """
+        name = layer.planned.spans[index].name
+        if gradient.requires_grad:
+            raise RuntimeError(
+                f"The gradient of {name!r} has a graph of its own (backward(create_graph=True)); it would be lost on "
+                f"the way to the host. Use torch.autograd.grad(loss, parameters, create_graph=True), which keeps it."
+            )
+        self.expect()
+        family, place = self._families[layer.owner], (layer, index)
+        if family.reduced:
+            raise RuntimeError(
+                f"The gradient of {name!r} has come in two parts, and the first has been summed over the ranks already. With "
+                "several devices each parameter may get one gradient in a backward: use checkpoints with "
+                "use_reentrant=False, or Trainer(devices=1)."
+            )
+        if place in family.waiting:
+            self._stash(family)
+        if gradient.layout is not torch.strided:
+            gradient = self._to_dense(layer, name, gradient)
+        family.waiting[place] = gradient
+        family.came.add(place)
+        self._device.access(gradient, Stream.COMPUTE, write=True)
+        self.device_bytes += gradient.nbytes
+        # A layer that forward has used several times may get its gradients in parts, so none of them is known to be the last.
+        once = all(member.visits <= 1 for member in layer.owner.family)
+        return once and len(family.waiting) == len(family.trainable()) and layer.owner.kind is not Kind.RESIDENTS
+
+    def _to_dense(self, layer: StreamedLayer, name: str, gradient: Tensor) -> Tensor:
+        """Rows of a table, summed on the host in the order of their uses, as one dense gradient on the device."""
+        if layer not in self.compacted:
+            raise RuntimeError(
+                f"The gradient of {name!r} is sparse, and those of several devices are not summed. Use sparse=False, or "
+                "Trainer(devices=1)."
+            )
+        self.host_waits += 1
+        return each_row_once(gradient.to("cpu")).to_dense().to(self._device.device)
+
+    def drain(self, layer: StreamedLayer) -> None:
+        """Notes that a layer's gradients are complete: they leave when it is their turn."""
+        owner = layer.owner
+        family = self._families.get(owner)
+        if family is None or family.reduced or not (family.waiting or family.stashed):
+            return
+        self.compacted -= {owner}
+        self._completed[owner] = None
+        while self._turn < len(self._order) and self._order[self._turn] in self._completed:
+            self._next()
+        waiting = [self._families[each] for each in self._completed if self._families[each].waiting]
+        for each in waiting[: max(0, len(waiting) - self._drains.in_flight)]:
+            self._stash(each)
+
+    def make_room(self, layers: Sequence[StreamedLayer]) -> None:
+        """Moves what is left of other layers' gradients to the host, because the backward of ``layers`` begins."""
+        owners = [layer.owner for layer in layers]
+        for family in self._families.values():
+            owner = family.owner
+            if (
+                family.waiting
+                and owner not in owners
+                and owner not in self._completed
+                and owner.kind is not Kind.RESIDENTS
+            ):
+                self._stash(family)
+
+    def _stash(self, family: Family) -> None:
+        """Moves gradients to this rank's host memory, because there is no turn for them yet. The host waits for it."""
+        for place, gradient in family.waiting.items():
+            there = self._device.receive(gradient)
+            with no_inference_mode(), torch.no_grad():
+                family.stashed[place] = family.stashed[place] + there if place in family.stashed else there
+            self.device_bytes -= gradient.nbytes
+            self.host_waits += 1
+        family.waiting.clear()
+
+    # ------------------------------------------------------------------ a layer is summed
+
+    def expect(self) -> None:
+        """The backward of a loss begins: all ranks will sum their gradients, whether this one has any or not."""
+        if self._begun:
+            return
+        self._begun = True
+        if self._places is None:
+            self._places = GradientPlaces(self._ranks, self._layers)
+            self._families = self._places.families
+            self._order = sorted(self._families, key=lambda owner: (owner.kind is Kind.RESIDENTS, -owner.index))
+
+    def _next(self) -> None:
+        """Sends the layer whose turn it is, and receives this rank's part of all ranks' gradients of it."""
+        family = self._families[self._order[self._turn]]
+        self._turn += 1
+        family.reduced = True
+        assert self._places is not None
+        places = family.trainable()
+        if not places:
+            return
+        self._places.keep_held(family)
+        like = [(family.places[p].name, p[0].block.parameters[p[1]].detach()) for p in places]
+        spans = dict(zip(places, lay_out(like), strict=True))
+        nbytes = aligned(-(-total_bytes(tuple(spans.values())) // self._ranks.size))
+        device = self._device
+        sent, received = (device.empty(nbytes * self._ranks.size) for _ in range(2))
+        device.wait(Stream.REDUCE, device.record(Stream.COMPUTE), Wait.REDUCE_AFTER_GRADIENT)
+        begun = device.mark(Stream.REDUCE)
+        with device.on(Stream.REDUCE), no_inference_mode(), torch.no_grad():
+            self._pack(family, spans, sent)
+            runs = _runs(spans.values())
+            for run in runs:
+                sent[run.begin : run.end].view(run.dtype).mul_(1 / self._ranks.size)  # as DistributedDataParallel does
+            self._ranks.exchange(received, sent)
+            own = self._sum(runs, received, nbytes)
+            device.access(own, Stream.REDUCE, write=True)
+        device.note("reduce", family.owner.index, begun, Stream.REDUCE, sent.nbytes)
+        self._drain(family, spans, own, [*family.waiting.values(), sent, received])
+        family.waiting.clear()
+        family.stashed.clear()
+
+    def _pack(self, family: Family, spans: dict[Place, Span], sent: Tensor) -> None:
+        """Writes this rank's gradients, added to what is in ``param.grad``, to the tensor that is sent."""
+        sent.zero_()
+        for place, span in spans.items():
+            target = part(sent, span)
+            before = place[0].block.parameters[place[1]].grad
+            gradients = [before, family.stashed.get(place), family.waiting.get(place)]
+            found = [each for each in gradients if each is not None]
+            if found:
+                target.copy_(found[0])
+            for each in found[1:]:
+                target.add_(each.to(target.device))
+            waiting = family.waiting.get(place)
+            if waiting is not None:
+                self._device.access(waiting, Stream.REDUCE, write=False)
+                self.device_bytes -= waiting.nbytes
+
+    def _sum(self, runs: Sequence[_Run], received: Tensor, nbytes: int) -> Tensor:
+        """Adds the parts of all ranks, in their order."""
+        own = self._device.empty(nbytes)
+        first = self._ranks.rank * nbytes
+        parts = received.view(self._ranks.size, nbytes).unbind()
+        for run in runs:
+            begin, end = max(run.begin - first, 0), min(run.end - first, nbytes)
+            if begin < end:
+                total = sum_in_order([each[begin:end].view(run.dtype) for each in parts])
+                own[begin:end].view(run.dtype).copy_(total)
+        return own
+
+    def _drain(self, family: Family, spans: dict[Place, Span], own: Tensor, alive: list[Tensor]) -> None:
+        """Copies this rank's part to where everybody sees it."""
+        assert self._places is not None
+        device, first = self._device, self._ranks.rank * own.nbytes
+        targets, sources = [], []
+        for place, span in spans.items():
+            begin, end = max(span.offset, first), min(span.offset + span.nbytes, first + own.nbytes)
+            if begin < end:
+                targets.append(self._places.common(family, place, begin - span.offset, end - begin))
+                sources.append(own[begin - first : end - first])
+                if place not in family.came and place[0].block.parameters[place[1]].grad is not None:
+                    family.kept.append(
+                        (place, targets[-1], self._present(family, place, begin - span.offset, end - begin))
+                    )
+        device.wait(Stream.DOWNLOAD, device.record(Stream.REDUCE), Wait.DRAIN_AFTER_REDUCE)
+        begun = device.mark(Stream.DOWNLOAD)
+        device.copy(targets, sources, Stream.DOWNLOAD)
+        device.note("drain", family.owner.index, begun, Stream.DOWNLOAD, own.nbytes)
+        self.drained_bytes += own.nbytes
+        self._drains.add(_Drain([*alive, own], own.nbytes, device.record(Stream.DOWNLOAD)))
+
+    def _present(self, family: Family, place: Place, begin: int, nbytes: int) -> Tensor:
+        """A copy of a part of ``param.grad``, which stays as it is if no rank has a gradient for it."""
+        gradient = family.of(place)
+        present = place[0].block.parameters[place[1]].grad
+        if present is not None and present.data_ptr() != gradient.data_ptr():
+            gradient = torch.empty_like(gradient).copy_(present)
+        flat = gradient.as_strided((gradient.numel(),), (1,)).view(torch.uint8)
+        return flat[begin : begin + nbytes].clone()
+
+    # ------------------------------------------------------------------ backward ends
+
+    def end(self, *, last: bool) -> None:
+        """Sends what is left, and lets ``param.grad`` show the sums once all ranks' parts are there."""
+        if not (self._begun and last):
+            return
+        try:
+            self._finish()
+        finally:
+            self.drop()
+
+    def _finish(self) -> None:
+        while self._turn < len(self._order):
+            self._next()
+        self._drains.flush()
+        places = [(family, place) for family in self._families.values() for place in family.places]
+        bits = self._agree(places)
+        assert self._places is not None
+        self._places.forget_writes()
+        for (family, place), (gradient, _) in zip(places, bits, strict=True):
+            if gradient:
+                self._device.access(family.of(place), None, write=True)
+                self._places.show(family, place)
+
+    def _agree(self, places: list[tuple[Family, Place]]) -> list[list[int]]:
+        """Tells all ranks which parameters have a gradient on any, which had one before, and the primary's order."""
+        count = len(places)
+        words = torch.zeros(2 * count + len(self._order), dtype=torch.int32)
+        for index, (family, (layer, of)) in enumerate(places):
+            words[index] = (layer, of) in family.came
+            words[count + index] = layer.block.parameters[of].grad is not None
+        if self._ranks.primary:
+            words[2 * count :] = torch.tensor([self._families_index(owner) for owner in self._next_order()])
+        self._ranks.largest(words)
+        bits = words[: 2 * count].view(2, count).t().tolist()
+        if any(before and not gradient for gradient, before in bits):
+            unused = {place for (_, place), (gradient, _) in zip(places, bits, strict=True) if not gradient}
+            for family in self._families.values():
+                for place, target, value in family.kept:
+                    if place in unused:
+                        target.copy_(value)
+            self._ranks.barrier()
+        owners = list(self._families)
+        self._order = [owners[index] for index in words[2 * count :].tolist()]
+        return bits
+
+    def _families_index(self, owner: StreamedLayer) -> int:
+        return list(self._families).index(owner)
+
+    def _next_order(self) -> list[StreamedLayer]:
+        """The order of the next backward: as layers were complete in this one, the others behind them."""
+        order = dict.fromkeys([*self._completed, *self._order])
+        return sorted(order, key=lambda owner: owner.expert)  # which experts get tokens differs from rank to rank
+
+    def _end(self) -> None:
+        self._turn = 0
+        self._begun = False
+        self._completed.clear()
+        self.compacted.clear()
+        self.device_bytes = 0
+        for family in self._families.values():
+            family.waiting.clear()
+            family.stashed.clear()
+            family.came.clear()
+            family.kept.clear()
+            family.reduced = False
+
+    def written_in_common(self) -> AbstractContextManager[None]:
+        """A context in which what is written to ``param.grad`` is written for all ranks."""
+        return nullcontext() if self._places is None else self._places.written_in_common()
+
+    def drop(self) -> None:
+        """Drops the gradients that did not reach ``param.grad``, after a backward that failed."""
+        for drain in self._drains.take():
+            self._device.synchronize(drain.landed, Wait.DROP_AFTER_DRAIN)
+        self._end()
+
+    def _free(self, drain: _Drain) -> None:
+        for tensor in drain.device:
+            self._device.access(tensor, Stream.COMPUTE, write=True)  # compute may put anything there next
+        drain.device.clear()
+
+
+def _runs(spans: Any) -> list[_Run]:
+    """Puts neighbours of one dtype together, with the padding between them."""
+    runs: list[_Run] = []
+    for span in spans:
+        end = span.offset + aligned(span.nbytes)
+        if runs and runs[-1].dtype is span.dtype:
+            runs[-1] = _Run(runs[-1].begin, end, span.dtype)
+        else:
+            runs.append(_Run(span.offset, end, span.dtype))
+    return runs
