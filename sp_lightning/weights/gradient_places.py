@@ -106,10 +106,19 @@ class GradientPlaces:
             family.view, family.offset = self._memory.view_anew(family.begin, family.begin + family.pages), 0
             family.lent.clear()
 
+    def keep_others(self, family: Family) -> None:
+        """Leaves gradients that are not summed in this backward (of frozen parameters) to their parameters, as they are."""
+        for layer, index in family.places.keys() - family.trainable():
+            gradient = layer.block.parameters[index].grad
+            if gradient is not None and family.shows((layer, index)):
+                with no_inference_mode():
+                    gradient.data = gradient.clone()
+
     def forget_writes(self) -> None:
         """Drops what this rank's user code has written to gradients, which are others now."""
-        for view in {family.view for family in self.families.values()}:
-            view.drop()
+        for family in self.families.values():
+            if family.reduced:
+                family.view.drop(family.offset, family.offset + family.pages)
 
     def show(self, family: Family, place: Place) -> None:
         """Lets ``param.grad`` show what is at its place."""

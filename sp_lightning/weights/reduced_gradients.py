@@ -180,11 +180,12 @@ class ReducedGradients:
         """Sends the layer whose turn it is, and receives this rank's part of all ranks' gradients of it."""
         family = self._families[self._order[self._turn]]
         self._turn += 1
-        family.reduced = True
         assert self._places is not None
         places = family.trainable()
         if not places:
             return
+        family.reduced = True
+        self._places.keep_others(family)
         self._places.keep_held(family)
         like = [(family.places[p].name, p[0].block.parameters[p[1]].detach()) for p in places]
         spans = dict(zip(places, lay_out(like), strict=True))

@@ -2,32 +2,79 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
 from sp_lightning import SuperpipelineStrategy, rank_order_hook
+from sp_lightning.device.torch_private import current_graph_task
 from tests.equality.cases import CASES
 from tests.support.ranks import in_ranks
 from tests.support.runs import Outcome, assert_equal, fit
 
+Reference = Literal["ddp", "ddp in order", "averages"]
+
 
 class EveryBatch(DDPStrategy):
-    """Sums over ranks in every batch and in the order of ranks, also on the CPU, where Lightning installs no hook."""
+    """``ddp`` that sums in every batch of an accumulation."""
+
+    def __init__(self) -> None:
+        super().__init__(find_unused_parameters=True, timeout=timedelta(seconds=60))
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return nullcontext()
+
+
+class InOrder(EveryBatch):
+    """The same, which sums in the order of ranks. On the CPU Lightning installs no hook by itself."""
 
     def _setup_model(self, model: Any) -> Any:
         wrapped = super()._setup_model(model)
-        if self.in_order:
-            wrapped.register_comm_hook(None, rank_order_hook)
+        wrapped.register_comm_hook(None, rank_order_hook)
         return wrapped
 
-    in_order = True
 
-    def block_backward_sync(self) -> Any:
-        from contextlib import nullcontext
+class Averages(EveryBatch):
+    """Averages ``param.grad`` after each backward, for modules that DistributedDataParallel cannot wrap."""
 
-        return nullcontext()
+    def _setup_model(self, model: Any) -> Any:
+        return model
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        self._backward = torch.autograd.backward
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            self._backward(*args, **kwargs)
+            if current_graph_task() == -1:  # it is no reentrant checkpoint's
+                self._average()
+
+        torch.autograd.backward = backward
+
+    def teardown(self) -> None:
+        torch.autograd.backward = self._backward
+        super().teardown()
+
+    def _average(self) -> None:
+        for parameter in self.lightning_module.parameters():  # type: ignore[union-attr]
+            there = torch.tensor(int(parameter.grad is not None))
+            dist.all_reduce(there)
+            if not there:
+                continue
+            mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+            dist.all_gather(everybody, mine.detach().contiguous() * (1 / dist.get_world_size()))
+            with torch.no_grad():
+                parameter.grad = mine.detach()
+                parameter.grad.copy_(sum(everybody[1:], everybody[0]))
+
+
+STRATEGIES = {"ddp": EveryBatch, "ddp in order": InOrder, "averages": Averages}
 
 
 def seen(outcome: Outcome) -> dict[str, Any]:
@@ -41,10 +88,8 @@ def seen(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def train_ddp(name: str, ranks: int, in_order: bool, options: dict[str, Any]) -> dict[str, Any]:
-    strategy = EveryBatch(find_unused_parameters=True, timeout=timedelta(seconds=60))
-    strategy.in_order = in_order
-    return _train(name, ranks, strategy, options)
+def train_plain(name: str, ranks: int, reference: Reference, options: dict[str, Any]) -> dict[str, Any]:
+    return _train(name, ranks, STRATEGIES[reference](), options)
 
 
 def train_ours(name: str, ranks: int, strategy: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -53,17 +98,27 @@ def train_ours(name: str, ranks: int, strategy: dict[str, Any], options: dict[st
 
 def _train(name: str, ranks: int, strategy: Any, options: dict[str, Any]) -> dict[str, Any]:
     case = CASES[name]
-    batches = list(case.batches()) * ranks
+    batches = list(case.batches()) * ranks  # each rank takes every so many
     return seen(fit(case.make, batches, strategy, val=case.validation(), devices=ranks, **case.options(options)))
 
 
-def compare(name: str, ranks: int, strategy: dict[str, Any], options: dict[str, Any], *, in_order: bool) -> None:
-    """Compares every rank with the same rank of ``ddp``. Optimizers have state on rank 0 alone."""
-    plain = in_ranks(ranks, train_ddp, name, ranks, in_order, options)
-    ours = in_ranks(ranks, train_ours, name, ranks, strategy, options)
+@cache
+def _plain(name: str, ranks: int, reference: Reference, options: tuple[tuple[str, Any], ...]) -> list[dict[str, Any]]:
+    return in_ranks(ranks, train_plain, name, ranks, reference, dict(options))
+
+
+def compare(
+    name: str,
+    ranks: int = 2,
+    strategy: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    reference: Reference = "ddp",
+) -> None:
+    """Compares every rank with the same rank of the reference. Optimizers have state on rank 0 alone."""
+    options = options or {}
+    plain = _plain(name, ranks, reference, tuple(options.items()))
+    ours = in_ranks(ranks, train_ours, name, ranks, strategy or {"k": 1}, options)
     for rank, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
-        if rank:
-            for optimizer in theirs["optimizers"]:
-                optimizer["state"] = {}
         assert theirs["losses"] or theirs["optimizers"], "the reference run did nothing"
-        assert_equal(mine, theirs, f"rank {rank}")
+        optimizers = [{**each, "state": {}} for each in theirs["optimizers"]] if rank else theirs["optimizers"]
+        assert_equal(mine, {**theirs, "optimizers": optimizers}, f"rank {rank}")

@@ -59,7 +59,7 @@ class FromFiles:
 def test_layers_come_from_another_source(tmp_path: Path) -> None:
     staged: list[str] = []
     source = type("FromHere", (FromFiles,), {"folder": tmp_path, "staged": staged})
-    with mock.patch("sp_lightning.engine.streamer.HostSource", source):
+    with mock.patch("sp_lightning.engine.placement.HostSource", source):
         ours = fit(lambda: Module(Stack()), vectors(), superpipeline(k=1))
     assert_same(ours, fit(lambda: Module(Stack()), vectors()))
     assert set(staged) >= {f"net.blocks.{i}" for i in range(4)}
@@ -79,7 +79,7 @@ def test_nothing_goes_round_the_source() -> None:
     staged: list[str] = []
     source = type("OfZerosHere", (OfZeros,), {"staged": staged})
     module = Module(Text())
-    with mock.patch("sp_lightning.engine.streamer.HostSource", source):
+    with mock.patch("sp_lightning.engine.placement.HostSource", source):
         found = trainer_for(superpipeline(k=1)).predict(module, loader(numbers(1)))
     assert found is not None
     assert (found[0] == 0).all()
@@ -142,7 +142,7 @@ class Doubled(Module):
 
 
 def test_gradients_go_to_another_sink() -> None:
-    with mock.patch("sp_lightning.engine.streamer.Gradients", OfTwo):
+    with mock.patch("sp_lightning.engine.placement.Gradients", OfTwo):
         ours = fit(lambda: Module(Stack()), vectors(), superpipeline(k=1))
     plain = fit(lambda: Doubled(Stack()), vectors())
     assert_equal(ours.gradients, plain.gradients, "gradients")

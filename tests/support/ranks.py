@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import multiprocessing
 import os
 import socket
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from time import monotonic
@@ -38,6 +39,8 @@ class RanksFailed(AssertionError):
 def in_ranks(number: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     """Returns what a function of a module returns in each of so many processes, in the order of ranks.
 
+    The processes stay for the next call, unless one has raised.
+
     Args:
         number: how many.
         function: a function of a module. It finds its rank as Lightning does, in the environment.
@@ -46,10 +49,33 @@ def in_ranks(number: int, function: Callable[..., Any], *args: Any, **kwargs: An
     Raises:
         RanksFailed: it has raised in some.
     """
-    outcomes = start(number, function, *args, **kwargs).outcomes()
+    if number not in _waiting:
+        _waiting[number] = start(number, _serve)
+    started = _waiting[number]
+    for orders in started.orders:
+        orders.send_bytes(_saved((function, args, kwargs)))
+    outcomes = started.outcomes(ending=False)
     if any(error for error, _ in outcomes):
+        del _waiting[number]
+        started.stop()
         raise RanksFailed([error for error, _ in outcomes])
     return [result for _, result in outcomes]
+
+
+_waiting: dict[int, Started] = {}
+
+
+@atexit.register
+def _stop_all() -> None:
+    for started in _waiting.values():
+        started.stop()
+
+
+def _serve(orders: Connection, results: Connection) -> None:
+    """Runs one function after the other."""
+    while True:
+        function, args, kwargs = _loaded(orders.recv_bytes())
+        results.send_bytes(_saved(_outcome(function, args, kwargs)))
 
 
 class Started:
@@ -59,19 +85,20 @@ class Started:
         processes: the processes, in the order of ranks.
     """
 
-    def __init__(self, processes: list[Any], ends: list[Connection]) -> None:
+    def __init__(self, processes: list[Any], ends: list[Connection], orders: list[Connection]) -> None:
         self.processes = processes
         self._ends = ends
+        self.orders = orders
 
-    def outcomes(self) -> list[tuple[str | None, Any]]:
-        """Waits for all. Returns a traceback or None, and a result, of each."""
+    def outcomes(self, *, ending: bool = True) -> list[tuple[str | None, Any]]:
+        """Waits for all, and for their end if they are ``ending``. Returns a traceback or None, and a result, of each."""
         found: dict[int, tuple[str | None, Any]] = {}
         deadline = monotonic() + _SECONDS
         while len(found) < len(self._ends):
             left = [end for rank, end in enumerate(self._ends) if rank not in found]
             ready = wait(left, timeout=max(0.0, deadline - monotonic()))
             if not ready:
-                self._kill()
+                self.stop()
                 missing = [rank for rank in range(len(self._ends)) if rank not in found]
                 told = "\n".join(error for error, _ in found.values() if error)
                 raise TimeoutError(f"ranks {missing} have not ended in {_SECONDS} seconds\n{told}")
@@ -81,12 +108,14 @@ class Started:
                     found[rank] = _loaded(end.recv_bytes())  # type: ignore[union-attr]
                 except EOFError:
                     found[rank] = (f"rank {rank} was killed", None)
-        for process in self.processes:
-            process.join(10)
-        self._kill()
+        if ending:
+            for process in self.processes:
+                process.join(10)
+            self.stop()
         return [found[rank] for rank in range(len(self._ends))]
 
-    def _kill(self) -> None:
+    def stop(self) -> None:
+        """Ends those that still run."""
         for process in self.processes:
             if process.is_alive():
                 process.kill()
@@ -98,28 +127,37 @@ def start(number: int, function: Callable[..., Any], *args: Any, **kwargs: Any) 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes, ends = [], []
+    processes, ends, orders = [], [], []
     for rank in range(number):
         here, there = _context().Pipe(duplex=False)
-        process = _context().Process(target=_run, args=(there, rank, port, function, args, kwargs))
+        reads, writes = _context().Pipe(duplex=False)
+        process = _context().Process(target=_run, args=(there, reads, rank, port, function, args, kwargs))
         process.start()
         there.close()
+        reads.close()
         processes.append(process)
         ends.append(here)
-    return Started(processes, ends)
+        orders.append(writes)
+    return Started(processes, ends, orders)
 
 
-def _run(end: Connection, rank: int, port: int, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+def _run(
+    end: Connection, orders: Connection, rank: int, port: int, function: Callable[..., Any], args: Any, kwargs: Any
+) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
     torch.set_num_threads(1)
-    outcome: tuple[str | None, Any]
-    try:
-        outcome = None, function(*args, **kwargs)
-    except BaseException:
-        outcome = traceback.format_exc(), None
-    end.send_bytes(_saved(outcome))
+    if function is _serve:
+        _serve(orders, end)
+    end.send_bytes(_saved(_outcome(function, args, kwargs)))
     end.close()
     os._exit(0)  # processes that are connected wait for each other when they end in order
+
+
+def _outcome(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[str | None, Any]:
+    try:
+        return None, function(*args, **kwargs)
+    except BaseException:
+        return traceback.format_exc(), None
 
 
 def _saved(value: Any) -> bytes:
@@ -135,9 +173,3 @@ def _loaded(data: bytes) -> Any:
 def rank() -> int:
     """This process's rank."""
     return int(os.environ["LOCAL_RANK"])
-
-
-def each_equal(values: Iterable[Any]) -> bool:
-    """Whether all values are equal."""
-    first, *others = values
-    return all(value == first for value in others)

@@ -1,0 +1,93 @@
+"""Several devices: what every rank sees is bitwise what it sees under Lightning's ``ddp``.
+
+Two ranks are compared with ``ddp`` itself, more with ``ddp`` whose communication hook sums in the order of ranks, because
+gloo's own sums depend on where an element lies in a buffer. Under accumulation ``ddp`` sums in every batch here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.equality.cases import CASES
+from tests.equality.on_ranks import Reference, compare, train_ours
+from tests.support.ranks import RanksFailed, in_ranks
+from tests.support.tiers import first
+
+REFUSED = {
+    "parameter-hooks": "has a hook that runs after its gradient was accumulated",
+    "sparse-embedding": "has sparse gradients",
+    "rows/sparse": "has sparse gradients",
+    "rows/sparse-and-dense": "has sparse gradients",
+}
+NOT_DDP = {
+    "llama-checkpoint-reentrant": "a parameter is ready twice",
+    "checkpoint-calls-reentrant": "a parameter is ready twice",
+    "checkpoint-whole": "a parameter is ready twice",
+    "gan": "parameters without gradients in manual optimization",
+    "rows/thawed": "parameters that were frozen when it was made are not summed",
+    "quantised/int8": "tensor subclasses are not broadcast",
+    "quantised/int4": "tensor subclasses are not broadcast",
+    "quantised/int8-checkpoint": "tensor subclasses are not broadcast",
+}
+"""What DistributedDataParallel cannot train, with its reason. The reference averages gradients after backward."""
+
+TRAINED = [name for name in CASES if name not in REFUSED]
+QUICK = ("stack", "llama-dropout", "gan", "experts/mixture")
+SOME = ("llama-dropout", "gpt2-tied", "resnet50", "conditional", "lora-checkpoint", "rows/looked-up", "experts/mixture")
+
+
+def reference(name: str, ranks: int) -> Reference:
+    return "averages" if name in NOT_DDP else "ddp" if ranks == 2 else "ddp in order"
+
+
+@pytest.mark.parametrize("name", first(TRAINED, *QUICK, why="one of each kind is in the first tier"))
+def test_two_ranks_are_lightnings_ddp(name: str) -> None:
+    compare(name, reference=reference(name, 2))
+
+
+ACCUMULATED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+
+
+@pytest.mark.parametrize("name", first(TRAINED, "conditional", why="one case shows the order of three"))
+def test_three_ranks_are_ddp_in_the_order_of_ranks(name: str) -> None:
+    """Gradients are accumulated, so they are added to a sum before they are summed."""
+    options = {} if name == "gan" else ACCUMULATED  # manual optimization does both by hand
+    compare(name, 3, options=options, reference=reference(name, 3))
+
+
+MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "mixed": ({"k": 1, "k_prime": 2}, {"precision": "bf16-mixed"}),
+    "half": ({"k": 2}, {"precision": "bf16-true"}),
+    "offload": ({"k": 1, "activations": "offload"}, {}),
+    "recompute": ({"k": 1, "activations": "recompute"}, {"precision": "bf16-mixed"}),
+    "residents": ({"k": 1, "resident": ["**"]}, {}),
+    "clipped by value": ({"k": 1}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+}
+
+
+@pytest.mark.rest("the first tier has these modes on one device, and the ranks without them")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", SOME)
+def test_modes(name: str, mode: str) -> None:
+    strategy, options = MODES[mode]
+    compare(name, strategy=strategy, options=options, reference=reference(name, 2))
+
+
+@pytest.mark.rest("two and three ranks take the same way")
+@pytest.mark.parametrize("name", SOME)
+def test_four_ranks(name: str) -> None:
+    compare(name, 4, reference="ddp in order")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    with pytest.raises(RanksFailed, match=REFUSED[name]):
+        in_ranks(2, train_ours, name, 2, {"k": 1}, {})
+
+
+def test_the_comparison_can_fail() -> None:
+    """gloo's own order is another one from three ranks on."""
+    with pytest.raises(AssertionError, match="values differ"):
+        compare("llama-dropout", 3, reference="ddp")
