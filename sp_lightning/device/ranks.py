@@ -188,7 +188,7 @@ class Ranks:
     def _wait_for(self, work: Any, what: str, *, host: bool = True) -> None:
         """Waits for a collective: the host by looking at it now and then, a stream of an accelerator by itself."""
         if host:
-            self._until(work.is_completed, what)
+            self.until(work.is_completed, what)
         try:
             work.wait()
         except RuntimeError as error:
@@ -202,26 +202,23 @@ class Ranks:
     def arrive(self) -> None:
         """Says that this rank has come to the primary's next turn."""
         self._turns += 1
-        self._words[self.rank * _ROW + _ARRIVED] = self._turns
+        self.publish(self._words, self.rank * _ROW + _ARRIVED, self._turns)
 
     def all_arrived(self) -> None:
         """Lets the primary wait until all others have come to its turn."""
         self.arrive()
         others = range(1, self.size)
-        self._until(
-            lambda: all(self._words[r * _ROW + _ARRIVED] >= self._turns for r in others), "the optimizer's step"
-        )
+        self.until(lambda: all(self._words[r * _ROW + _ARRIVED] >= self._turns for r in others), "the optimizer's step")
 
     def say(self, word: int, value: float = 0.0) -> None:
         """Ends the primary's turn, with a word and a number for the others."""
         self._words[_WORD] = word
         self._values[_VALUE] = value
-        with self._lock:  # what was written before is seen before this is
-            self._words[_DONE] = self._turns
+        self.publish(self._words, _DONE, self._turns)
 
     def hear(self) -> tuple[int, float]:
         """Waits for the end of the primary's turn, and returns what it has said."""
-        self._until(lambda: self._words[_DONE] >= self._turns, "the optimizer's step on rank 0")
+        self.until(lambda: self._words[_DONE] >= self._turns, "the optimizer's step on rank 0")
         with self._lock:
             return self._words[_WORD], self._values[_VALUE]
 
@@ -235,8 +232,7 @@ class Ranks:
         begin = self.size * _ROW * 8 + self.rank * _TEXT
         text = self.failure.encode(errors="replace")[: _TEXT - 1]
         self._board.bytes[begin : begin + len(text)] = text
-        with self._lock:
-            self._words[self.rank * _ROW + _FAILED] = 1
+        self.publish(self._words, self.rank * _ROW + _FAILED, 1)
 
     def check(self, waits_for: str) -> None:
         """Looks for ranks that have failed.
@@ -256,7 +252,21 @@ class Ranks:
                     "by the system for want of memory, say, or it has left trainer.fit earlier than this one."
                 )
 
-    def _until(self, reached: Callable[[], bool], what: str) -> None:
+    def publish(self, words: Any, index: int, number: int) -> None:
+        """Writes a number for the others, who see whatever was written before once they see it."""
+        with self._lock:
+            words[index] = number
+
+    def until(self, reached: Callable[[], bool], what: str) -> None:
+        """Waits for something that other ranks bring about.
+
+        Args:
+            reached: looks whether it is there.
+            what: what it is, for the error.
+
+        Raises:
+            RankError: another rank has failed meanwhile.
+        """
         turns, looked = 0, monotonic()
         while not reached():
             turns += 1

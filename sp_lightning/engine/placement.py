@@ -13,6 +13,7 @@ from sp_lightning.engine.shared_source import SharedSource
 from sp_lightning.engine.step import Step
 from sp_lightning.engine.turns import Turns
 from sp_lightning.optim.background import BackgroundUpdates
+from sp_lightning.optim.shared_updates import SharedUpdates
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.block_memory import Allocate, PrivateMemory, SharedStore, pages_of
@@ -35,6 +36,9 @@ class Placement(Protocol):
         self, device: Device, staging: Staging, layers: Sequence[StreamedLayer], in_flight: int
     ) -> GradientSink:
         """Returns the place that gradients go to."""
+
+    def updates(self, layers: Sequence[StreamedLayer], device: Device) -> BackgroundUpdates:
+        """Returns what runs updates in the background."""
 
     def source(
         self,
@@ -62,6 +66,9 @@ class OneDevice:
         self, device: Device, staging: Staging, layers: Sequence[StreamedLayer], in_flight: int
     ) -> GradientSink:
         return Gradients(device, staging, in_flight=in_flight)
+
+    def updates(self, layers: Sequence[StreamedLayer], device: Device) -> BackgroundUpdates:
+        return BackgroundUpdates(layers, device)
 
     def source(
         self,
@@ -102,6 +109,9 @@ class OnRanks:
     ) -> GradientSink:
         self._gradients = ReducedGradients(device, self._ranks, layers, in_flight=in_flight)
         return self._gradients
+
+    def updates(self, layers: Sequence[StreamedLayer], device: Device) -> BackgroundUpdates:
+        return SharedUpdates(layers, device, self._ranks, self._gradients)
 
     def source(
         self,

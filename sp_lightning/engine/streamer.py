@@ -26,7 +26,6 @@ from sp_lightning.engine.step import Step, StepKind
 from sp_lightning.engine.updating import Updating
 from sp_lightning.model.found import Found
 from sp_lightning.observe.stats import Stats
-from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.plan import Plan
 from sp_lightning.store.gradient_memory import Staging
@@ -86,7 +85,7 @@ class Streamer:
         self._build_weights(pin, check_writes, placement)
         self._build_activations(modes, HostRing(device, pin=pin, limit=host_room), log)
         self._build_step(averages)
-        self.turns = placement.turns(self._lock, self._layers, self._source, self._step)
+        self.turns = self.updating.turns = placement.turns(self._lock, self._layers, self._source, self._step)
         self._open_doors(around_rerun)
 
     # ------------------------------------------------------------------ the parts, from below
@@ -102,7 +101,7 @@ class Streamer:
         self._slots = Slots(plan, self._moving, device)
         self._gradients = placement.gradients(device, self._staging, self._layers, plan.k_prime + 1)
         self._tables = make_tables(self.found, self._layers, device, pin=pin, compacted=self._gradients.compacted)
-        self.updates = BackgroundUpdates(self._layers, device)
+        self.updates = placement.updates(self._layers, device)
         self._lent = LentWeights(self._slots, device, self._stays, self._watch)
         self._source = placement.source(self._layers, self._slots, self.updates, device, self._watch)
         self._residents = Residents(

@@ -49,22 +49,29 @@ class Turns:
         Args:
             writes_weights: whether the casts of all weights are made anew at its end.
         """
-        self._prepare()
-        self.ranks.all_arrived()
-        written = self._store.merge()
+        written = self.begin()
         with ExitStack() as stack:
             for layer in self._layers:
                 stack.enter_context(layer.block.written_in_common())
-            stack.enter_context(self._gradients.written_in_common())
+            stack.enter_context(self._gradients.written_in_common(*self._layers))
             yield
         if written or writes_weights:
             self.cast()
 
+    def begin(self) -> bool:
+        """Begins the primary's turn, on any rank. Returns whether weights were written for all ranks: without their casts."""
+        self._prepare()
+        if not self.ranks.primary:
+            self._store.merge()
+            self.ranks.arrive()
+            return False
+        self.ranks.all_arrived()
+        self._gradients.commit()
+        return bool(self._store.merge())
+
     def follow(self) -> tuple[int, float]:
         """The primary's turn, on another rank. Returns what the primary has said at its end."""
-        self._prepare()
-        self._store.merge()
-        self.ranks.arrive()
+        self.begin()
         return self.ranks.hear()
 
     def merge(self) -> None:

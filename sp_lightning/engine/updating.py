@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.modes import no_dispatch_modes
+from sp_lightning.device.ranks import FINISHED
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.residency import Residency
 from sp_lightning.engine.step import Step
+from sp_lightning.engine.turns import Turns
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.weights.device_parameter import DeviceParameter, Untouched
 from sp_lightning.weights.gradient_sink import GradientSink
@@ -32,6 +34,7 @@ class Updating:
         device: the device.
 
     Attributes:
+        turns: how the ranks take turns; None on one device.
         step_seconds: seconds that optimizers' steps took on the host while the device had nothing to do.
     """
 
@@ -59,6 +62,7 @@ class Updating:
         self.updates = updates
         self.device = device
         self.step_seconds = 0.0
+        self.turns: Turns | None = None
         self._layer_of = {id(p): layer for layer in layers for p in layer.block.parameters}
 
     @property
@@ -131,9 +135,18 @@ class Updating:
         """Sets whether gradients that come in a lower dtype than their parameter's keep it until somebody reads them."""
         self._gradients.keep_narrow = keep
 
+    def gather(self) -> None:
+        """With several ranks, waits for all of them, and makes what the primary's user code has written everybody's."""
+        if self.turns is not None:
+            self.updates.finish()
+            if self.turns.begin():
+                self.turns.cast()
+
     def over(self) -> None:
         """Allows uses of layers that backward has updated, because the step has submitted all updates."""
         self._backward.clear_early_updates()
+        if self.turns is not None and self.turns.ranks.primary:
+            self.turns.ranks.say(FINISHED)
 
     def release_gradients(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> None:
         """Frees the gradients of these parameters of a layer, which are updated."""

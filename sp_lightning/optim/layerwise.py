@@ -195,6 +195,7 @@ class LayerwiseStep:
         """Submits the layers that are not updated yet, after backward and clipping."""
         self._engine.on_complete = None
         self._engine.before(deferred=bool(self._begun))  # a forward without a backward may have left transfers
+        self._engine.gather()
         by_layer = self._groups_by_layer()
         if by_layer is None and self._begun:
             raise RuntimeError(_NOT_ALL.format(what="there are sparse gradients, or groups have changed in backward"))

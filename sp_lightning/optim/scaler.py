@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 from sp_lightning.device.torch_private import scaler_device
 from sp_lightning.weights.narrow_gradient import as_it_came, change, is_narrow, stored, widen_if_changed
 
+Found = dict[torch.device, Tensor]
+"""For each device with gradients, 1.0 if some of them are not finite."""
+
 
 class HostGradScaler(torch.amp.GradScaler):
     """A ``GradScaler`` for gradients on the host.
@@ -19,7 +23,13 @@ class HostGradScaler(torch.amp.GradScaler):
     torch's own copies the scale to the CPU without blocking, so the CPU kernel may read it before it has arrived. Here
     the copies block. Gradients in 16 bits stay so: they are looked through for infinities and NaN, and divided in the update.
     Everything else is torch's, checkpoints included.
+
+    Attributes:
+        together: has gradients that several ranks have in common unscaled once. It is given what does so, and returns what that
+            has found on the rank that did it; None on one device.
     """
+
+    together: Callable[[Callable[[], Found]], Found] | None = None
 
     @classmethod
     def like(cls, scaler: torch.amp.GradScaler) -> HostGradScaler:
@@ -30,7 +40,13 @@ class HostGradScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
+    ) -> Found:
+        unscale = partial(self._unscale_here, optimizer, inv_scale, found_inf, allow_fp16)
+        return unscale() if self.together is None else self.together(unscale)
+
+    def _unscale_here(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> Found:
         inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         unscale = partial(torch.Tensor.mul_, other=inv_scale)
         narrow, others = list[nn.Parameter](), list[nn.Parameter]()

@@ -42,6 +42,9 @@ class Updatable(Protocol):
     def keep_narrow(self, keep: bool) -> None:
         """Sets whether gradients keep the dtype in which they come until somebody reads them."""
 
+    def gather(self) -> None:
+        """Called before the step submits its first update after backward; returns once all ranks have come there."""
+
     def over(self) -> None:
         """Called when the step has submitted all updates."""
 

@@ -114,9 +114,9 @@ class OptimizerSteps:
         with self._fused_shown():
             self.overlap, why = choose_overlap(self._options.optimizer_overlap, trainer, trainer.optimizers)
         if self._ranks is not None:
-            self.overlap, why = "off", "several devices step together"
-            self._ranks.attach([each for each in trainer.optimizers if not is_no_optimizer(each)])
-        early, narrow = self.overlap == "backward", nobody_sees_gradients(trainer)
+            whole = trainer.optimizers if self.overlap == "off" else ()
+            self._ranks.attach([each for each in whole if not is_no_optimizer(each)], scaler_of(trainer))
+        early, narrow = self.overlap == "backward", self._ranks is None and nobody_sees_gradients(trainer)
         measure = self._clips() == "norm" and nobody_looks_at_gradients(trainer)
         self._layerwise = {
             optimizer: LayerwiseStep(optimizer, streamer.updating, early=early, measure=measure, narrow=narrow)
@@ -162,7 +162,7 @@ class OptimizerSteps:
             clips=self._clips(),
             scales=scaler_of(trainer) is not None,
             pieces=pieces,
-            narrow=pieces and nobody_sees_gradients(trainer),
+            narrow=pieces and self._ranks is None and nobody_sees_gradients(trainer),
         )
 
     def _clips(self) -> str | None:
@@ -234,6 +234,8 @@ class OptimizerSteps:
         self._deferring = optimizer
         if clips_layerwise:
             plugin.clip_grad_by_norm, plugin.clip_grad_by_value = layerwise.clip_by_norm, layerwise.clip_by_value
+            if self._run.ranks is not None and not self._run.ranks.primary:
+                plugin.clip_grad_by_norm = plugin.clip_grad_by_value = _leave_to_primary
         try:
             with layerwise.deferring():
                 yield
@@ -257,6 +259,10 @@ class OptimizerSteps:
                 streamer.updating.step_seconds += now - self._begun
             self._begun = now  # an optimizer may have stepped inside another one's step
             streamer.invalidate()
+
+
+def _leave_to_primary(optimizer: Optimizer, clip_val: float) -> None:
+    """Stands in for clipping on the ranks that do not update weights."""
 
 
 def _hold_hosts(optimizer: Any) -> None:

@@ -7,10 +7,12 @@ from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from sp_lightning.device.ranks import CLOSURE, FINISHED
 from sp_lightning.engine.turns import Turns
+from sp_lightning.optim.scaler import Found, HostGradScaler
 from sp_lightning.trainer.run import Run
 
 Closure = Callable[[], Any]
@@ -30,6 +32,7 @@ class RankSteps:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._replaced: dict[Optimizer, Any] = {}
+        self._scaler: HostGradScaler | None = None
 
     @property
     def _turns(self) -> Turns:
@@ -38,9 +41,11 @@ class RankSteps:
         assert streamer.turns is not None
         return streamer.turns
 
-    def attach(self, optimizers: list[Optimizer]) -> None:
-        """Replaces the steps of these optimizers."""
+    def attach(self, optimizers: list[Optimizer], scaler: Any) -> None:
+        """Replaces the steps of these optimizers, and what a gradient scaler does before them (None: there is none)."""
         self.detach()
+        if isinstance(scaler, HostGradScaler):
+            scaler.together, self._scaler = self._unscale, scaler
         for optimizer in optimizers:
             self._replaced[optimizer] = vars(optimizer).get("step")
             if self._turns.ranks.primary:
@@ -50,6 +55,9 @@ class RankSteps:
 
     def detach(self) -> None:
         """Puts the optimizers' own steps back."""
+        if self._scaler is not None:
+            self._scaler.together = None
+            self._scaler = None
         for optimizer, step in self._replaced.items():
             if step is None:
                 vars(optimizer).pop("step", None)
@@ -98,6 +106,17 @@ class RankSteps:
         finally:
             for name in names:
                 delattr(plugin, name)
+
+    def _unscale(self, action: Callable[[], Found]) -> Found:
+        """Divides the gradients of all ranks by the scale. All ranks learn whether some are not finite."""
+        turns, nothing = self._turns, -1.0
+        if not turns.ranks.primary:
+            value = turns.follow()[1]
+            return {} if value == nothing else {torch.device("cpu"): torch.tensor(value)}
+        with turns.primary(writes_weights=False):
+            found = action()
+        turns.ranks.say(FINISHED, max((float(each) for each in found.values()), default=nothing))
+        return found
 
     def once(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Does something to the gradients of all ranks, on the primary. The others wait for it."""

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from sp_lightning.device.torch_private import accumulation_hooks
+from sp_lightning.optim.scaler import HostGradScaler
 from sp_lightning.trainer.options import Options
 
 _ONE = "Pass Trainer(devices=1)"
@@ -20,15 +21,15 @@ def refuse_on_ranks(module: nn.Module, options: Options, plugin: Any) -> None:
     """
     if options.check_writes:
         raise ValueError(f"check_writes=True looks at the weights of one process. {_ONE} while you look.")
-    if options.optimizer_overlap in ("forward", "backward"):
+    if options.optimizer_overlap == "backward":
         raise ValueError(
-            f'optimizer_overlap="{options.optimizer_overlap}" works on one device. With several, optimizers step after backward: '
-            f'use SuperpipelineStrategy(optimizer_overlap="off"), or pass Trainer(devices=1).'
+            'optimizer_overlap="backward" updates a layer as soon as one device has its gradients. With several use '
+            'SuperpipelineStrategy(optimizer_overlap="forward"), or pass Trainer(devices=1).'
         )
-    if getattr(plugin, "scaler", None) is not None:
+    if not isinstance(getattr(plugin, "scaler", None), HostGradScaler | None):
         raise ValueError(
-            f'precision="16-mixed" scales the loss, which several devices do not do together yet. {_ONE}, or '
-            'precision="bf16-mixed".'
+            f"{type(plugin.scaler).__name__} scales gradients in a way of its own, which several devices cannot do once for all. "
+            f"{_ONE}, or torch.amp.GradScaler."
         )
     for name, child in module.named_modules():
         if getattr(child, "sparse", False) and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -132,12 +132,16 @@ class GradientPlaces:
             elif not family.shows(place):
                 parameter.grad.copy_(family.of(place))
 
-    @contextmanager
-    def written_in_common(self) -> Iterator[None]:
-        """While this is active, what is written to ``param.grad`` is written for all ranks."""
-        shown = [(family, place) for family in self.families.values() for place in family.places if family.shows(place)]
-        for view in {family.view for family, _ in shown}:
+    def commit(self) -> None:
+        """Makes what this rank's user code has written to gradients everybody's."""
+        for view in {family.view for family in self.families.values()}:
             view.commit()
+
+    @contextmanager
+    def written_in_common(self, owners: Iterable[StreamedLayer]) -> Iterator[None]:
+        """While this is active, what is written to ``param.grad`` of these layers is written for all ranks."""
+        families = [self.families[owner] for owner in owners if owner in self.families]
+        shown = [(family, place) for family in families for place in family.places if family.shows(place)]
         gradients = [_gradient(place) for _, place in shown]
         with no_inference_mode():
             for family, (layer, index) in shown:

@@ -333,9 +333,14 @@ class ReducedGradients:
             family.kept.clear()
             family.reduced = False
 
-    def written_in_common(self) -> AbstractContextManager[None]:
-        """A context in which what is written to ``param.grad`` is written for all ranks."""
-        return nullcontext() if self._places is None else self._places.written_in_common()
+    def written_in_common(self, *owners: StreamedLayer) -> AbstractContextManager[None]:
+        """A context in which what is written to ``param.grad`` of these layers is written for all ranks."""
+        return nullcontext() if self._places is None else self._places.written_in_common(owners)
+
+    def commit(self) -> None:
+        """Makes what this rank's user code has written to gradients everybody's."""
+        if self._places is not None:
+            self._places.commit()
 
     def drop(self) -> None:
         """Drops the gradients that did not reach ``param.grad``, after a backward that failed."""

@@ -14,8 +14,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from sp_lightning import SuperpipelineStrategy, rank_order_hook
 from sp_lightning.device.torch_private import current_graph_task
 from tests.equality.cases import CASES
+from tests.support.mixed import scaled
 from tests.support.ranks import in_ranks
-from tests.support.runs import Outcome, assert_equal, fit
+from tests.support.runs import Outcome, assert_equal, fit, fused
 
 Reference = Literal["ddp", "ddp in order", "averages"]
 
@@ -88,23 +89,35 @@ def seen(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def train_plain(name: str, ranks: int, reference: Reference, options: dict[str, Any]) -> dict[str, Any]:
-    return _train(name, ranks, STRATEGIES[reference](), options)
+def train_plain(name: str, ranks: int, reference: Reference, options: dict[str, Any], fuse: bool) -> dict[str, Any]:
+    return _train(name, ranks, STRATEGIES[reference](), options, fuse)
 
 
-def train_ours(name: str, ranks: int, strategy: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    return _train(name, ranks, SuperpipelineStrategy(**{"fused_optimizer": False, **strategy}), options)
+def train_ours(
+    name: str, ranks: int, strategy: dict[str, Any], options: dict[str, Any], fuse: bool = False
+) -> dict[str, Any]:
+    left = {} if fuse else {"fused_optimizer": False}
+    return _train(name, ranks, SuperpipelineStrategy(**{**left, **strategy}), options, fuse)
 
 
-def _train(name: str, ranks: int, strategy: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _train(name: str, ranks: int, strategy: Any, options: dict[str, Any], fuse: bool) -> dict[str, Any]:
     case = CASES[name]
+    make = fused(case.make) if fuse else case.make
     batches = list(case.batches()) * ranks  # each rank takes every so many
-    return seen(fit(case.make, batches, strategy, val=case.validation(), devices=ranks, **case.options(options)))
+    seen_by: Any = (
+        "losses" if fuse else "gradients"
+    )  # a hook that looks at gradients keeps updates out of the background
+    options = {"recorded": seen_by, **case.options(options)}
+    if options.get("precision") == "16-mixed":
+        options = {**{key: value for key, value in options.items() if key != "precision"}, **scaled()}
+    return seen(fit(make, batches, strategy, val=case.validation(), devices=ranks, **options))
 
 
 @cache
-def _plain(name: str, ranks: int, reference: Reference, options: tuple[tuple[str, Any], ...]) -> list[dict[str, Any]]:
-    return in_ranks(ranks, train_plain, name, ranks, reference, dict(options))
+def _plain(
+    name: str, ranks: int, reference: Reference, options: tuple[tuple[str, Any], ...], fuse: bool
+) -> list[dict[str, Any]]:
+    return in_ranks(ranks, train_plain, name, ranks, reference, dict(options), fuse)
 
 
 def compare(
@@ -116,8 +129,10 @@ def compare(
 ) -> None:
     """Compares every rank with the same rank of the reference. Optimizers have state on rank 0 alone."""
     options = options or {}
-    plain = _plain(name, ranks, reference, tuple(options.items()))
-    ours = in_ranks(ranks, train_ours, name, ranks, strategy or {"k": 1}, options)
+    strategy = strategy or {"k": 1}
+    fuse = strategy.get("optimizer_overlap", "off") != "off"
+    plain = _plain(name, ranks, reference, tuple(options.items()), fuse)
+    ours = in_ranks(ranks, train_ours, name, ranks, strategy, options, fuse)
     for rank, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
         assert theirs["losses"] or theirs["optimizers"], "the reference run did nothing"
         optimizers = [{**each, "state": {}} for each in theirs["optimizers"]] if rank else theirs["optimizers"]

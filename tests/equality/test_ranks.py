@@ -63,13 +63,29 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "offload": ({"k": 1, "activations": "offload"}, {}),
     "recompute": ({"k": 1, "activations": "recompute"}, {"precision": "bf16-mixed"}),
     "residents": ({"k": 1, "resident": ["**"]}, {}),
+    "scaled": ({"k": 1}, {"precision": "16-mixed", "gradient_clip_val": 0.1}),
+    "under forward": ({"k": 1, "optimizer_overlap": "forward"}, {}),
+    "all under forward": (
+        {"k": 1, "optimizer_overlap": "forward"},
+        {"precision": "bf16-mixed", "gradient_clip_val": 0.3, "accumulate_grad_batches": 2},
+    ),
+    "scaled under forward": (
+        {"k": 1, "optimizer_overlap": "forward"},
+        {"precision": "16-mixed", "gradient_clip_val": 0.1},
+    ),
     "clipped by value": ({"k": 1}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
 }
 
 
-@pytest.mark.rest("the first tier has these modes on one device, and the ranks without them")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    first(
+        [(name, mode) for name in SOME for mode in MODES],
+        ("conditional", "all under forward"),
+        ("conditional", "scaled"),
+        why="the first tier has the modes on one device, and these two, which only ranks have",
+    ),
+)
 def test_modes(name: str, mode: str) -> None:
     strategy, options = MODES[mode]
     compare(name, strategy=strategy, options=options, reference=reference(name, 2))

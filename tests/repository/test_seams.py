@@ -204,7 +204,7 @@ class AtOnce(BackgroundUpdates):
 
 def test_updates_of_layers_are_done_by_somebody_else() -> None:
     order: list[int] = []
-    with mock.patch("sp_lightning.engine.streamer.BackgroundUpdates", type("AtOnceHere", (AtOnce,), {"order": order})):
+    with mock.patch("sp_lightning.engine.placement.BackgroundUpdates", type("AtOnceHere", (AtOnce,), {"order": order})):
         strategy = SuperpipelineStrategy(k=1, optimizer_overlap="backward")
         ours = fit(fused(lambda: Module(Stack())), vectors(), strategy, recorded="losses")
     assert_same(ours, fit(fused(lambda: Module(Stack())), vectors(), recorded="losses"))
