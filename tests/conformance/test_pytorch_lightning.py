@@ -32,7 +32,7 @@ from pytorch_lightning.plugins.precision import BitsandbytesPrecision, MixedPrec
 from torch import Tensor, nn
 
 import sp_lightning
-from sp_lightning.optim.fused import HostGradScaler
+from sp_lightning.optim.scaler import HostGradScaler
 from sp_lightning.pytorch_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.trainer.callback import SuperpipelineCallback as LightningsCallback
 from sp_lightning.trainer.compat import base_of, is_a, path
