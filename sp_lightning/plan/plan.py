@@ -3,6 +3,8 @@
 The plan promises how much memory of the device weights and gradients take at most::
 
     slots of every ring  +  (k' + 1) · largest layer's gradients  +  residents and their gradients
+
+On several devices a gradient that leaves takes more: what is sent to the others, what is received, and the own part of the sum.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sp_lightning.device.layout import Span, lay_out, total_bytes
+from sp_lightning.device.layout import Span, aligned, lay_out, total_bytes
 from sp_lightning.model.found import Found, Layer
 from sp_lightning.plan.rings import Ring, choose_rings
 from sp_lightning.plan.units import human_bytes
@@ -65,6 +67,7 @@ class Plan:
         experts: the indices of the layers that come only when something is routed to them.
         plain: bytes of the weights, and of the gradients, that plain training has on the device; the optimizer's state
             comes on top.
+        ranks: how many devices sum their gradients, each with slots of its own.
     """
 
     k: int
@@ -78,6 +81,7 @@ class Plan:
     tables: tuple[PlannedLayer, ...] = ()
     experts: frozenset[int] = frozenset()
     plain: tuple[int, int] = (0, 0)
+    ranks: int = 1
 
     @property
     def moving(self) -> tuple[PlannedLayer, ...]:
@@ -102,12 +106,25 @@ class Plan:
     @property
     def gradient_bytes(self) -> int:
         """Device memory of gradients on their way to the host: those of at most k' + 1 layers, and of the residents."""
+        if self.ranks > 1:
+            return self._reduced_bytes
         largest = max((layer.gradient_bytes for layer in self.layers), default=0)
         flying = min(self.k_prime + 1, len(self.layers)) * largest
         trained = (layer for layer in self.layers if layer.gradient_bytes)
         # A gradient that leaves in the dtype of the casts is on the device in both dtypes for a moment.
         twice = max((cast.nbytes for layer in trained for cast in layer.casts), default=0)
         return flying + twice + self.residents.gradient_bytes
+
+    @property
+    def _reduced_bytes(self) -> int:
+        """As :attr:`gradient_bytes`, with what :class:`~sp_lightning.weights.reduced_gradients.ReducedGradients` adds."""
+        residents = self.residents.gradient_bytes
+        # Each layer leaves once. The gradient of a table is dense by then, as that of a layer is.
+        sizes = sorted((each.gradient_bytes for each in (*self.layers, *self.tables)), reverse=True)[: self.k_prime + 1]
+        parts = [aligned(-(-nbytes // self.ranks)) for nbytes in (*sizes, residents)]
+        # While the own part of one of them is added up, its sum is there beside it: of half precision in float32, too.
+        adding = 3 * max(parts)
+        return sum(sizes) + residents + sum((2 * self.ranks + 1) * part for part in parts) + adding
 
     @property
     def peak_device_bytes(self) -> int:
@@ -187,13 +204,14 @@ class Plan:
         return "" if state is None else f"{human_bytes(weights + gradients + state)} with optimizer state"
 
 
-def make_plan(found: Found, *, k: int, k_prime: int) -> Plan:
+def make_plan(found: Found, *, k: int, k_prime: int, ranks: int = 1) -> Plan:
     """Gives every layer its place in memory and its ring.
 
     Args:
         found: the model's layers.
         k: how many layers are to be usable on the device at once, at least 1.
         k_prime: how many layers are to move as one transfer, at least 1.
+        ranks: how many devices sum their gradients.
     """
     masters, tables = ([_planned(layer, ring=-1) for layer in each] for each in (found.masters, found.tables))
     with_casts = [index for index, layer in enumerate(found.layers) if layer.lowered]
@@ -219,6 +237,7 @@ def make_plan(found: Found, *, k: int, k_prime: int) -> Plan:
         tables=tuple(replace(each, ring=len(rings) + bool(masters)) for each in tables),
         experts=found.experts,
         plain=found.plain_bytes,
+        ranks=ranks,
     )
     if plan.host_bytes and plan.peak_device_bytes >= plan.host_bytes:
         saves_nothing = (

@@ -99,7 +99,9 @@ class Run:
         self._autocast = autocast
         self.ranks = ranks
         self._log = log
-        self._window = Window(options.k, options.k_prime, options.memory_budget, filled=options.activations == "auto")
+        self._count = 1 if ranks is None else ranks.size
+        filled = options.activations == "auto"
+        self._window = Window(options.k, options.k_prime, options.memory_budget, filled=filled, ranks=self._count)
         self._parted: list[Parted] = []
         self._host_room: int | None = None
         self.streamer: Streamer | None = None
@@ -161,7 +163,7 @@ class Run:
         assert self.streamer is not None
         if self.streamer.thawed():
             plan = self.streamer.plan
-            self.streamer.recount(make_plan(self.streamer.found, k=plan.k, k_prime=plan.k_prime))
+            self.streamer.recount(make_plan(self.streamer.found, k=plan.k, k_prime=plan.k_prime, ranks=self._count))
         return changed
 
     def close(self) -> None:
@@ -241,7 +243,8 @@ class Run:
         """
         assert self.streamer is not None
         check_host(needed, LESS_HOST_MEMORY)
-        self._host_room = spare_bytes(needed)
+        spare = spare_bytes(needed)
+        self._host_room = None if spare is None else spare // self._count  # each rank offloads activations of its own
         self.streamer.limit_activations(self._host_room)
 
     # ------------------------------------------------------------------ between batches and after errors

@@ -31,13 +31,17 @@ class Window:
         budget: bytes of device memory (int), or the share of what is free at set-up (float). None means all that is
             free, less a margin.
         filled: whether something else fills the memory that k and k' leave, even if both are numbers: kept activations.
+        ranks: how many devices sum their gradients.
     """
 
-    def __init__(self, k: Count, k_prime: Count, budget: int | float | None, *, filled: bool = False) -> None:
+    def __init__(
+        self, k: Count, k_prime: Count, budget: int | float | None, *, filled: bool = False, ranks: int = 1
+    ) -> None:
         self._margin = _MARGIN if filled or "auto" in (k, k_prime) else 0
         self._k = k
         self._k_prime = k_prime
         self._budget = budget
+        self._ranks = ranks
         self._found: Found | None = None
         self.room: int | None = None
         """Bytes of the budget; None if nothing limits device memory."""
@@ -148,6 +152,7 @@ class Window:
             self._found,
             k=k if self._k == "auto" else min(self._k, max(len(self._found.layers), 1)),
             k_prime=k_prime if self._k_prime == "auto" else self._k_prime,
+            ranks=self._ranks,
         )
 
     def _check(self, plan: Plan, room: int, device: Device, find: Callable[[Sequence[str]], Found] | None) -> None:
@@ -155,7 +160,7 @@ class Window:
         if not plan.layers or plan.peak_device_bytes <= room:
             return
         largest = max(plan.layers, key=lambda layer: layer.nbytes)
-        smallest = make_plan(self._found, k=1, k_prime=1) if self._found else plan
+        smallest = make_plan(self._found, k=1, k_prime=1, ranks=self._ranks) if self._found else plan
         there = f"{room} bytes ({human_bytes(room)}) are free on {device.device}"
         if self._budget is not None:
             there = f"with memory_budget={self._budget!r} there are {room} bytes ({human_bytes(room)})"
@@ -180,7 +185,7 @@ def _smaller_layers(largest: str, least: Plan, find: Callable[[Sequence[str]], F
     alike = ".".join("*" if part.isdecimal() else part for part in largest.split("."))
     for pattern in (f"{alike}.*", f"{largest}.*"):
         try:
-            plan = make_plan(find([pattern]), k=1, k_prime=1)
+            plan = make_plan(find([pattern]), k=1, k_prime=1, ranks=least.ranks)
         except ValueError:  # the pattern matches no module, or the modules that it matches overlap
             continue
         if plan.peak_device_bytes < least.peak_device_bytes:

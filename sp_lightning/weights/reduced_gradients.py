@@ -33,6 +33,7 @@ class _Drain:
 
     Attributes:
         device: tensors on the device that are kept alive until compute has waited for the copy.
+        nbytes: their bytes.
         landed: the event after the copy.
     """
 
@@ -140,6 +141,12 @@ class ReducedGradients:
         waiting = [self._families[each] for each in self._completed if self._families[each].waiting]
         for each in waiting[: max(0, len(waiting) - self._drains.in_flight)]:
             self._stash(each)
+        self._make_way()
+
+    def _make_way(self, sending: StreamedLayer | None = None) -> None:
+        """Lets as many transfers end as layers wait for their turn: together they keep to what the plan counts."""
+        waiting = sum(bool(self._families[owner].waiting) for owner in self._completed if owner is not sending)
+        self._drains.retire(max(0, self._drains.in_flight - 1 - waiting))
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Moves what is left of other layers' gradients to the host, because the backward of ``layers`` begins."""
@@ -185,6 +192,7 @@ class ReducedGradients:
         if not places:
             return
         family.reduced = True
+        self._make_way(family.owner)
         self._places.keep_others(family)
         self._places.keep_held(family)
         like = [(family.places[p].name, p[0].block.parameters[p[1]].detach()) for p in places]
@@ -200,10 +208,12 @@ class ReducedGradients:
             for run in runs:
                 sent[run.begin : run.end].view(run.dtype).mul_(1 / self._ranks.size)  # as DistributedDataParallel does
             self._ranks.exchange(received, sent)
-            own = self._sum(runs, received, nbytes)
+            own = _own_part(device, self._ranks, runs, received, nbytes)
             device.access(own, Stream.REDUCE, write=True)
         device.note("reduce", family.owner.index, begun, Stream.REDUCE, sent.nbytes)
-        self._drain(family, spans, own, [*family.waiting.values(), sent, received])
+        taken = [sent, received, own]
+        self.device_bytes += sum(each.nbytes for each in taken)
+        self._drain(family, spans, own, [*family.waiting.values(), *taken])
         family.waiting.clear()
         family.stashed.clear()
 
@@ -222,19 +232,6 @@ class ReducedGradients:
             waiting = family.waiting.get(place)
             if waiting is not None:
                 self._device.access(waiting, Stream.REDUCE, write=False)
-                self.device_bytes -= waiting.nbytes
-
-    def _sum(self, runs: Sequence[_Run], received: Tensor, nbytes: int) -> Tensor:
-        """Adds the parts of all ranks, in their order."""
-        own = self._device.empty(nbytes)
-        first = self._ranks.rank * nbytes
-        parts = received.view(self._ranks.size, nbytes).unbind()
-        for run in runs:
-            begin, end = max(run.begin - first, 0), min(run.end - first, nbytes)
-            if begin < end:
-                total = sum_in_order([each[begin:end].view(run.dtype) for each in parts])
-                own[begin:end].view(run.dtype).copy_(total)
-        return own
 
     def _drain(self, family: Family, spans: dict[Place, Span], own: Tensor, alive: list[Tensor]) -> None:
         """Copies this rank's part to where everybody sees it."""
@@ -255,7 +252,7 @@ class ReducedGradients:
         device.copy(targets, sources, Stream.DOWNLOAD)
         device.note("drain", family.owner.index, begun, Stream.DOWNLOAD, own.nbytes)
         self.drained_bytes += own.nbytes
-        self._drains.add(_Drain([*alive, own], own.nbytes, device.record(Stream.DOWNLOAD)))
+        self._drains.add(_Drain(alive, sum(each.nbytes for each in alive), device.record(Stream.DOWNLOAD)))
 
     def _present(self, family: Family, place: Place, begin: int, nbytes: int) -> Tensor:
         """A copy of a part of ``param.grad``, which stays as it is if no rank has a gradient for it."""
@@ -352,6 +349,7 @@ class ReducedGradients:
         for tensor in drain.device:
             self._device.access(tensor, Stream.COMPUTE, write=True)  # compute may put anything there next
         drain.device.clear()
+        self.device_bytes -= drain.nbytes
 
 
 def _runs(spans: Any) -> list[_Run]:
@@ -364,3 +362,16 @@ def _runs(spans: Any) -> list[_Run]:
         else:
             runs.append(_Run(span.offset, end, span.dtype))
     return runs
+
+
+def _own_part(device: Device, ranks: Ranks, runs: Sequence[_Run], received: Tensor, nbytes: int) -> Tensor:
+    """Adds the parts of all ranks, in their order."""
+    own = device.empty(nbytes)
+    first = ranks.rank * nbytes
+    parts = received.view(ranks.size, nbytes).unbind()
+    for run in runs:
+        begin, end = max(run.begin - first, 0), min(run.end - first, nbytes)
+        if begin < end:
+            total = sum_in_order([each[begin:end].view(run.dtype) for each in parts])
+            own[begin:end].view(run.dtype).copy_(total)
+    return own
