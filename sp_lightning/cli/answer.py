@@ -93,7 +93,7 @@ def _windows(estimate: ModelEstimate) -> list[tuple[int, int]]:
 
 
 def _row(estimate: ModelEstimate, k: int, k_prime: int) -> Row:
-    plan = make_plan(estimate.found, k=k, k_prime=k_prime)
+    plan = make_plan(estimate.found, k=k, k_prime=k_prime, ranks=estimate.question.devices)
     nbytes = estimate.weight_bytes(plan) + estimate.activation_bytes
     limit = estimate.question.gpu_memory
     return Row(plan, nbytes, estimate.predict(plan), limit is None or nbytes <= limit)

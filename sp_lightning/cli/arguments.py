@@ -50,11 +50,13 @@ class Question(argparse.Namespace):
     resident: list[str] | None
     k: list[int] | None
     k_prime: list[int] | None
+    devices: int
     gpu_memory: int | None
     host_memory: int | None
     tflops: float
     device_bandwidth: float
     pcie: float
+    links: float
     dram: float
     json: bool
     plot: Path | None
@@ -91,7 +93,7 @@ def _add_model(plan: argparse.ArgumentParser) -> None:
         "the last token, memory has the cache of keys and values",
     )
     plan.add_argument("--precision", choices=PRECISIONS, default="bf16-mixed", help="(%(default)s)")
-    plan.add_argument("--batch", type=_count, default=1, help="sequences or images at once (%(default)s)")
+    plan.add_argument("--batch", type=_count, default=1, help="sequences or images at once on a device (%(default)s)")
     plan.add_argument("--tokens", type=_count, default=2048, help="per sequence (%(default)s)")
     plan.add_argument("--image", type=_count, help="pixels on each side (what the model is made for)")
     plan.add_argument("--input", type=_count, nargs="+", metavar="SIZE", help="shape of what a factory's module takes")
@@ -122,11 +124,17 @@ def _add_window(plan: argparse.ArgumentParser) -> None:
 
 def _add_machine(plan: argparse.ArgumentParser) -> None:
     """Memory and speed of the machine."""
-    plan.add_argument("--gpu-memory", type=_size, help="for example 24GiB (no limit)")
-    plan.add_argument("--host-memory", type=_size, help="for example 512GiB (no limit)")
+    plan.add_argument("--devices", type=_count, default=1, help="of one node, as Trainer(devices=…) (%(default)s)")
+    plan.add_argument("--gpu-memory", type=_size, help="of each device, for example 24GiB (no limit)")
+    plan.add_argument("--host-memory", type=_size, help="of the node, for example 512GiB (no limit)")
     plan.add_argument("--tflops", type=_rate, default=100, help="of the device, TFLOP/s (%(default)s)")
     plan.add_argument("--device-bandwidth", type=_rate, default=1000, help="of its memory, GB/s (%(default)s)")
-    plan.add_argument("--pcie", type=_rate, default=25, help="between host and device, each way, GB/s (%(default)s)")
+    plan.add_argument(
+        "--pcie", type=_rate, default=25, help="between host and each device, each way, GB/s (%(default)s)"
+    )
+    plan.add_argument(
+        "--links", type=_rate, default=200, help="from each device to the others, and back, GB/s (%(default)s)"
+    )
     plan.add_argument("--host-tflops", type=_rate, default=1, help="of the host, for Muon (%(default)s)")
     plan.add_argument("--dram", type=_rate, default=60, help="of host memory, GB/s (%(default)s)")
 

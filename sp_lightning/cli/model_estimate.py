@@ -56,7 +56,7 @@ class ModelEstimate:
     @property
     def smallest_plan(self) -> Plan:
         """The plan that takes least memory of the device."""
-        return make_plan(self.found, k=1, k_prime=1)
+        return make_plan(self.found, k=1, k_prime=1, ranks=self.question.devices)
 
     @property
     def activation_bytes(self) -> int:
@@ -65,12 +65,13 @@ class ModelEstimate:
 
     @property
     def offloaded_bytes(self) -> int:
-        """Host memory of activations."""
-        return self.work.offloaded if self.work is not None and self.question.activations == "offload" else 0
+        """Host memory of activations, of all devices."""
+        offloads = self.work is not None and self.question.activations == "offload"
+        return self.question.devices * self.work.offloaded if self.work is not None and offloads else 0
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of everything."""
+        """Host memory of everything, on the node."""
         if self.ledger is not None:
             return self.ledger.nbytes + self.offloaded_bytes
         plan = self.smallest_plan
@@ -94,7 +95,10 @@ class ModelEstimate:
     def rates(self) -> Rates:
         """What the machine does in a second, as the question says."""
         transfers, memory = self.question.pcie * 1e9, self.question.dram * 1e9
-        return Rates(upload=transfers, download=transfers, update=self._update_rate(memory), host_memory=memory)
+        others = self.question.devices - 1  # each device keeps its own part of a gradient, and sends the others theirs
+        links = self.question.links * 1e9 * self.question.devices / others if others else math.inf
+        update = self._update_rate(memory)
+        return Rates(upload=transfers, download=transfers, update=update, host_memory=memory, links=links)
 
     def _update_rate(self, memory: float) -> float:
         """Bytes of gradients that the optimizer consumes in a second, if it reads and writes ``memory`` bytes in that."""
@@ -146,6 +150,8 @@ def estimate_model(question: Question) -> ModelEstimate:
         ValueError: the model is not known, cannot take what it is asked to take, or has nothing to stream or train.
         ImportError: a library is missing.
     """
+    if question.devices > 1 and question.overlap == "backward":
+        raise ValueError("--overlap backward is not there for several --devices. Use forward, or off.")
     dtype, autocast = PRECISIONS[question.precision]
     with _default_dtype(dtype), on_paper(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -201,7 +207,7 @@ def _ledger(found: Found, question: Question, step: HostStep) -> Ledger:
     pieces = question.overlap != "off" and step.seconds is None
     early = question.overlap == "backward" and (pieces or step.separable)
     scales = question.precision == "16-mixed"
-    plan = make_plan(found, k=1, k_prime=1)
+    plan = make_plan(found, k=1, k_prime=1, ranks=question.devices)
     return make_ledger(
         plan, step.optimizers, early=early, accumulate=1, clips=None, scales=scales, pieces=pieces, narrow=pieces
     )

@@ -31,7 +31,7 @@ def as_text(answer: Answer) -> str:
         _activations(estimate),
         _host(estimate),
         *_step(estimate),
-        _assumed(question),
+        *_assumed(question),
         "",
         *_windows(answer),
         *_words(answer),
@@ -47,7 +47,8 @@ def _heading(estimate: ModelEstimate) -> str:
     question = estimate.question
     what = "inference" if estimate.step is None else f"training, {estimate.step.name}"
     count = _human_count(_parameters(estimate))
-    return f"{estimate.model.name}: {count} parameters, {question.precision}, {what}, {estimate.model.items}"
+    where = f" on each of {question.devices} devices" if question.devices > 1 else ""
+    return f"{estimate.model.name}: {count} parameters, {question.precision}, {what}, {estimate.model.items}{where}"
 
 
 def _parameters(estimate: ModelEstimate) -> int:
@@ -70,13 +71,14 @@ def _activations(estimate: ModelEstimate) -> str:
 
 def _host(estimate: ModelEstimate) -> str:
     ledger, nbytes = estimate.ledger, estimate.host_bytes
+    node = " of the node" if estimate.question.devices > 1 else ""
     if ledger is None:
-        return f"host memory {human_bytes(nbytes)}"
+        return f"host memory{node} {human_bytes(nbytes)}"
     parts = f"weights {human_bytes(ledger.weights)}, gradients {human_bytes(ledger.gradients)}"
     if estimate.offloaded_bytes:
         parts = f"activations {human_bytes(estimate.offloaded_bytes)}, {parts}"
     return (
-        f"host memory {human_bytes(nbytes)}, {nbytes / max(_parameters(estimate), 1):.3g} bytes per parameter: {parts}, "
+        f"host memory{node} {human_bytes(nbytes)}, {nbytes / max(_parameters(estimate), 1):.3g} bytes per parameter: {parts}, "
         f"optimizer state {human_bytes(ledger.state or 0)}{_hooks(estimate)}"
     )
 
@@ -84,7 +86,8 @@ def _host(estimate: ModelEstimate) -> str:
 def _hooks(estimate: ModelEstimate) -> str:
     """Where more host memory is needed than is said."""
     fused = estimate.step is not None and estimate.step.seconds is None
-    narrow = fused and estimate.overlap == "forward" and estimate.question.precision.endswith("-mixed")
+    mixed = estimate.question.precision.endswith("-mixed") and estimate.question.devices == 1
+    narrow = fused and estimate.overlap == "forward" and mixed
     return "; a module with hooks between two steps needs what --overlap off says" if narrow else ""
 
 
@@ -101,12 +104,24 @@ def _step(estimate: ModelEstimate) -> list[str]:
     ]
 
 
-def _assumed(question: Question) -> str:
-    return (
+def _assumed(question: Question) -> list[str]:
+    line = (
         f"assumed: {question.tflops:g} TFLOP/s, {question.device_bandwidth:g} GB/s on the device, "
         f"{question.pcie:g} GB/s each way, {question.dram:g} GB/s of host memory "
         "(--tflops --device-bandwidth --pcie --dram)"
     )
+    if question.devices == 1:
+        return [line]
+    several = (
+        f"assumed of the {question.devices} devices: each has so many TFLOP/s and GB/s and fetches all layers by itself; they "
+        f"share the host's memory, one process updates the weights for all, and {question.links:g} GB/s lead from each device "
+        "to the others (--links). Beside that, each process may have a copy of the weights while a run begins: build the "
+        "module on the meta device (weights=) and there is none"
+    )
+    return [
+        line,
+        several if not question.predict else several.replace(", one process updates the weights for all,", ""),
+    ]
 
 
 def _windows(answer: Answer) -> list[str]:
@@ -138,7 +153,8 @@ def _words(answer: Answer) -> list[str]:
         "weights+grads": weights,
         "with the rest": f"{rest} and intermediate results: what the device needs",
         "waiting": "share of the time in which the device does not compute",
-        "binds": "what takes longest and so decides the time; host memory: reading and writing it",
+        "binds": "what takes longest and so decides the time; host memory: reading and writing it"
+        + "; links: sums of gradients between devices" * (question.devices > 1),
         "◀": "the smallest of the fastest windows that fit",
     }
     return ["", *(f"  {word:<14} {meaning}" for word, meaning in words.items())]
@@ -154,6 +170,8 @@ def _faster(estimate: ModelEstimate, row: Row) -> str:
         "gradients to leave": estimate.predict(plan, replace(rates, download=math.inf)),
         "updates": replace(estimate, ledger=None).predict(plan, replace(rates, update=math.inf)),
     }
+    if estimate.question.devices > 1:
+        without["sums of gradients"] = estimate.predict(plan, replace(rates, links=math.inf))
     if estimate.question.activations == "offload":
         question = copy(estimate.question)
         question.activations = "keep"
@@ -222,7 +240,7 @@ def _less_host_memory(question: Question) -> str:
     if question.predict:
         return "Use a lower precision: --precision bf16-true."
     precision = "Use --precision bf16-true, or freeze" if question.precision != "bf16-true" else "Freeze"
-    overlap = "" if question.overlap == "backward" else "; --overlap backward saves gradients"
+    overlap = "" if question.overlap == "backward" or question.devices > 1 else "; --overlap backward saves gradients"
     return f"{precision} layers, or train adapters{overlap}."
 
 
@@ -267,10 +285,11 @@ def _recommended(answer: Answer) -> str:
     choice = _choice(question, best.plan)
     seconds = best.prediction.seconds
     if answer.prompt_seconds is None:
-        return f"{fits}: {choice}, {seconds:.3g} s per batch."
+        return f"{fits}: {choice}, {seconds:.3g} s per batch{' on each device' * (question.devices > 1)}."
     return (
         f"{fits}: {choice}, {answer.prompt_seconds:.3g} s for the prompts, then {seconds:.3g} s for each token of "
-        f"{question.batch} sequence{'s' * (question.batch > 1)}: {question.batch / seconds:.3g} tokens/s."
+        f"{question.batch} sequence{'s' * (question.batch > 1)}: {question.batch / seconds:.3g} tokens/s"
+        f"{' on each device' * (question.devices > 1)}."
     )
 
 
@@ -284,7 +303,8 @@ def _choice(question: Question, plan: Plan) -> str:
     options |= {name: given for name in ("layers", "resident") if (given := getattr(question, name))}
     written = ", ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
     checkpoints = " and the model's gradient_checkpointing_enable()" if question.checkpointing else ""
-    return f"SuperpipelineStrategy({written}){checkpoints}"
+    devices = f" in Trainer(devices={question.devices})" if question.devices > 1 else ""
+    return f"SuperpipelineStrategy({written}){devices}{checkpoints}"
 
 
 # ---------------------------------------------------------------------- JSON
@@ -308,6 +328,7 @@ def as_json(answer: Answer) -> str:
         "why_no_activations": estimate.why_no_work or None,
         "batch": estimate.model.items,
         "training": not question.predict,
+        "devices": question.devices,
         "generated_tokens": question.generate,
         "prompt_seconds": answer.prompt_seconds,
         "host_bytes": estimate.host_bytes,
@@ -315,7 +336,7 @@ def as_json(answer: Answer) -> str:
         "notes": [*plan.notes, *_notes(estimate)],
         "assumed": {
             "tflops": question.tflops, "device_gbps": question.device_bandwidth, "pcie_gbps": question.pcie,
-            "dram_gbps": question.dram,
+            "dram_gbps": question.dram, "links_gbps": question.links,
         },
         "windows": [_window(row) for row in answer.rows],
         "best": None if best is None else {"k": best.plan.k, "k_prime": best.plan.k_prime},

@@ -37,7 +37,7 @@ _TRANSFERS = ("fetch", "gradients")
 
 @dataclass(frozen=True)
 class Ledger:
-    """Host memory while training. All sizes are in bytes.
+    """Host memory of a node while training. All sizes are in bytes.
 
     Attributes:
         parameters: how many numbers the weights are, frozen ones included.
@@ -46,6 +46,7 @@ class Ledger:
         state: bytes of the optimizers' tensors; None if they are not known before the first step.
         passes: what one step of a fused optimizer, with all its micro-batches, reads and writes at most. Other optimizers
             pass over the memory more often.
+        ranks: how many processes of the node, each with a device, share that memory.
     """
 
     parameters: int
@@ -53,6 +54,7 @@ class Ledger:
     gradients: int
     state: int | None
     passes: tuple[Pass, ...]
+    ranks: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -72,9 +74,11 @@ class Ledger:
             state = f"{human_bytes(self.state)} optimizer state"
         passes = ", ".join(f"{each.what} {each.read / count:.3g}/{each.written / count:.3g}" for each in self.passes)
         read, written = (sum(getattr(each, way) for each in self.passes) / count for way in ("read", "written"))
+        of = f" of the node's {self.ranks} devices together" if self.ranks > 1 else ""
         return (
-            f"Superpipeline: host memory of training: {human_bytes(self.nbytes)}, {self.nbytes / count:.3g} bytes per parameter "
-            f"({human_bytes(self.weights)} weights, {human_bytes(self.gradients)} gradients with those on their way, {state}).\n"
+            f"Superpipeline: host memory of training{of}: {human_bytes(self.nbytes)}, {self.nbytes / count:.3g} bytes per "
+            f"parameter ({human_bytes(self.weights)} weights, {human_bytes(self.gradients)} gradients with those on "
+            f"their way, {state}).\n"
             f"Superpipeline: host memory traffic per parameter and fused optimizer step, at most: {read:.3g} bytes read and "
             f"{written:.3g} written (read/written by {passes})."
         )
@@ -103,7 +107,7 @@ def make_ledger(
         pieces: whether layers are updated piece by piece, so that what one walk has left in the caches serves the next.
         narrow: whether gradients that leave as casts stay so until the update.
     """
-    narrow = narrow and accumulate == 1  # sums are float32
+    narrow = narrow and accumulate == 1 and plan.ranks == 1  # sums are float32
     bytes_of = _Bytes.of(plan, narrow=narrow)
     state = _state_bytes(optimizers)
     passes = _passes(bytes_of, state or 0, accumulate, clips=clips, scales=scales, pieces=pieces, narrow=narrow)
@@ -113,6 +117,7 @@ def make_ledger(
         gradients=_gradient_bytes(plan, bytes_of, early=early and accumulate == 1, sums=accumulate > 1, narrow=narrow),
         state=state,
         passes=tuple(each for each in passes if each.read or each.written),
+        ranks=plan.ranks,
     )
 
 
@@ -127,6 +132,7 @@ class _Bytes:
         gradients: of all trainable parameters, in their dtypes.
         narrow: gradients that leave as casts, in that dtype: half as large as their masters' are.
         kept: gradients as they wait for the update.
+        ranks: how many devices there are, each of which fetches all layers.
     """
 
     weights: int
@@ -136,6 +142,7 @@ class _Bytes:
     gradients: int
     narrow: int
     kept: int
+    ranks: int
 
     @classmethod
     def of(cls, plan: Plan, *, narrow: bool) -> _Bytes:
@@ -152,11 +159,14 @@ class _Bytes:
             gradients=gradients,
             narrow=casts,
             kept=gradients - narrow * casts,
+            ranks=plan.ranks,
         )
 
 
 def _gradient_bytes(plan: Plan, bytes_of: _Bytes, *, early: bool, sums: bool, narrow: bool) -> int:
     """Host memory of gradients, those on their way included."""
+    if plan.ranks > 1:  # those of several devices are added up before they leave, in the parameters' dtypes
+        return bytes_of.kept
     layers = plan.trained
     # Gradients that are added to others, or widened, are staged: those of k' + 1 transfers, and of one that has landed.
     staging = (layer.gradient_bytes if sums else layer.narrow_bytes * (not narrow) for layer in layers)
@@ -173,15 +183,17 @@ def _passes(
 ) -> list[Pass]:
     """All passes of a step; ``state`` in bytes, the others as in :func:`make_ledger`."""
     gradients, more = size.gradients, accumulate - 1
-    widened = size.narrow * (not narrow)
+    narrow_leave = size.narrow * (size.ranks == 1)
+    widened = narrow_leave * (not narrow)
     wide = size.kept - size.narrow * narrow  # a narrow gradient is unscaled and clipped on its way
     clipped = wide * (clips is not None)
     return [
         Pass("casts", accumulate * size.masters - 2 * size.narrow * pieces, accumulate * size.casts),
-        Pass("fetch", 2 * accumulate * size.travels, 0),
-        Pass("gradients", 0, accumulate * (gradients - size.narrow)),
+        Pass("fetch", 2 * accumulate * size.ranks * size.travels, 0),
+        Pass("gradients", 0, accumulate * (gradients - narrow_leave)),
         Pass("widening", widened, 2 * widened),
-        Pass("accumulation", 2 * more * gradients, more * gradients),
+        # Several devices take what is there already with them, and add it up there.
+        Pass("accumulation", more * gradients * max(2, size.ranks), more * gradients * (size.ranks == 1)),
         Pass("unscaling", size.kept * scales, wide * scales),
         Pass("norm", size.kept * (clips == "norm"), 0),
         Pass("clipping", clipped * (not pieces), clipped),

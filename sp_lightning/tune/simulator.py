@@ -37,7 +37,8 @@ class Prediction:
 
     Attributes:
         seconds: from the beginning of one batch to that of the next.
-        busy: seconds of work by resource: ``compute``, ``fetch``, ``drain``, ``optimizer``, ``host memory``.
+        busy: seconds of work by resource: ``compute``, ``fetch``, ``drain``, ``optimizer``, ``links`` (between
+            devices), ``host memory`` (of the node).
         stalls: seconds that compute waited, by what it waited for. The keys are the index of each layer, ``gradients``
             (until they had left), ``residents``, and ``activations`` (until they had left or had come back).
         intervals: what happened when, counted from the beginning of the batch.
@@ -65,6 +66,9 @@ def predict(
 ) -> Prediction:
     """Simulates some batches and reports on the last one, whose trace is known.
 
+    Of several devices one is simulated: all do the same at the same time. The host's memory serves all of them, and updates
+    are made once for them.
+
     Args:
         plan: the layers, k and k'.
         visits: what a batch does. If there is a backward among them, the batch trains, and updates follow.
@@ -84,7 +88,7 @@ def predict(
         name: sum(event.end - event.begin for event in intervals if event.kind in kinds)
         for name, kinds in RESOURCES.items()
     }
-    busy["host memory"] = (device.copied + host_traffic) / rates.host_memory
+    busy["host memory"] = (plan.ranks * device.copied + host_traffic) / rates.host_memory
     seconds = max(walk.ended - begun, busy["host memory"])
     return Prediction(seconds, busy, dict(walk.stalls), intervals)
 
@@ -189,6 +193,7 @@ class Walk:
         self.device = ClockDevice(rates)
         self.stalls: dict[int | str, float] = {}
         self.ended = 0.0
+        self._ranks = plan.ranks
         self._visits = visits
         self._rates = rates
         self._overlap = overlap
@@ -307,9 +312,14 @@ class Walk:
     # ------------------------------------------------------------------ gradients and updates
 
     def _drain(self, layer: _SimulatedLayer) -> None:
-        device = self.device
-        device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
-        device.copy([], [HostBytes(layer.index, layer.planned.gradient_bytes)], Stream.DOWNLOAD)
+        device, nbytes = self.device, layer.planned.gradient_bytes
+        if self._ranks > 1:
+            device.wait(Stream.REDUCE, device.record(Stream.COMPUTE), Wait.REDUCE_AFTER_GRADIENT)
+            device.spend(Stream.REDUCE, nbytes / self._rates.links, "reduce", layer.index, nbytes)
+            device.wait(Stream.DOWNLOAD, device.record(Stream.REDUCE), Wait.DRAIN_AFTER_REDUCE)
+        else:
+            device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
+        device.copy([], [HostBytes(layer.index, -(-nbytes // self._ranks))], Stream.DOWNLOAD)
         self._drains.add(_Leaving(layer, device.record(Stream.DOWNLOAD)))
 
     def _apply(self, layer: _SimulatedLayer) -> None:

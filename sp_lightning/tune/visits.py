@@ -18,6 +18,7 @@ RESOURCES: dict[str, tuple[Kind, ...]] = {
     "fetch": ("fetch", "return"),
     "drain": ("drain", "store"),
     "optimizer": ("update",),
+    "links": ("reduce",),
 }
 """The kinds of intervals during which each resource is busy."""
 
@@ -51,6 +52,7 @@ class Rates:
         host_memory: bytes that the host reads and writes.
         visit_seconds: seconds of Python for each use of a layer.
         synchronous: whether everything else stands still during a copy, as on the CPU.
+        links: bytes of gradients that are added up over several devices.
     """
 
     upload: float
@@ -59,6 +61,7 @@ class Rates:
     host_memory: float
     visit_seconds: float = 1e-4
     synchronous: bool = False
+    links: float = math.inf
 
 
 def measured(intervals: Iterable[Interval], layers: int, *, synchronous: bool) -> tuple[list[Visit], Rates]:
@@ -111,6 +114,7 @@ def measured(intervals: Iterable[Interval], layers: int, *, synchronous: bool) -
         host_memory=math.inf,
         visit_seconds=0.0,
         synchronous=synchronous,
+        links=rate("links"),
     )
     return visits, rates
 
