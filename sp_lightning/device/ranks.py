@@ -23,6 +23,7 @@ from torch import Tensor
 
 from sp_lightning.device.layout import PAGE
 from sp_lightning.device.shared_memory import SharedMemory, create, supported
+from sp_lightning.device.waits import Wait
 
 _ROW, _TEXT = 64, PAGE  # words of 8 bytes, and bytes of text, for each rank
 _ARRIVED, _FAILED, _DONE, _WORD, _VALUE = range(5)
@@ -75,7 +76,7 @@ class Ranks:
         for rank, pid in self._pids.items():
             with suppress(OSError):
                 self._process_descriptors[rank] = os.pidfd_open(pid)
-        self.barrier()
+        self.barrier(Wait.READ_AFTER_FILL)
 
     # ------------------------------------------------------------------ memory
 
@@ -124,9 +125,9 @@ class Ranks:
 
     # ------------------------------------------------------------------ collectives
 
-    def barrier(self) -> None:
+    def barrier(self, why: Wait) -> None:
         """Waits until all ranks have come here."""
-        self._wait_for(dist.barrier(group=self._host, async_op=True), "a barrier")
+        self._wait_for(dist.barrier(group=self._host, async_op=True), why)
 
     def broadcast_object(self, value: Any) -> Any:
         """Returns the primary's value on all ranks."""
@@ -164,14 +165,16 @@ class Ranks:
     def largest(self, values: Tensor) -> None:
         """Replaces whole numbers in host memory by the largest that any rank has at the same place."""
         self._wait_for(
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._host, async_op=True), "the end of backward"
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._host, async_op=True), Wait.SHOW_AFTER_LANDING
         )
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Overwrites tensors on the device by the primary's."""
         for tensor in tensors:
             self._wait_for(
-                dist.broadcast(tensor, 0, group=self._devices, async_op=True), "the buffers", host=self._on_host
+                dist.broadcast(tensor, 0, group=self._devices, async_op=True),
+                "the buffers of rank 0",
+                host=self._on_host,
             )
 
     def exchange(self, received: Tensor, sent: Tensor) -> None:
@@ -185,17 +188,17 @@ class Ranks:
             dist.all_to_all_single(received, sent, group=self._devices, async_op=True), "gradients", host=self._on_host
         )
 
-    def _wait_for(self, work: Any, what: str, *, host: bool = True) -> None:
+    def _wait_for(self, work: Any, why: Wait | str, *, host: bool = True) -> None:
         """Waits for a collective: the host by looking at it now and then, a stream of an accelerator by itself."""
         if host:
-            self.until(work.is_completed, what)
+            self.until(work.is_completed, why)
         try:
             work.wait()
         except RuntimeError as error:
             for _ in range(20):  # whoever has failed says so, if it can
-                self.check(what)
+                self.check(why)
                 sleep(_LOOK)
-            raise RankError(f"rank {self.rank} has lost the others while it waited for {what}") from error
+            raise RankError(f"rank {self.rank} has lost the others while it waited for {_said(why)}") from error
 
     # ------------------------------------------------------------------ the primary's turn
 
@@ -208,7 +211,9 @@ class Ranks:
         """Lets the primary wait until all others have come to its turn."""
         self.arrive()
         others = range(1, self.size)
-        self.until(lambda: all(self._words[r * _ROW + _ARRIVED] >= self._turns for r in others), "the optimizer's step")
+        self.until(
+            lambda: all(self._words[r * _ROW + _ARRIVED] >= self._turns for r in others), Wait.STEP_AFTER_ARRIVAL
+        )
 
     def say(self, word: int, value: float = 0.0) -> None:
         """Ends the primary's turn, with a word and a number for the others."""
@@ -218,7 +223,7 @@ class Ranks:
 
     def hear(self) -> tuple[int, float]:
         """Waits for the end of the primary's turn, and returns what it has said."""
-        self.until(lambda: self._words[_DONE] >= self._turns, "the optimizer's step on rank 0")
+        self.until(lambda: self._words[_DONE] >= self._turns, Wait.USE_AFTER_TURN)
         with self._lock:
             return self._words[_WORD], self._values[_VALUE]
 
@@ -234,7 +239,7 @@ class Ranks:
         self._board.bytes[begin : begin + len(text)] = text
         self.publish(self._words, self.rank * _ROW + _FAILED, 1)
 
-    def check(self, waits_for: str) -> None:
+    def check(self, why: Wait | str) -> None:
         """Looks for ranks that have failed.
 
         Raises:
@@ -244,11 +249,11 @@ class Ranks:
             if rank != self.rank and self._words[rank * _ROW + _FAILED]:
                 begin = self.size * _ROW * 8 + rank * _TEXT
                 text = bytes(self._board.bytes[begin : begin + _TEXT]).rstrip(b"\0").decode(errors="replace")
-                raise RankError(f"rank {rank} has failed while rank {self.rank} waited for {waits_for}: {text}")
+                raise RankError(f"rank {rank} has failed while rank {self.rank} waited for {_said(why)}: {text}")
         for rank, descriptor in self._process_descriptors.items():
             if select.select([descriptor], [], [], 0)[0]:
                 raise RankError(
-                    f"the process of rank {rank} has ended while rank {self.rank} waited for {waits_for}. It was killed, "
+                    f"the process of rank {rank} has ended while rank {self.rank} waited for {_said(why)}. It was killed, "
                     "by the system for want of memory, say, or it has left trainer.fit earlier than this one."
                 )
 
@@ -257,12 +262,12 @@ class Ranks:
         with self._lock:
             words[index] = number
 
-    def until(self, reached: Callable[[], bool], what: str) -> None:
+    def until(self, reached: Callable[[], bool], why: Wait | str) -> None:
         """Waits for something that other ranks bring about.
 
         Args:
             reached: looks whether it is there.
-            what: what it is, for the error.
+            why: what becomes true by the wait, or what is waited for, in words.
 
         Raises:
             RankError: another rank has failed meanwhile.
@@ -276,7 +281,7 @@ class Ranks:
             sleep(min(turns * 1e-7, 1e-3))
             if monotonic() - looked > _LOOK:
                 looked = monotonic()
-                self.check(what)
+                self.check(why)
 
     def close(self) -> None:
         """Frees what this object has open. Not collective."""
@@ -290,6 +295,11 @@ _PATIENCE = 60.0
 
 _LOOK = 0.05
 """Seconds between two looks for ranks that have failed."""
+
+
+def _said(why: Wait | str) -> str:
+    """What is waited for, as it stands after "for"."""
+    return f"this: {why.value}" if isinstance(why, Wait) else why
 
 
 def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, Any, Any] | None:

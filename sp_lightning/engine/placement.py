@@ -8,6 +8,7 @@ from typing import Protocol
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.ranks import Ranks
+from sp_lightning.device.waits import Wait
 from sp_lightning.engine.host_source import HostSource
 from sp_lightning.engine.shared_source import SharedSource
 from sp_lightning.engine.step import Step
@@ -129,7 +130,7 @@ class OnRanks:
         turns = Turns(lock, self._ranks, layers, self._store, source, step, self._gradients)
         if self._ranks.primary:
             turns.cast()
-        self._ranks.barrier()  # the primary's values are there
+        self._ranks.barrier(Wait.READ_AFTER_FILL)
         return turns
 
 

@@ -22,11 +22,13 @@ class SharedSource(HostSource):
         for member in layer.family:
             self._adopt(member)
         written = [_memory(member).look() for member in layer.family]  # all of them: each notes what it sees
-        if any(written) and layer.casts is not None:
+        if layer.casts is not None and any(written):
             _memory(layer).written = True
             layer.casts.doubt()
             self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
             layer.casts.refresh()
+        elif layer.casts is not None:
+            layer.casts.trust()
         return layer.block.weights, None
 
 

@@ -6,7 +6,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from torch import nn
+
 from sp_lightning.device.ranks import Ranks
+from sp_lightning.device.waits import Wait
 from sp_lightning.engine.step import Step
 from sp_lightning.store.block_memory import SharedStore
 from sp_lightning.weights.layer import StreamedLayer
@@ -77,10 +80,25 @@ class Turns:
     def merge(self) -> None:
         """Makes the primary's weights everybody's, without a turn. Collective."""
         self._prepare()
-        self.ranks.barrier()
+        self.ranks.barrier(Wait.STEP_AFTER_ARRIVAL)
         if self._store.merge() and self.ranks.primary:
             self.cast()
-        self.ranks.barrier()
+        self.ranks.barrier(Wait.USE_AFTER_TURN)
+
+    @contextmanager
+    def loading(self, module: nn.Module) -> Iterator[None]:
+        """Around the loading of a state: what the primary loads counts, and the others keep no copy of what they load."""
+        forget = [] if self.ranks.primary else [m for m in module.modules() if m._parameters]
+        handles = [m.register_load_state_dict_post_hook(lambda *_: self._forget()) for m in forget]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.merge()
+
+    def _forget(self) -> None:
+        self._store.merge()
 
     def cast(self) -> None:
         """Casts all weights anew, for all ranks."""

@@ -45,7 +45,9 @@ class SharedUpdates(BackgroundUpdates):
                 self._lead(layer, number, work, then)
             else:
                 super().submit(
-                    layer, lambda: self._ranks.until(lambda: self._done[layer.index] >= number, "an update"), then
+                    layer,
+                    lambda: self._ranks.until(lambda: self._done[layer.index] >= number, Wait.READ_AFTER_SHARED_UPDATE),
+                    then,
                 )
 
     def _lead(

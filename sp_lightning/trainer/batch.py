@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import nn
 
 from sp_lightning.trainer.compat import skips_backward
 from sp_lightning.trainer.retry import Snapshot
@@ -46,6 +47,10 @@ class Batch:
         try:
             return self._attempt(step, *args, **kwargs)
         except torch.OutOfMemoryError as error:
+            if self._run.ranks is not None and any(
+                isinstance(each, nn.SyncBatchNorm) for each in self._module.modules()
+            ):
+                snapshot = None  # the other ranks would have to repeat it, too
             if not self._run.make_room(error, snapshot):
                 raise
         # Outside of the handler: the error would keep the frames of the first attempt, and with them device memory.

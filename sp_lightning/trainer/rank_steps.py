@@ -33,6 +33,7 @@ class RankSteps:
         self._run = run
         self._replaced: dict[Optimizer, Any] = {}
         self._scaler: HostGradScaler | None = None
+        self._closures = 0  # how often the running step has called its closure
 
     @property
     def _turns(self) -> Turns:
@@ -49,7 +50,7 @@ class RankSteps:
         for optimizer in optimizers:
             self._replaced[optimizer] = vars(optimizer).get("step")
             if self._turns.ranks.primary:
-                vars(optimizer)["step"] = _Leading(self, optimizer.step)
+                vars(optimizer)["step"] = _Leading(self, optimizer, optimizer.step)
             else:
                 vars(optimizer)["step"] = MethodType(Optimizer.profile_hook_step(self._follow_step), optimizer)
 
@@ -67,15 +68,16 @@ class RankSteps:
 
     # ------------------------------------------------------------------ steps
 
-    def lead_step(self, step: Callable[..., Any], closure: Closure | None) -> Any:
+    def lead_step(self, optimizer: Optimizer, step: Callable[..., Any], closure: Closure | None) -> Any:
         """Runs a step on the primary. Each time it calls its closure, the others do so, too, with the weights of then."""
         turns = self._turns
+        self._closures = 0
         with ExitStack() as turn:
             turn.enter_context(turns.primary(writes_weights=True))
 
             def together() -> Any:
                 turn.pop_all().__exit__(None, None, None)
-                self._run.invalidate()
+                self._weights_may_differ(optimizer)
                 turns.ranks.say(CLOSURE)
                 result = closure() if closure is not None else None
                 turn.enter_context(turns.primary(writes_weights=True))
@@ -87,11 +89,17 @@ class RankSteps:
 
     def _follow_step(self, optimizer: Any, closure: Closure | None = None) -> Any:
         optimizer._opt_called = True  # for schedulers, which otherwise warn that they come before the optimizer
-        result = None
+        result, self._closures = None, 0
         while self._turns.follow()[0] == CLOSURE:
-            self._run.invalidate()
+            self._weights_may_differ(optimizer)
             result = closure() if closure is not None else None
         return result
+
+    def _weights_may_differ(self, optimizer: Optimizer) -> None:
+        """An optimizer calls its closure, before which it may have written weights. torch's do so from the second call on."""
+        self._closures += 1
+        if self._closures > 1 or not type(optimizer).__module__.startswith("torch.optim."):
+            self._run.invalidate()
 
     # ------------------------------------------------------------------ clipping
 
@@ -133,12 +141,13 @@ class RankSteps:
 class _Leading:
     """The primary's ``optimizer.step``."""
 
-    def __init__(self, steps: RankSteps, step: Callable[..., Any]) -> None:
+    def __init__(self, steps: RankSteps, optimizer: Optimizer, step: Callable[..., Any]) -> None:
         self._steps = steps
+        self._optimizer = optimizer
         self._step = step
 
     def __call__(self, closure: Closure | None = None) -> Any:
-        return self._steps.lead_step(self._step, closure)
+        return self._steps.lead_step(self._optimizer, self._step, closure)
 
 
 class _Once:

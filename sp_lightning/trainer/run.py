@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -296,6 +296,12 @@ class Run:
             yield
         self.streamer.allow_writes()  # hooks of users follow (on_save_checkpoint), which may write weights
 
+    def loading(self) -> AbstractContextManager[None]:
+        """Around the loading of a state into the module: what rank 0 loads counts."""
+        if self.streamer is None or self.streamer.turns is None:
+            return nullcontext()
+        return self.streamer.turns.loading(self._module)
+
     def invalidate(self) -> None:
         """Marks all copies on the device as out of date."""
         if self.streamer is not None:
@@ -312,7 +318,7 @@ class Run:
         try:
             yield
         except BaseException as error:
-            if self.ranks is not None:
+            if self.ranks is not None and not isinstance(error, torch.OutOfMemoryError):  # that may be mended here
                 self.ranks.fail(error)
             self.abort()
             if isinstance(error, RuntimeError) and "don't yet support saved tensor hooks" in str(error):

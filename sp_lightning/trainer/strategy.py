@@ -382,7 +382,8 @@ class StreamingStrategy(HostStrategy):
         fill_checkpoint(self.lightning_module, cast(dict[str, Any], checkpoint))
         if self._run is not None:
             self._run.allow_writes()
-        super().load_model_state_dict(checkpoint, strict)
+        with nullcontext() if self._run is None else self._run.loading():
+            super().load_model_state_dict(checkpoint, strict)
 
 
 class SuperpipelineStrategy(StreamingStrategy, Strategy):

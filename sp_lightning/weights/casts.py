@@ -75,6 +75,9 @@ class WireFormat(Protocol):
     def doubt(self) -> None:
         """Notes that masters may have been written in a way that no version shows."""
 
+    def trust(self) -> None:
+        """Notes that another process has made what travels of the present masters."""
+
     def places(self, by: Stream) -> Mapping[int, Tensor]:
         """Where ``by`` may put what travels itself while it writes masters, by their ``id``; nothing if it may not."""
 
@@ -112,6 +115,10 @@ class Casts:
     def doubt(self) -> None:
         """Notes that masters may have been written in a way that no version shows."""
         self._made_of = None
+
+    def trust(self) -> None:
+        """Notes that another process has cast the present masters."""
+        self._made_of = self._state()
 
     def places(self, by: Stream) -> Mapping[int, Tensor]:
         """Where ``by`` may put casts itself while it writes masters, by the master's ``id``. All count as out of date now.

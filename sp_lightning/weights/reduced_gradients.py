@@ -304,7 +304,7 @@ class ReducedGradients:
                 for place, target, value in family.kept:
                     if place in unused:
                         target.copy_(value)
-            self._ranks.barrier()
+            self._ranks.barrier(Wait.SHOW_AFTER_LANDING)
         owners = list(self._families)
         self._order = [owners[index] for index in words[2 * count :].tolist()]
         return bits

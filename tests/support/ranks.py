@@ -54,11 +54,14 @@ def in_ranks(number: int, function: Callable[..., Any], *args: Any, **kwargs: An
     started = _waiting[number]
     for orders in started.orders:
         orders.send_bytes(_saved((function, args, kwargs)))
-    outcomes = started.outcomes(ending=False)
-    if any(error for error, _ in outcomes):
+    try:
+        outcomes = started.outcomes(ending=False)
+        if any(error for error, _ in outcomes):
+            raise RanksFailed([error for error, _ in outcomes])
+    except BaseException:
         del _waiting[number]
         started.stop()
-        raise RanksFailed([error for error, _ in outcomes])
+        raise
     return [result for _, result in outcomes]
 
 

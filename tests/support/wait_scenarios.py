@@ -202,7 +202,15 @@ def predicted_unseen(strategy: Any) -> Outcome:
     return Outcome(list(state.values()), [], state, [], torch.get_rng_state(), module, trainer)
 
 
-OF_RANKS = (Wait.REDUCE_AFTER_GRADIENT, Wait.DRAIN_AFTER_REDUCE)
+OF_RANKS = (
+    Wait.REDUCE_AFTER_GRADIENT,
+    Wait.DRAIN_AFTER_REDUCE,
+    Wait.SHOW_AFTER_LANDING,
+    Wait.STEP_AFTER_ARRIVAL,
+    Wait.USE_AFTER_TURN,
+    Wait.READ_AFTER_SHARED_UPDATE,
+    Wait.READ_AFTER_FILL,
+)
 """Waits that several devices alone have: ``tests/device/test_rank_waits.py`` leaves them out."""
 
 SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {

@@ -1,0 +1,28 @@
+"""Under mixed precision every rank fetches casts, which the primary makes, and none the masters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sp_lightning import SuperpipelineStrategy
+from tests.equality.cases import CASES
+from tests.support.ranks import in_ranks
+from tests.support.runs import fit
+
+
+def fetched(ranks: int, overlap: Any) -> int:
+    """Bytes that a rank has fetched in two batches of its own."""
+    case = CASES["stack"]
+    strategy = SuperpipelineStrategy(k=1, optimizer_overlap=overlap)
+    batches = list(case.batches())[:2] * ranks
+    fit(case.make, batches, strategy, devices=ranks, precision="bf16-mixed", recorded="losses")
+    return strategy.stats().fetched_bytes
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+def test_every_rank_fetches_what_one_device_fetches(overlap: str) -> None:
+    one = fetched(1, overlap)
+    for each in in_ranks(2, fetched, 2, overlap):
+        assert one <= each < 1.1 * one  # masters have twice the bytes of casts
