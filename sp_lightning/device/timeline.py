@@ -13,8 +13,9 @@ class Interval(NamedTuple):
 
     Attributes:
         kind: ``fetch``, the copy of weights to the device; ``forward`` and ``backward``, a layer's computation;
-            ``between``, the computation between two layers; ``drain``, the copy of gradients to the host; ``update``,
-            the optimizer's work; ``store`` and ``return``, the copies of activations to the host and back.
+            ``between``, the computation between two layers; ``reduce``, the sum of gradients over several devices, with
+            the wait for the others; ``drain``, the copy of gradients to the host; ``update``, the optimizer's work;
+            ``store`` and ``return``, the copies of activations to the host and back.
         layer: the layer's index in the plan; the number of layers stands for the residents, None for no layer at all.
         begin, end: seconds since a moment that all intervals of a run share.
         nbytes: bytes that were copied; 0 for computations.
@@ -56,17 +57,22 @@ class Timeline:
         return sorted(done, key=lambda interval: interval.begin)
 
 
-def chrome_trace(steps: Mapping[int, Sequence[Interval]], names: Sequence[str]) -> dict[str, Any]:
+def chrome_trace(
+    steps: Mapping[int, Sequence[Interval]], names: Sequence[str], process: str | None = None
+) -> dict[str, Any]:
     """Returns the intervals in the format of https://ui.perfetto.dev and ``chrome://tracing``, with one row per kind.
 
     Args:
         steps: the intervals of every step, by the step's number.
         names: the names of the layers; the residents come after the last one.
+        process: what the trace calls the process; None for no name.
     """
     rows = {kind: row for row, kind in enumerate(get_args(Kind))}
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": kind}} for kind, row in rows.items()
     ]
+    if process is not None:
+        events.append({"ph": "M", "name": "process_name", "pid": 0, "args": {"name": process}})
     zero = min((each.begin for step in steps.values() for each in step), default=0.0)
     for step, intervals in steps.items():
         for each in intervals:

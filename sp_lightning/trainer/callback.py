@@ -32,7 +32,8 @@ class SuperpipelineCallback(Callback):
 
     Args:
         timeline: file for a Chrome trace (JSON) of some training batches: open it in https://ui.perfetto.dev.
-        plot: file (PNG, PDF, SVG) for a picture of the last of them; needs matplotlib.
+        plot: file (PNG, PDF, SVG) for a picture of the last of them; needs matplotlib. With several devices both show what
+            rank 0 did, which updates the weights for all; the others write no files.
         every_n_steps: how many training batches pass from one that is kept to the next, the first of all not, and from one
             step whose metrics are logged to the next.
         progress_bar: show the share of the time that was waited, and the window, in the progress bar.
@@ -79,10 +80,10 @@ class SuperpipelineCallback(Callback):
                 f'{type(trainer.strategy).__name__}. Use Trainer(strategy="superpipeline"), or remove the callback.'
             )
         self._strategy: Partner = trainer.strategy  # type: ignore[assignment]
-        if self._verbose and self._level is None:
+        if self._verbose and trainer.is_global_zero and self._level is None:
             self._level = self._strategy.log.level
             self._strategy.log.setLevel(logging.DEBUG)
-        self._recording.reset(training=stage == "fit")
+        self._recording.reset(training=stage == "fit" and trainer.is_global_zero)
         self._running = False
         self._last_stats = None
 

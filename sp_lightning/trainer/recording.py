@@ -12,7 +12,7 @@ from sp_lightning.trainer.partner import Partner
 
 
 class Recording:
-    """Records every so many training batches of a run, and writes them when the run ends.
+    """Records every so many training batches of a run, and writes them when the run ends; of several ranks rank 0 does.
 
     Args:
         timeline: file for a Chrome trace of all batches that were recorded; None for none.
@@ -32,6 +32,7 @@ class Recording:
         self._timeline = _checked_file("timeline", timeline)
         self._plot = _checked_file("plot", plot)
         self._every = every
+        self._records = False
         self._seen = 0
         self._running: int | None = None  # the batch that is being recorded
         self._intervals: Timeline | None = None
@@ -55,11 +56,12 @@ class Recording:
         """A run begins.
 
         Args:
-            training: whether there will be batches to record. The files are tried before any work is done.
+            training: whether there will be batches to record, by this rank. The files are tried before any work is done.
 
         Raises:
             OSError: a file cannot be written.
         """
+        self._records = training
         for file in self._files if training else ():
             file.parent.mkdir(parents=True, exist_ok=True)
             file.open("ab").close()
@@ -69,7 +71,7 @@ class Recording:
 
     def batch_starts(self, partner: Partner) -> None:
         """A training batch begins."""
-        if not self._files:
+        if not (self._files and self._records):
             return
         self.stop(partner)
         self._seen += 1
@@ -106,7 +108,8 @@ class Recording:
         masters = (f"{layer.name}, float32" for layer in plan.masters)
         rows = [*(layer.name for layer in plan.layers), *masters, *(table.name for table in plan.tables)]
         if self._timeline is not None:
-            self._timeline.write_text(json.dumps(chrome_trace(self.batches, rows)))
+            process = f"rank 0 of {plan.ranks}" if plan.ranks > 1 else None
+            self._timeline.write_text(json.dumps(chrome_trace(self.batches, rows, process)))
             partner.log.info(
                 "Superpipeline: %d batches are in %s; open it in https://ui.perfetto.dev.",
                 len(self.batches),
@@ -115,13 +118,14 @@ class Recording:
         if self._plot is not None:
             last = max(self.batches)
             title = f"Training batch {last}, k = {plan.k}, k' = {plan.k_prime}"
+            title += f", rank 0 of {plan.ranks}" * (plan.ranks > 1)
             draw_timeline(self.batches[last], rows, self._plot, title)
         self.batches.clear()
 
     def close(self) -> None:
         """The run is over: files that nothing was written to go."""
         self._intervals = None
-        for file in self._files:
+        for file in self._files if self._records else ():
             if file.is_file() and not file.stat().st_size:
                 file.unlink()
 
