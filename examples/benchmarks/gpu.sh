@@ -2,6 +2,7 @@
 # Calls of ten minutes on a machine with a GPU and no network: wheels that came along, a list, the report.
 #     bash examples/benchmarks/gpu.sh                # the GPU's tests of most worth, and the list h200
 #     bash examples/benchmarks/gpu.sh activations    # that list alone
+#     bash examples/benchmarks/gpu.sh ranks          # on a machine with several GPUs: 1, 2, 4 and 8 of them; has not run yet
 #     bash examples/benchmarks/gpu.sh tests1         # the GPU's tests in parts, tests1 to tests6: each at most ten minutes
 # Variables: OUT (folder for results), PYTHON, MINUTES (of measuring), COMMIT (where git is not at hand).
 set -uo pipefail
@@ -35,6 +36,14 @@ tests3) run_tests 560 tests3 $cuda::test_updates_in_the_background_are_bitwise_t
 tests4) run_tests 560 tests4 $cuda::test_activations_are_bitwise_equal; exit ;;
 tests5) run_tests 560 tests5 $models -k "not bf16"; exit ;;
 tests6) run_tests 560 tests6 $models -k "bf16"; exit ;;
+ranks)
+    devices=$(command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus | wc -l || echo 1)
+    numbers=$(for each in 1 2 4 8; do [ "$each" -le "$devices" ] && echo "$each"; done)
+    # shellcheck disable=SC2086
+    timeout 590 "$python" -m examples.benchmarks.ranks --ranks $numbers --width 2048 --layers 24 --tokens 8192 \
+        --out "$out/rows.jsonl" 2>&1 | tee "$out/ranks.txt"
+    exit
+    ;;
 esac
 
 tests=0 minutes=9

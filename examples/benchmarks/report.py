@@ -34,7 +34,7 @@ STALLS = {  # counters of superpipeline, and their columns
     "update_stall_seconds": "wait for updates, s",
     "activation_stall_seconds": "wait for activations, s",
 }
-MODULES = ("limits", "overhead", "compiled", "update")  # kinds of rows that no contestant has
+MODULES = ("limits", "overhead", "compiled", "update", "ranks")  # kinds of rows that no contestant has
 NO_PICTURES = "No pictures: they need device memory figures of training, that is, an accelerator."
 
 
@@ -95,6 +95,10 @@ def render(found: Sequence[Row], drawn: Sequence[Picture] = ()) -> str:
     sections += [section(visit, row, _overhead(row)) for row in _measured(found, "overhead")]
     sections += [section("Layers that are compiled", row, _compiled(row)) for row in _measured(found, "compiled")]
     sections += [section("Updates on the host", row, _update(row)) for row in _measured(found, "update")]
+    together = _measured(found, "ranks")
+    for run in dict.fromkeys(row["run"] for row in together):
+        rows_of_run = [row for row in together if row["run"] == run]
+        sections.append(section("Several devices of one node", rows_of_run[0], _ranks(rows_of_run)))
     others = [row for row in found if row["kind"] in MODULES and row["status"] != "ok"]
     sections += [section(f"Did not run: {row['kind']}", row, _note(row)) for row in others]
     return "\n\n".join(sections) + "\n"
@@ -260,6 +264,27 @@ def _update(row: Row) -> str:
             lines[-1] += [f"{seconds[way] / seconds['alone']:.2f}" for way in ("walks", "pieces")]
     ways = ("AdamW alone", "in walks", "pieces' operators", "in pieces")
     head = ["threads", "precision", *(f"{way}, ns per parameter" for way in ways), "walks ÷ alone", "pieces ÷ alone"]
+    return _markdown(head, lines)
+
+
+def _ranks(measured: Sequence[Row]) -> str:
+    """Several devices, with one way after the other."""
+    lines = []
+    for row in measured:
+        numbers = (row["median_step_seconds"], row["ranks"] * row["tokens"] / row["median_step_seconds"])
+        memory = (_gib(row["peak_bytes"]), _gib(row["after_bytes"]))
+        lines.append(
+            [row["way"], str(row["ranks"]), *(f"{each:.3g}" for each in numbers), *memory, f"{row['loss']:.5f}"]
+        )
+    head = [
+        "way",
+        "devices",
+        "step, s",
+        "tokens/s of all",
+        "host until steps, GiB",
+        "host after steps, GiB",
+        "loss of rank 0",
+    ]
     return _markdown(head, lines)
 
 

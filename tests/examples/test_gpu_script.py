@@ -39,6 +39,14 @@ def test_a_part_of_the_gpus_tests_ends_as_they_do(part: str, on_a_machine: Any, 
     assert (tmp_path / "out" / f"{part}.txt").exists()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there everything runs")
+def test_several_devices_are_as_many_as_there_are(on_a_machine: Any, tmp_path: Path) -> None:
+    status, (done,) = on_a_machine("ranks")
+    assert status == 0
+    assert "-m examples.benchmarks.ranks --ranks 1 --width" in done, "no GPU is here"
+    assert (tmp_path / "out" / "ranks.txt").exists()
+
+
 def test_a_failing_test_costs_no_figures_and_is_told(on_a_machine: Any) -> None:
     status, done = on_a_machine(tests=1)
     assert status == 1

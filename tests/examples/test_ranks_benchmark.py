@@ -1,0 +1,57 @@
+"""The benchmark of several devices: every way trains, memory is everybody's together, and the report tells both."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.benchmarks import ranks, report, rows
+from tests.support.made_up_rows import cells
+
+
+@pytest.mark.rest("processes that measure for seconds")
+def test_ways_do_the_same_and_are_measured(tmp_path: Path) -> None:
+    small = ["--ranks", "1", "2", "--steps", "2", "--width", "32", "--layers", "2", "--tokens", "8"]
+    command = [sys.executable, "-m", ranks.__name__, *small, "--out", str(tmp_path / "rows.jsonl")]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    found = rows.read(tmp_path / "rows.jsonl")
+    assert {row["status"] for row in found} == {"ok"}
+    of_two = {row["way"]: row for row in found if row["ranks"] == 2}
+    assert set(of_two) == set(ranks.WAYS) - {"plain"}
+    assert {row["way"] for row in found if row["ranks"] == 1} == {"plain", "superpipeline", "superpipeline-meta"}
+    assert len({row["loss"] for row in of_two.values()}) == 1
+    assert all(len(row["step_seconds"]) == 2 for row in found)
+
+
+def test_pages_that_processes_share_count_once() -> None:
+    alone = ranks.pss([os.getpid()])
+    child = os.fork()
+    if not child:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        os.waitpid(child, os.WUNTRACED)
+        together = ranks.pss([os.getpid(), child])
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert together < 1.5 * alone
+
+
+def test_devices_are_told(tmp_path: Path) -> None:
+    measured = {
+        "kind": "ranks", "status": "ok", "way": "superpipeline", "ranks": 4, "tokens": 100, "median_step_seconds": 2.0,
+        "peak_bytes": 3 * 2**30, "after_bytes": 2**31, "loss": 5.25,
+    }  # fmt: skip
+    text = report.write([{**rows.origin(), **measured}], tmp_path).read_text()
+    assert "## Several devices of one node" in text
+    assert cells(text, "superpipeline")[1:] == ["4", "2", "200", "3.00", "2.00", "5.25000"]
+
+
+def test_each_number_of_devices_has_its_ways() -> None:
+    assert [way for way in ranks.WAYS if ranks.suits(way, 1)] == ["plain", "superpipeline", "superpipeline-meta"]
+    assert [way for way in ranks.WAYS if ranks.suits(way, 2)] == list(ranks.WAYS)[1:]
