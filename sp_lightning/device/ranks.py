@@ -43,6 +43,8 @@ class Ranks:
         rank: this process's number.
         size: how many there are.
         primary: whether this is the rank that updates the weights (rank 0).
+        failure: this rank's own error, in words.
+        connected: whether there is a board.
 
     Args:
         device: where this rank computes.
@@ -69,6 +71,7 @@ class Ranks:
         self._turns = 0
         self._lock = threading.Lock()
         self.failure = ""
+        self.connected = False
         board = self.share((_ROW * 8 + _TEXT) * self.size, "board")
         self._board = board
         self._words: Any = board.words("q")
@@ -77,6 +80,7 @@ class Ranks:
             with suppress(OSError):
                 self._process_descriptors[rank] = os.pidfd_open(pid)
         self.barrier(Wait.READ_AFTER_FILL)
+        self.connected = True
 
     # ------------------------------------------------------------------ memory
 
@@ -132,13 +136,19 @@ class Ranks:
     def broadcast_object(self, value: Any) -> Any:
         """Returns the primary's value on all ranks."""
         values = [value]
-        dist.broadcast_object_list(values, 0, group=self._host)
+        try:
+            dist.broadcast_object_list(values, 0, group=self._host)
+        except RuntimeError as error:
+            raise self.lost("something that rank 0 sends") from error
         return values[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, in their order, on all of them."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._host)
+        try:
+            dist.all_gather_object(values, value, group=self._host)
+        except RuntimeError as error:
+            raise self.lost("what the others have, to compare it") from error
         return values
 
     def must_agree(self, what: str, mine: Mapping[str, Any], remedy: str) -> None:
@@ -195,10 +205,18 @@ class Ranks:
         try:
             work.wait()
         except RuntimeError as error:
-            for _ in range(20):  # whoever has failed says so, if it can
-                self.check(why)
-                sleep(_LOOK)
-            raise RankError(f"rank {self.rank} has lost the others while it waited for {_said(why)}") from error
+            raise self.lost(why) from error
+
+    def lost(self, why: Wait | str) -> RankError:
+        """Returns the error for a collective that has failed, because another rank has left it.
+
+        Raises:
+            RankError: the other rank has said why.
+        """
+        for _ in range(20 if self.connected else 0):  # whoever has failed says so, if it can
+            self.check(why)
+            sleep(_LOOK)
+        return RankError(f"rank {self.rank} has lost the others while it waited for {_said(why)}")
 
     # ------------------------------------------------------------------ the primary's turn
 

@@ -125,8 +125,18 @@ class HostStrategy(_Base):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits for the other processes. After an error it does not: they may never come."""
-        if self._ranks is None or not self._ranks.failure:
+        if self._ranks is None:
             super().barrier(*args, **kwargs)
+        elif not self._ranks.failure:
+            try:
+                super().barrier(*args, **kwargs)
+            except RuntimeError as error:
+                raise self._ranks.lost("a barrier of Lightning's") from error
+
+    def setup_environment(self) -> None:
+        """The processes are connected before anything of the user's can fail in one of them."""
+        super().setup_environment()
+        _ = self.ranks
 
     @property
     def root_device(self) -> torch.device:

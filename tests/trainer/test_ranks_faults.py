@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,32 +16,67 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from sp_lightning import SuperpipelineStrategy
 from tests.support.ranks import rank, start
+from tests.support.tiers import first
 
 SECONDS = 10
 """How long the others may take to end."""
 
 
 class Net(pl.LightningModule):
-    def __init__(self) -> None:
+    """Calls ``fails`` at some places where no hook of a callback runs."""
+
+    def __init__(self, fails: Fails) -> None:
         super().__init__()
+        self.fails = fails
         self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
 
+    def configure_model(self) -> None:
+        self.fails.at("set-up")
+
     def training_step(self, batch: Any, index: int) -> Any:
-        return self.layers(batch[0]).square().mean()
+        x = self.layers[:2](batch[0])
+        self.fails.at("forward")
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.fails.at("backward"))
+        return self.layers[2:](x).square().mean()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+        self.fails.at("optimizers")
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        optimizer.register_step_post_hook(lambda *_: self.fails.at("step"))
+        return optimizer
+
+
+class Data(TensorDataset):
+    def __init__(self, fails: Fails) -> None:
+        super().__init__(torch.randn(32, 16))
+        self.fails = fails
+
+    def __getitem__(self, index: int) -> Any:
+        self.fails.at("data")
+        return super().__getitem__(index)
 
 
 class Fails(Callback):
-    """Does something on one rank in the second batch, at one of Lightning's hooks."""
+    """Does something on one rank, at set-up or in the second batch."""
 
     def __init__(self, who: int, where: str, how: str) -> None:
-        self.who, self.how = who, how
-        setattr(self, where, self._hook)
+        self.who, self.where, self.how = who, where, how
+        self.steps = 0
+        if hasattr(Callback, where):
+            setattr(self, where, self._hook)
 
     def _hook(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step < 1 or rank() != self.who:
+        if trainer.global_step:
+            self.at(self.where)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps += 1
+
+    def at(self, where: str) -> None:
+        if where != self.where or rank() != self.who:
+            return
+        if where in ("forward", "backward", "step", "data") and not self.steps:
             return
         if self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -50,30 +85,44 @@ class Fails(Callback):
         raise {"raise": ValueError, "memory": torch.OutOfMemoryError}[self.how]("what the user's code says")
 
 
-def train(who: int, where: str, how: str, folder: str) -> None:
+def train(who: int, where: str, how: str, folder: str, strategy: dict[str, Any]) -> None:
     pl.seed_everything(1, verbose=False)
+    fails = Fails(who, where, how)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy=SuperpipelineStrategy(), max_epochs=2, logger=False,
-        callbacks=[Fails(who, where, how)], enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=folder,
+        accelerator="cpu", devices=2, strategy=SuperpipelineStrategy(**strategy), max_epochs=2, logger=False,
+        callbacks=[fails], enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
-    trainer.fit(Net(), DataLoader(TensorDataset(torch.randn(32, 16)), batch_size=4))
+    trainer.fit(Net(fails), DataLoader(Data(fails), batch_size=4))
 
 
-WHERE = (
-    "on_train_batch_start",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-)
+HOOKS = (
+    "on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end",
+)  # fmt: skip
+WHERE = ("set-up", "optimizers", "data", "forward", "backward", "step", *HOOKS)
+ALL = [(who, where, how) for who in (0, 1) for where in WHERE for how in ("raise", "kill", "leave", "memory")]
 
 
-@pytest.mark.parametrize("how", ["raise", "kill", "leave", "memory"])
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(
+    ("who", "where", "how"),
+    first(
+        ALL, (0, "on_before_optimizer_step", "raise"), (1, "forward", "raise"), (1, "backward", "kill"),
+        why="three stand for all moments",
+    ),
+)  # fmt: skip
 def test_everybody_ends_with_the_first_error(who: int, where: str, how: str, tmp_path: Any) -> None:
-    started = start(2, train, who, where, how, str(tmp_path))
+    check(who, where, how, tmp_path, {})
+
+
+@pytest.mark.rest("the same moments as without updates in the background")
+@pytest.mark.parametrize("where", ["forward", "backward", "step", "on_train_batch_end"])
+@pytest.mark.parametrize("how", ["raise", "kill"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_everybody_ends_where_updates_run_under_forward(who: int, how: str, where: str, tmp_path: Any) -> None:
+    check(who, where, how, tmp_path, {"optimizer_overlap": "forward"})
+
+
+def check(who: int, where: str, how: str, folder: Any, strategy: dict[str, Any]) -> None:
+    started = start(2, train, who, where, how, str(folder), strategy)
     began = monotonic()
     errors = [error for error, _ in started.outcomes()]
     took = monotonic() - began
@@ -86,17 +135,4 @@ def test_everybody_ends_with_the_first_error(who: int, where: str, how: str, tmp
     else:
         assert "has ended" in other or "has lost" in other
     assert took < SECONDS + 8, f"it took {took:.0f} seconds, with the start"
-    assert not shared_memory(), "memory is left"
-
-
-def shared_memory() -> list[str]:
-    """Shared memory of ours that this machine's processes have mapped."""
-    found = []
-    for process in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{process}/maps") as maps:
-                found += [line for line in maps if "memfd:superpipeline" in line]
-        except (PermissionError, FileNotFoundError, ProcessLookupError):
-            continue
-    sleep(0)
-    return found
+    assert not any(process.is_alive() for process in started.processes), "shared memory goes with the last process"

@@ -1,0 +1,108 @@
+"""Memory that all processes of a node have, and the views in which each one's writes stay its own."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from sp_lightning.device import shared_memory
+from sp_lightning.device.layout import PAGE
+from sp_lightning.device.shared_memory import SharedMemory, create
+
+PAGES = 16
+
+
+@pytest.fixture(params=["scan", "read"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SharedMemory:
+    """Full of sevens. Linux has two ways to find written pages; before 6.7 it had one."""
+    if request.param == "read":
+        monkeypatch.setattr(shared_memory, "_SCAN", 0)
+    descriptor = create(PAGES * PAGE, "test")
+    made = SharedMemory(descriptor, PAGES * PAGE)
+    os.close(descriptor)
+    made.common.fill_(7)
+    return made
+
+
+def other(memory: SharedMemory) -> torch.Tensor:
+    """The view of another process."""
+    return memory.view_anew(0, memory.nbytes).bytes
+
+
+def test_what_is_written_stays_its_own(memory: SharedMemory) -> None:
+    memory.own.bytes[5] = 1
+    assert memory.common[5] == 7
+    assert other(memory)[5] == 7
+    assert memory.own.written() == [(0, PAGE)]
+
+
+def test_pages_that_were_only_read_were_not_written(memory: SharedMemory) -> None:
+    assert memory.own.bytes.sum() == 7 * PAGES * PAGE
+    assert memory.own.written() == []
+
+
+def test_written_pages_are_found_in_runs(memory: SharedMemory) -> None:
+    for page in (2, 3, 4, 9, PAGES - 1):
+        memory.own.bytes[page * PAGE] = 1
+    runs = [(2 * PAGE, 5 * PAGE), (9 * PAGE, 10 * PAGE), ((PAGES - 1) * PAGE, PAGES * PAGE)]
+    assert memory.own.written() == runs
+    assert memory.own.written(3 * PAGE, 9 * PAGE) == [(3 * PAGE, 5 * PAGE)]
+
+
+def test_committed_writes_are_everybodys(memory: SharedMemory) -> None:
+    memory.own.bytes[PAGE : 2 * PAGE] = 1
+    view = other(memory)
+    assert memory.own.commit() == PAGE
+    assert view[PAGE] == 1
+    assert memory.own.written() == []
+    memory.common[PAGE] = 2
+    assert memory.own.bytes[PAGE] == 2, "a committed page follows the others again"
+
+
+def test_dropped_writes_are_gone(memory: SharedMemory) -> None:
+    memory.own.bytes[0] = 1
+    memory.own.bytes[PAGE] = 1
+    assert memory.own.drop(PAGE) == PAGE
+    assert memory.own.bytes[PAGE] == 7
+    assert memory.own.bytes[0] == 1
+    assert memory.own.written() == [(0, PAGE)]
+
+
+def test_what_is_kept_does_not_follow(memory: SharedMemory) -> None:
+    memory.own.keep(0, PAGE)
+    memory.common.fill_(3)
+    assert memory.own.bytes[0] == 7
+    assert memory.own.bytes[PAGE] == 3
+    assert memory.view_anew(0, PAGE).bytes[0] == 3
+
+
+def test_more_runs_than_the_kernel_returns_at_once() -> None:
+    pages = 4 * shared_memory._REGIONS
+    descriptor = create(pages * PAGE, "test")
+    memory = SharedMemory(descriptor, pages * PAGE)
+    os.close(descriptor)
+    memory.own.bytes[:: 2 * PAGE] = 1
+    assert memory.own.written() == [(at, at + PAGE) for at in range(0, pages * PAGE, 2 * PAGE)]
+
+
+def test_nothing_is_left(memory: SharedMemory) -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:test")
+
+    before, files = mapped(), len(os.listdir("/proc/self/fd"))
+    descriptor = create(PAGE, "test")
+    made = SharedMemory(descriptor, PAGE)
+    os.close(descriptor)
+    view = made.own.bytes[:10]
+    assert mapped() == before + 2
+    del made
+    gc.collect()
+    assert mapped() >= before + 1, "a tensor holds its mapping"
+    del view
+    gc.collect()
+    assert mapped() == before
+    assert len(os.listdir("/proc/self/fd")) == files

@@ -1,0 +1,98 @@
+"""Checkpoints of several devices are plain Lightning's: any number of devices resumes from those of any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from sp_lightning import SuperpipelineStrategy
+from tests.equality.on_ranks import EveryBatch, seen
+from tests.support.models import Module, Stack, vectors
+from tests.support.ranks import in_ranks
+from tests.support.runs import assert_equal, fit
+
+BATCHES = 12
+
+
+class Net(Module):
+    def __init__(self) -> None:
+        super().__init__(Stack())
+
+
+def train(ranks: int, plain: bool, epochs: int, resume: str | None, save: str) -> dict[str, Any]:
+    """Trains up to so many epochs, each of the same number of batches on all devices together."""
+    strategy: Any = EveryBatch() if plain else SuperpipelineStrategy(k=1, fused_optimizer=False)
+    if plain and ranks == 1:
+        strategy = "auto"
+    outcome = fit(
+        Net, vectors(BATCHES), strategy, ckpt_path=None if resume is None else Path(resume),
+        devices=ranks, max_epochs=epochs, limit_train_batches=BATCHES // ranks, recorded="losses",
+    )  # fmt: skip
+    outcome.trainer.save_checkpoint(save)
+    return seen(outcome)
+
+
+def chain(plain: bool, folder: Path, devices: tuple[int, ...]) -> tuple[list[dict[str, Any]], Path]:
+    """One epoch on each number of devices, one after the other."""
+    resume: str | None = None
+    for epoch, ranks in enumerate(devices, start=1):
+        save = str(folder / f"{epoch}.ckpt")
+        found = in_ranks(ranks, train, ranks, plain, epoch, resume, save) if ranks > 1 else [
+            train(1, plain, epoch, resume, save)
+        ]  # fmt: skip
+        resume = save
+    return found, Path(save)
+
+
+@pytest.mark.parametrize("devices", [(2, 1), (1, 2), (2, 2)], ids=str)
+def test_another_number_of_devices_goes_on(devices: tuple[int, ...], tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "ours").mkdir()
+    plain, theirs = chain(True, tmp_path / "plain", devices)
+    ours, mine = chain(False, tmp_path / "ours", devices)
+    for rank, (a, b) in enumerate(zip(ours, plain, strict=True)):
+        optimizers = [{**each, "state": {}} for each in b["optimizers"]] if rank else b["optimizers"]
+        assert_equal(a, {**b, "optimizers": optimizers}, f"rank {rank}")
+    for name in ("state_dict", "optimizer_states"):
+        files = [torch.load(file, weights_only=True)[name] for file in (mine, theirs)]
+        assert_equal(files[0], files[1], name)
+
+
+def test_plain_lightning_goes_on_from_ours(tmp_path: Path) -> None:
+    save = str(tmp_path / "2.ckpt")
+    in_ranks(2, train, 2, False, 1, None, save)
+    plain = train(1, True, 2, save, str(tmp_path / "plain.ckpt"))
+    ours = train(1, False, 2, save, str(tmp_path / "ours.ckpt"))
+    assert_equal(ours, plain, "resumed")
+
+
+# ---------------------------------------------------------------------- loops without training
+
+
+class Says(Net):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.loss(batch), sync_dist=True, batch_size=2)
+
+
+def evaluate(plain: bool, checkpoint: str) -> Any:
+    pl.seed_everything(7, verbose=False)
+    from tests.support.runs import loader, trainer_for
+
+    strategy: Any = EveryBatch() if plain else SuperpipelineStrategy(k=1)
+    trainer = trainer_for(strategy, devices=2, enable_progress_bar=False)
+    module = Says()
+    said = trainer.predict(module, loader(vectors(6)), ckpt_path=checkpoint)
+    return said, trainer.test(module, loader(vectors(6)), verbose=False)
+
+
+def test_predict_and_test_are_lightnings(tmp_path: Path) -> None:
+    save = str(tmp_path / "1.ckpt")
+    train(1, True, 1, None, save)
+    assert_equal(in_ranks(2, evaluate, False, save), in_ranks(2, evaluate, True, save), "evaluated")
