@@ -2,8 +2,8 @@
 
 A small Llama on the machine's accelerators, or on the CPU with gloo: as many processes as there are to be devices, forked
 from one that has imported everything. Each device has so many tokens, whatever their number. Host memory is the sum of the
-processes' PSS, in which a page that several have counts once: the most that it was until the first measured step, and what
-it is after the last. It is not looked at while steps are measured.
+processes' PSS, in which a page that several have counts once: the most that it was until the first step began, and what it
+is after the last. It is not looked at in between. On a CPU the devices' own memory is in it.
 
 From the root of the repository::
 
@@ -39,7 +39,7 @@ from sp_lightning import SuperpipelineStrategy
 
 FIRST = 2  # steps before the measured ones
 LOOK = 0.05  # seconds between two looks at memory
-_START, _END = "the first measured step", "the last step is over"
+_START, _END = "set-up is over", "the last step is over"
 
 
 class Net(nn.Module):
@@ -84,7 +84,7 @@ class _Clock(pl.Callback):
     """Notes the seconds of each step, and keeps to what the parent wants to know of memory.
 
     Args:
-        parent: is told when the measured steps begin and when they are over; then it looks at memory, and answers.
+        parent: is told when the steps begin and when they are over; then it looks at memory, and answers.
     """
 
     def __init__(self, parent: Connection) -> None:
@@ -94,7 +94,7 @@ class _Clock(pl.Callback):
         self._begun = 0.0
 
     def on_train_batch_start(self, *_: Any) -> None:
-        if len(self.seconds) == FIRST:
+        if not self.seconds:
             self._meet(_START)
         self._begun = time.perf_counter()
 
@@ -172,6 +172,8 @@ def measure(way: str, ranks: int, *, steps: int, width: int, layers: int, tokens
         "port": port,
     }  # fmt: skip
     row: rows.Row = {"kind": "ranks", **{name: job[name] for name in job if name not in ("file", "port")}}
+    with torch.device("meta"):
+        row["parameters"] = sum(parameter.numel() for parameter in Net(width, layers).parameters())
     context: Any = multiprocessing.get_context("fork")
     ends, processes = [], []
     for rank in range(ranks):
@@ -191,16 +193,16 @@ def measure(way: str, ranks: int, *, steps: int, width: int, layers: int, tokens
 
 
 def _followed(ends: Sequence[Connection], pids: Sequence[int]) -> rows.Row:
-    """Watches memory until the measured steps begin, then lets them run, then looks once more."""
-    peak = 0
+    """Watches memory until the steps begin, then lets them run, then looks once more."""
+    setup = 0
     waiting = list(ends)
     while waiting:
-        peak = max(peak, pss(pids))
+        setup = max(setup, pss(pids))
         for end in list(waiting):
             if end.poll(LOOK / len(waiting)):
                 end.recv()
                 waiting.remove(end)
-    peak = max(peak, pss(pids))
+    setup = max(setup, pss(pids))
     _answer(ends)
     for end in ends:
         end.recv()
@@ -210,7 +212,7 @@ def _followed(ends: Sequence[Connection], pids: Sequence[int]) -> rows.Row:
     seconds = [max(step) for step in zip(*(each["seconds"] for each in found), strict=True)]  # the slowest rank's
     return {
         "step_seconds": seconds, "median_step_seconds": statistics.median(seconds), "loss": found[0]["loss"],
-        "peak_bytes": max(peak, after), "after_bytes": after,
+        "setup_bytes": setup, "after_bytes": after,
     }  # fmt: skip
 
 
