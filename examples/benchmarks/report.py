@@ -270,21 +270,12 @@ def _update(row: Row) -> str:
 def _ranks(measured: Sequence[Row]) -> str:
     """Several devices, with one way after the other."""
     lines = []
-    for row in measured:
+    for row in sorted(measured, key=lambda row: -row["parameters"]):
         numbers = (row["median_step_seconds"], row["ranks"] * row["tokens"] / row["median_step_seconds"])
-        memory = (_gib(row["peak_bytes"]), _gib(row["after_bytes"]))
-        lines.append(
-            [row["way"], str(row["ranks"]), *(f"{each:.3g}" for each in numbers), *memory, f"{row['loss']:.5f}"]
-        )
-    head = [
-        "way",
-        "devices",
-        "step, s",
-        "tokens/s of all",
-        "host until steps, GiB",
-        "host after steps, GiB",
-        "loss of rank 0",
-    ]
+        told = [*(f"{each:.3g}" for each in numbers), _gib(row["setup_bytes"]), _gib(row["after_bytes"])]
+        lines.append([row["way"], f"{row['parameters'] / 1e6:.3g} M", str(row["ranks"]), *told, f"{row['loss']:.5f}"])
+    memory = ("host in set-up, GiB", "host after the last step, GiB")
+    head = ["way", "parameters", "devices", "step, s", "tokens/s of all", *memory, "loss of rank 0"]
     return _markdown(head, lines)
 
 

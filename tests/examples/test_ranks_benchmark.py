@@ -45,11 +45,11 @@ def test_pages_that_processes_share_count_once() -> None:
 def test_devices_are_told(tmp_path: Path) -> None:
     measured = {
         "kind": "ranks", "status": "ok", "way": "superpipeline", "ranks": 4, "tokens": 100, "median_step_seconds": 2.0,
-        "peak_bytes": 3 * 2**30, "after_bytes": 2**31, "loss": 5.25,
+        "setup_bytes": 3 * 2**30, "after_bytes": 2**31, "parameters": 5_000_000, "loss": 5.25,
     }  # fmt: skip
     text = report.write([{**rows.origin(), **measured}], tmp_path).read_text()
     assert "## Several devices of one node" in text
-    assert cells(text, "superpipeline")[1:] == ["4", "2", "200", "3.00", "2.00", "5.25000"]
+    assert cells(text, "superpipeline")[1:] == ["5 M", "4", "2", "200", "3.00", "2.00", "5.25000"]
 
 
 def test_each_number_of_devices_has_its_ways() -> None:
