@@ -1,6 +1,7 @@
 """Store: memory on the host. The authoritative copy of all weights is here.
 
-``block`` holds one layer's weights in one flat, pinned block, whose views are the user's parameters. ``gradient_memory`` is
+``block`` holds one layer's weights in one flat, pinned block, whose views are the user's parameters; ``block_memory`` is the
+memory under it, of this process alone or of all ranks. ``gradient_memory`` is
 what the layer's gradients arrive in. ``host_ring`` is the pinned memory that offloaded activations use again and again.
 
 The model's parameters come in and are absorbed layer by layer. Flat bytes that a transfer reads or writes go out. The wing

@@ -7,6 +7,10 @@ step each in ``batch`` (repeated where ``retry`` allows it) and in ``optimizer_s
 (``recording``). Checkpoints are in ``checkpoint_io`` and ``frozen_weights``; ``given_values`` of modules on the meta device
 come from them or from ``weight_files``.
 
+With several devices ``rank_steps`` has optimizers step once for all, ``replicas`` keeps buffers alike, ``agreement`` compares
+what must be the same on all ranks, and ``refusals`` says what they cannot do. ``host_strategy`` chooses Lightning's base class
+by their number.
+
 In come a LightningModule, the options of a user (``options``) and the calls of a trainer; out go weights, files and lines
 in the log. This wing may import every wing but ``cli``. Only ``compat`` uses what is private in Lightning, or differs
 between its versions or its two packages.

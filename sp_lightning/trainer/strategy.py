@@ -53,6 +53,9 @@ class StreamingStrategy(HostStrategy):
     Weights, gradients and optimizer state are on the host; the model's layers pass through ``k + k_prime`` slots on
     the device while they run. Results are bitwise those of plain Lightning with the same optimizer on the host.
 
+    With ``Trainer(devices=N)`` each device has a process and batches of its own, and all of them share the memory of one host
+    store. Gradients are summed layer by layer, and rank 0's optimizer steps for all. Results are those of Lightning's ``ddp``.
+
     Args:
         k: layers usable on the device at once, at least 1. More is faster and takes more memory. ``"auto"``: after two
             batches through the smallest window, the one that is predicted to be fastest within the budget (2 on the
@@ -86,8 +89,9 @@ class StreamingStrategy(HostStrategy):
             safetensors (as ``save_pretrained`` writes it), a checkpoint, or a state dictionary. They come from there into the
             host store, layer by layer.
         callback: attach a :class:`~sp_lightning.SuperpipelineCallback` while a run lasts, if the trainer has none.
-        device, accelerator, checkpoint_io, precision_plugin: as in Lightning's ``SingleDeviceStrategy``; the device
-            is the trainer's unless it is given.
+        device: where layers compute, if not on the trainer's choice. Then it is the one device, whatever ``Trainer(devices=…)``
+            says.
+        accelerator, checkpoint_io, precision_plugin: as in Lightning's ``SingleDeviceStrategy``.
 
     Raises:
         ValueError, TypeError: an option that cannot be.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -42,7 +43,32 @@ def having(language: str) -> list[Any]:
     return [pytest.param(page, id=named(page)) for page in PAGES if blocks(page, language)]
 
 
-@pytest.mark.parametrize("page", having("python"))
+SEVERAL = ROOT / "examples" / "guide" / "several_devices.md"
+
+
+@pytest.mark.rest("processes that import torch; test_ranks_launch has a script in the first tier")
+def test_python_code_of_several_devices_runs(tmp_path: Path) -> None:
+    """As a script, because Lightning starts it again for each further device."""
+    given = """
+from tests.support.models import llama, tokens
+from tests.support.runs import loader
+model = llama()
+model.train_dataloader = lambda: loader(tokens(2))
+"""
+    ends = """
+print(f"rank {trainer.global_rank} has made {trainer.global_step} of {reference.global_step} steps")
+"""
+    (tmp_path / "script.py").write_text("\n".join([given, *blocks(SEVERAL, "python"), ends]))
+    run = subprocess.run(
+        [sys.executable, "script.py"], capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    for rank in range(2):
+        assert f"rank {rank} has made 1 of 1 steps" in run.stdout
+
+
+@pytest.mark.parametrize("page", [page for page in having("python") if page.values[0] != SEVERAL])
 def test_python_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks of a page in one namespace, which has the reader's ``model``: a small Llama with its data."""
 
