@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
 from tqdm import tqdm
 
 from sp_lightning import Plan
@@ -17,6 +18,7 @@ from sp_lightning.plan.units import human_bytes
 SILENCE = 10.0  # seconds between two lines of a step, at most
 
 
+@rank_zero_only
 def say(line: str) -> None:
     tqdm.write(line)  # above a progress bar, if there is one
     sys.stdout.flush()  # at once, in a pipe too

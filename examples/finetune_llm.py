@@ -2,6 +2,7 @@
 
     python examples/finetune_llm.py                                            # no download, minutes on a CPU
     python examples/finetune_llm.py --model meta-llama/Llama-3.2-1B --text my.txt --precision bf16-mixed
+    python examples/finetune_llm.py --devices 2 --accelerator cpu              # two processes, one host store
 
 Without ``--model`` a small Llama starts from random weights and reads the language reference that comes with Python.
 The order of events: sample, train the first half, write a checkpoint, resume it with a fresh model and trainer, train
@@ -118,14 +119,15 @@ def main(argv: Sequence[str] | None = None) -> Result:
         parser.error(str(error))
 
     training, held_out = split(windows)
-    validation = in_order(held_out, batch_size=options.batch_size, most=VALIDATION_BATCHES)
+    validation = in_order(held_out, batch_size=options.batch_size, most=VALIDATION_BATCHES).of(trainer)
     checkpoint = checkpoints / "last.ckpt"
     first_part = options.steps // 2
     settings = {"temperature": 0.8, "top_k": 50, "max_new_tokens": options.new_tokens, **padding(tokenizer)}
     prompt = in_order(tokenizer(options.prompt, return_tensors="pt")["input_ids"], batch_size=1, most=1)
 
     def batches(steps: int, seed: int) -> Batches:
-        return shuffled(training, batch_size=options.batch_size, steps=steps, seed=seed)
+        every = steps * options.devices
+        return shuffled(training, batch_size=options.batch_size, steps=every, seed=seed).of(trainer)
 
     def sample(trainer: pl.Trainer, module: CausalLM) -> str:
         (written,) = trainer.predict(module, prompt)  # type: ignore[misc]
@@ -153,10 +155,11 @@ def main(argv: Sequence[str] | None = None) -> Result:
     resumed_step = resumed.losses[0].step - 1
     after = sample(trainer, module)
     say(f"\nAfter training:\n{indent(after)}\n")
-    module.model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    if trainer.is_global_zero:
+        module.model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
-    losses, tokens = console.losses + resumed.losses, options.batch_size * options.length
+    losses, tokens = console.losses + resumed.losses, options.batch_size * options.length * options.devices
     result = Result(
         first_loss=losses[0].loss,
         last_loss=last_loss(losses),
@@ -211,13 +214,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", help="folder or hub name of a causal language model (default: a small Llama, from random weights)")
     add("--text", type=Path, help="UTF-8 file to train on (default: Python's own help texts)")
     add("--steps", type=int, default=400, help="optimizer steps, half of them before the checkpoint (%(default)s)")
-    add("--batch-size", type=int, default=16, help="windows of text per step (%(default)s)")
+    add("--batch-size", type=int, default=16, help="windows of text per step and device (%(default)s)")
     add("--length", type=int, default=64, help="tokens per window (%(default)s)")
     add("--lr", type=float, help="learning rate (default: 2e-3 from random weights, 2e-5 with --model)")
     add("--prompt", default="The value of", help="begins the samples of text (%(default)r)")
     add("--new-tokens", type=int, default=48, help="tokens per sample (%(default)s)")
     add("--layers", type=int, help=f"layers of the default model ({LAYERS})")
     add("--hidden", type=int, help=f"width of the default model, a multiple of {HEAD} ({WIDTH})")
+    add("--devices", type=int, default=1, help="devices that train together, a process each (%(default)s)")
     add_run_options(parser, "finetune_llm")
     return parser
 
@@ -228,7 +232,7 @@ def check(options: argparse.Namespace) -> None:
     Raises:
         ValueError: an option that cannot be.
     """
-    check_least(options, steps=2, batch_size=1, length=2, new_tokens=1, layers=1)
+    check_least(options, steps=2, batch_size=1, length=2, new_tokens=1, layers=1, devices=1)
     check_file("--text", options.text, "a UTF-8 text file")
     if not options.prompt:
         raise ValueError('--prompt is empty: a sample needs a beginning. For example --prompt "The".')

@@ -37,7 +37,8 @@ class CausalLM(pl.LightningModule):
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val_loss", self.model(input_ids=batch, labels=batch, use_cache=False).loss)
+        loss = self.model(input_ids=batch, labels=batch, use_cache=False).loss
+        self.log("val_loss", loss, sync_dist=True)  # the mean over the devices, if there are several
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.model.generate(

@@ -98,6 +98,11 @@ def prepare_output(output: Path, *folders: str) -> list[Path]:
     return [output / name for name in folders]
 
 
+def devices(options: argparse.Namespace) -> int:
+    """How many devices train together; one, in recipes that have no such option."""
+    return getattr(options, "devices", 1)
+
+
 def make_trainer(
     options: argparse.Namespace,
     *,
@@ -114,7 +119,7 @@ def make_trainer(
     trainer = pl.Trainer(
         strategy=strategy,  # plain Lightning: strategy="auto"
         accelerator=options.accelerator,
-        devices=1,
+        devices=devices(options),
         precision=options.precision,
         max_epochs=epochs,
         logger=logger or False,
@@ -134,7 +139,11 @@ def plain_trainer(options: argparse.Namespace, **more: Any) -> pl.Trainer:
         ("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
     return pl.Trainer(
-        accelerator=options.accelerator, devices=1, precision=options.precision, **{"logger": False, **quiet, **more}
+        strategy="ddp" if devices(options) > 1 else "auto",
+        accelerator=options.accelerator,
+        devices=devices(options),
+        precision=options.precision,
+        **{"logger": False, **quiet, **more},
     )
 
 

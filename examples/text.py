@@ -129,6 +129,14 @@ class Batches:
     def __iter__(self) -> Iterator[Tensor]:
         return (self.rows[pick] for pick in self.picks)
 
+    def of(self, trainer: pl.Trainer | None) -> Batches:
+        """The share of one device: every so many batches. Lightning gives a DataLoader's samples out likewise, with a sampler;
+        what is no DataLoader it leaves alone. All devices have as many batches: the first ones come again where some lack.
+        """
+        devices, rank = (trainer.world_size, trainer.global_rank) if trainer is not None else (1, 0)
+        most = -(-len(self.picks) // devices) * devices
+        return Batches(self.rows, [self.picks[i % len(self.picks)] for i in range(rank, most, devices)])
+
 
 def shuffled(rows: Tensor, *, batch_size: int, steps: int, seed: int) -> Batches:
     """As many batches as there are steps; no row comes again before all have come."""
@@ -150,8 +158,8 @@ class TextData(pl.LightningDataModule):
         text: a UTF-8 file; None for Python's help texts.
         tokenizer: folder or hub name; None for one that is made from the help texts.
         length: tokens per window.
-        batch_size: windows per step.
-        steps: of training.
+        batch_size: windows per step and device.
+        steps: of training, each with a batch on every device.
         seed: of the order.
     """
 
@@ -175,7 +183,8 @@ class TextData(pl.LightningDataModule):
         self.training, self.held_out = split(windows)
 
     def train_dataloader(self) -> Batches:
-        return shuffled(self.training, batch_size=self.batch_size, steps=self.steps, seed=self.seed)
+        batches = self.steps * (self.trainer.world_size if self.trainer else 1)
+        return shuffled(self.training, batch_size=self.batch_size, steps=batches, seed=self.seed).of(self.trainer)
 
     def val_dataloader(self) -> Batches:
-        return in_order(self.held_out, batch_size=self.batch_size, most=VALIDATION_BATCHES)
+        return in_order(self.held_out, batch_size=self.batch_size, most=VALIDATION_BATCHES).of(self.trainer)

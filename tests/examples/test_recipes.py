@@ -9,7 +9,8 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import finetune_llm, finetune_lora, finetune_vlm, generate_llm, train_vision
 from examples.console import ConsoleLogger
-from examples.text import load_tokenizer
+from examples.text import Batches, in_order, load_tokenizer, shuffled
 from tests.support.tiers import first
 
 ROOT = Path(__file__).parents[2]
@@ -223,6 +224,7 @@ def test_vision_reads_folders_and_weights(tmp_path: Path, capsys: pytest.Capture
     ("recipe", "arguments"),
     [
         (finetune_llm, ["--steps", "1"]),
+        (finetune_llm, ["--devices", "0"]),
         (finetune_llm, ["--text", "/no/such/file"]),
         (finetune_llm, ["--model", "/no/such/folder"]),
         (finetune_lora, ["--rank", "0"]),
@@ -296,6 +298,57 @@ def test_configs_train_and_predict_on_the_command_line(tmp_path: Path) -> None:
     answers = (tmp_path / "runs" / "predict_llm" / "answers.jsonl").read_text().splitlines()
     assert len(answers) == len(generate_llm.PROMPTS)
     assert all(json.loads(answer)["tokens"] <= 3 for answer in answers)
+
+
+@pytest.mark.rest("two processes that import torch, twice; test_ranks_launch has a script in the first tier")
+@pytest.mark.parametrize("start", [["-m", "examples.finetune_llm"], [str(ROOT / "examples" / "finetune_llm.py")],
+                                   ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                                    "-m", "examples.finetune_llm"]],
+                         ids=["module", "file", "torchrun"])  # fmt: skip
+def test_two_devices_train_as_typed(start: list[str], tmp_path: Path) -> None:
+    """Each line is said once, and one process writes."""
+    more = ["--devices", "2", "--accelerator", "cpu", "--steps", "4", *MODEL, *TEXT, "--output", str(tmp_path / "run")]
+    ran = subprocess.run(
+        [sys.executable, *start, *more],
+        capture_output=True, text=True, cwd=tmp_path, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    lines = ran.stdout.splitlines()
+    for said in ("step 4/4  loss", "Checkpoint after step 2", "Resumed at step 2", "Speed: ", "Model: "):
+        assert len([line for line in lines if line.startswith(said)]) == 1, said
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint", "model"]
+    checkpoint = torch.load(tmp_path / "run" / "checkpoint" / "last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 4
+
+
+@pytest.mark.rest("two processes that import torch")
+def test_a_config_of_two_devices_trains(tmp_path: Path) -> None:
+    configs = [word for name in ("fit_llm", "two_devices") for word in ("--config", str(CONFIGS / f"{name}.yaml"))]
+    ran = subprocess.run(
+        [sys.executable, "-m", "sp_lightning", "fit", *configs, *SMALL, *QUIET, "--data.steps", "10"],
+        capture_output=True, text=True, cwd=tmp_path, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stderr.count("k = 2, k' = 1") == 1
+    assert sorted(path.name for path in (tmp_path / "runs" / "fit_llm").iterdir()) == ["last.ckpt", "version_0"]
+    rows = (tmp_path / "runs" / "fit_llm" / "version_0" / "metrics.csv").read_text().splitlines()
+    assert len(rows) == 3  # a head, ten steps and their validation
+    assert torch.load(tmp_path / "runs" / "fit_llm" / "last.ckpt", weights_only=True)["global_step"] == 10
+
+
+def test_each_device_takes_batches_of_its_own() -> None:
+    rows = torch.arange(10)[:, None]
+
+    def share(batches: Batches, rank: int) -> list[int]:
+        trainer: Any = SimpleNamespace(world_size=3, global_rank=rank)
+        return [int(batch) for batch in batches.of(trainer)]
+
+    training = shuffled(rows, batch_size=1, steps=9, seed=0)
+    shares = [share(training, rank) for rank in range(3)]
+    assert sorted(number for each in shares for number in each) == sorted(int(batch) for batch in training)
+    assert [len(each) for each in shares] == [3, 3, 3]
+    assert [share(in_order(rows, batch_size=1, most=4), rank) for rank in range(3)] == [[0, 3], [1, 0], [2, 1]]
+    assert list(training.of(None)) == list(training)
 
 
 @pytest.mark.parametrize(

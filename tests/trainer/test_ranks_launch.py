@@ -1,0 +1,207 @@
+"""How the processes of several devices are started, as users start them: each test starts a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import os, sys
+import {package} as pl
+import torch
+from {package}.callbacks import ModelCheckpoint, TQDMProgressBar
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import {ours}
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+
+    def training_step(self, batch, index):
+        if str(self.global_rank) == os.environ.get("FAILS"):
+            raise ValueError("what the user's code says")
+        loss = self.layers(batch[0]).square().mean()
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+print(f"process {{os.getpid()}} has begun")
+pl.seed_everything(1, verbose=False)
+epochs, file = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None
+trainer = pl.Trainer(
+    strategy="superpipeline", accelerator="cpu", devices=2, max_epochs=epochs, logger=False,
+    callbacks=[ModelCheckpoint("saved", save_last=True, every_n_epochs=1), TQDMProgressBar()],
+)
+data = TensorDataset(torch.randn(32, 16, generator=torch.Generator().manual_seed(0)))
+trainer.fit(Net(), DataLoader(data, batch_size=4), ckpt_path=file)
+print(f"rank {{trainer.global_rank}} of {{trainer.world_size}} is process {{os.getpid()}} at step {{trainer.global_step}}")
+"""
+"""Each rank has four steps in an epoch."""
+
+
+def write_script(folder: Path, package: str = "lightning.pytorch") -> None:
+    ours = "sp_lightning" if package == "lightning.pytorch" else "sp_lightning.pytorch_lightning"
+    (folder / "script.py").write_text(SCRIPT.format(package=package, ours=ours))
+
+
+def run(folder: Path, *command: str, **environment: str) -> tuple[int, str]:
+    """Returns the exit status and everything that was printed."""
+    inherited = {name: value for name, value in os.environ.items() if name not in _LIGHTNINGS}
+    ran = subprocess.run(
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder,
+        timeout=300, check=False, env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+    )  # fmt: skip
+    return ran.returncode, ran.stdout
+
+
+_LIGHTNINGS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
+"""What Lightning's launcher leaves in the environment of a process that has trained on several devices."""
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def ended(printed: str) -> dict[int, int]:
+    """The processes that have come to the script's end, by rank."""
+    found = re.findall(r"rank (\d) of 2 is process (\d+) at step", printed)
+    return {int(rank): int(process) for rank, process in found}
+
+
+def assert_said_once(printed: str) -> None:
+    """Rank 0 alone speaks: one line of the log, one bar, one end."""
+    assert printed.count("Superpipeline: 4 layers") == 1
+    assert printed.count("`Trainer.fit` stopped") == 1
+    assert len(re.findall(r"\| 0/\? \[00:00", printed)) in (1, 2)  # tqdm shows a bar when it is made and when it begins
+    assert "[rank: 1]" not in printed
+
+
+def assert_gone(processes: Iterable[int]) -> None:
+    """Within the seconds that the others may take to end."""
+    processes, deadline = set(processes), monotonic() + 10
+    assert len(processes) == 2
+    while left := {each for each in processes if Path(f"/proc/{each}").exists()}:
+        assert monotonic() < deadline, left
+        sleep(0.1)
+
+
+def assert_files_are_one_runs(folder: Path, steps: int) -> dict[str, Any]:
+    """One rank has written, and nothing is half written."""
+    names = sorted(path.name for path in (folder / "saved").iterdir())
+    assert names == [f"epoch={steps // 4 - 1}-step={steps}.ckpt", "last.ckpt"]
+    file: dict[str, Any] = torch.load(folder / "saved" / "last.ckpt", weights_only=True)
+    assert file["global_step"] == steps
+    assert len(file["optimizer_states"][0]["state"]) == 8  # rank 0 has the state of all parameters
+    return file
+
+
+@pytest.mark.parametrize(
+    "package",
+    [
+        "lightning.pytorch",
+        pytest.param("pytorch_lightning", marks=pytest.mark.rest("the other package takes the same way")),
+    ],
+)
+def test_a_script_starts_its_own_processes(package: str, tmp_path: Path) -> None:
+    """As Lightning does it: the script runs again for each further device. A file of two ranks resumes on two."""
+    write_script(tmp_path, package)
+    status, printed = run(tmp_path, "script.py", "1")
+    assert status == 0, printed
+    processes = ended(printed)
+    assert sorted(processes) == [0, 1]
+    assert processes[0] != processes[1]
+    assert_gone(processes.values())
+    assert_said_once(printed)
+    first = assert_files_are_one_runs(tmp_path, 4)
+
+    status, printed = run(tmp_path, "script.py", "2", "saved/last.ckpt")
+    assert status == 0, printed
+    assert printed.count("Restored all states") == 1
+    assert printed.count("at step 8") == 2
+    second = assert_files_are_one_runs(tmp_path, 8)
+    assert any(not torch.equal(value, second["state_dict"][name]) for name, value in first["state_dict"].items())
+
+
+@pytest.mark.rest("processes that import torch, twice")
+def test_torchrun_starts_the_processes(tmp_path: Path) -> None:
+    """With the bits of the script that starts them itself."""
+    write_script(tmp_path)
+    states = []
+    for command in ((), TORCHRUN):
+        status, printed = run(tmp_path, *command, "script.py", "1")
+        assert status == 0, printed
+        assert sorted(ended(printed)) == [0, 1]
+        assert_said_once(printed)
+        states.append(assert_files_are_one_runs(tmp_path, 4)["state_dict"])
+        shutil.rmtree(tmp_path / "saved")
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+@pytest.mark.rest("processes that import torch; test_ranks_faults has errors in the first tier")
+@pytest.mark.parametrize("command", [(), TORCHRUN], ids=["script", "torchrun"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_error_ends_all_processes(who: int, command: tuple[str, ...], tmp_path: Path) -> None:
+    """The exit status says so, and the log has the error of the rank that it happened on. In the first batch a
+    rank waits for the others to share memory for gradients; its backward, which fails, once raised another error in passing.
+    """
+    write_script(tmp_path)
+    status, printed = run(tmp_path, *command, "script.py", "1", FAILS=str(who))
+    assert status == 1
+    assert f"[rank{who}]: ValueError: what the user's code says" in printed
+    if not command:  # torchrun may end the other process before it has said why it stops
+        assert f"rank {who} has failed while rank {1 - who} waited" in printed
+    assert "Exception ignored" not in printed
+    assert not ended(printed)
+    assert_gone(map(int, re.findall(r"process (\d+) has begun", printed)))
+
+
+@pytest.mark.rest("processes that import torch, to see an error of Lightning")
+def test_torchrun_with_another_number_of_processes_is_refused(tmp_path: Path) -> None:
+    """By Lightning, before work."""
+    write_script(tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(script.read_text().replace("devices=2", "devices=3"))
+    status, printed = run(tmp_path, *TORCHRUN, "script.py", "1")
+    assert status == 1
+    assert "does not match the world size (2)" in printed
+
+
+@pytest.mark.rest("processes that import torch and the command line")
+def test_a_config_of_the_command_line(tmp_path: Path) -> None:
+    """``devices: 2`` in a config, with the strategy by its name."""
+    demos = "lightning.pytorch.demos.boring_classes"
+    config = {
+        "seed_everything": 1,
+        "trainer": {
+            "strategy": "superpipeline",
+            "accelerator": "cpu",
+            "devices": 2,
+            "max_epochs": 1,
+            "limit_train_batches": 4,
+            "limit_val_batches": 2,
+            "enable_progress_bar": False,
+            "default_root_dir": str(tmp_path),
+        },
+        "model": f"{demos}.BoringModel",
+        "data": f"{demos}.BoringDataModule",
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    status, printed = run(tmp_path, "-m", "sp_lightning", "fit", "--config", "config.yaml")
+    assert status == 0, printed
+    assert printed.count("Superpipeline: 1 layer") == 1
+    assert len(list(tmp_path.glob("**/*.ckpt"))) == 1
