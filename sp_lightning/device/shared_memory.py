@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import array
 import ctypes
-import fcntl
 import mmap
 import os
 import struct
@@ -21,6 +20,9 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.layout import PAGE
+
+with suppress(ImportError):  # Windows has none, and no devices that share memory
+    import fcntl
 
 Page = tuple[int, int]
 """Where a run of pages begins and ends, in bytes from the start of the memory."""

@@ -177,11 +177,11 @@ class ReducedGradients:
         """The backward of a loss begins: all ranks will sum their gradients, whether this one has any or not."""
         if self._begun:
             return
-        self._begun = True
         if self._places is None:
             self._places = GradientPlaces(self._ranks, self._layers)
             self._families = self._places.families
             self._order = sorted(self._families, key=lambda owner: (owner.kind is Kind.RESIDENTS, -owner.index))
+        self._begun = True
 
     def _next(self) -> None:
         """Sends the layer whose turn it is, and receives this rank's part of all ranks' gradients of it."""
