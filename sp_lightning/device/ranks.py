@@ -26,7 +26,7 @@ from sp_lightning.device.shared_memory import SharedMemory, create, supported
 from sp_lightning.device.waits import Wait
 
 _ROW, _TEXT = 64, PAGE  # words of 8 bytes, and bytes of text, for each rank
-_ARRIVED, _FAILED, _DONE, _WORD, _VALUE = range(5)
+_ARRIVED, _FAILED, _DONE, _WORD, _VALUE, _NUMBER, _COMPARED = range(7)
 
 FINISHED, CLOSURE = 0, 1
 """What the primary says at the end of its turn: that it is over, or that everybody is to run the closure first."""
@@ -68,7 +68,7 @@ class Ranks:
         self._devices: Any = self._host if self._on_host else dist.new_group()
         self._pids: dict[int, int] = {}
         self._process_descriptors: dict[int, int] = {}
-        self._turns = 0
+        self._turns = self._comparisons = 0
         self._lock = threading.Lock()
         self.failure = ""
         self.connected = False
@@ -244,6 +244,20 @@ class Ranks:
         self.until(lambda: self._words[_DONE] >= self._turns, Wait.USE_AFTER_TURN)
         with self._lock:
             return self._words[_WORD], self._values[_VALUE]
+
+    def same(self, number: int, what: str) -> bool:
+        """Returns whether all ranks have come with the same number. Between two calls there is another wait for all.
+
+        Args:
+            number: this rank's.
+            what: what begins, for the error of a wait.
+        """
+        self._comparisons += 1
+        self._words[self.rank * _ROW + _NUMBER] = number
+        self.publish(self._words, self.rank * _ROW + _COMPARED, self._comparisons)
+        rows = range(0, self.size * _ROW, _ROW)
+        self.until(lambda: all(self._words[row + _COMPARED] >= self._comparisons for row in rows), what)
+        return all(self._words[row + _NUMBER] == number for row in rows)
 
     # ------------------------------------------------------------------ failures
 

@@ -96,11 +96,11 @@ class OwnView:
         end = self.bytes.nbytes if end is None else end
         return [(first - base, last - base) for first, last in _written_pages(base + begin, base + end)]
 
-    def commit(self) -> int:
+    def commit(self, begin: int = 0, end: int | None = None) -> int:
         """Copies what this process has written to everybody, and drops it. Returns the bytes."""
-        pages = self.written()
-        for begin, end in pages:
-            self._common[begin:end].copy_(self.bytes[begin:end])
+        pages = self.written(begin, end)
+        for first, last in pages:
+            self._common[first:last].copy_(self.bytes[first:last])
         return self._drop(pages)
 
     def drop(self, begin: int = 0, end: int | None = None) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter
+from types import MethodType
 from typing import Any
 
 import torch
@@ -315,6 +316,17 @@ def step_pre_hooks(optimizer: Any) -> list[Callable[..., Any]] | None:
 def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
     """The hooks before and after an optimizer's step."""
     return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+
+
+def own_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """An optimizer's step without the hooks around it, and without what schedulers put around it to count its calls."""
+    step: Any = vars(optimizer).get("step")
+    if step is not None and not getattr(step, "hooked", False):
+        return step
+    step = type(optimizer).step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return MethodType(step, optimizer)
 
 
 def global_step_hooks() -> list[Callable[..., Any]]:

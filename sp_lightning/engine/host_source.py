@@ -76,6 +76,11 @@ class HostSource:
             if layer.casts is not None and not self._updates.under_way(layer):
                 layer.casts.doubt()
 
+    def settle(self) -> None:
+        """Absorbs the memory that the user gave to parameters of any layer."""
+        for layer in self._layers:
+            self._adopt(layer)
+
     def _adopt(self, layer: StreamedLayer) -> None:
         """Absorbs the memory that the user gave to the layer's parameters (``param.data = other``)."""
         block = layer.block

@@ -10,11 +10,11 @@ from torch import nn
 
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Wait
+from sp_lightning.engine.host_source import HostSource
 from sp_lightning.engine.step import Step
 from sp_lightning.store.block_memory import SharedStore
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.reduced_gradients import ReducedGradients
-from sp_lightning.weights.source import BlockSource
 
 
 class Turns:
@@ -33,7 +33,7 @@ class Turns:
         ranks: Ranks,
         layers: Sequence[StreamedLayer],
         store: SharedStore,
-        source: BlockSource,
+        source: HostSource,
         step: Step,
         gradients: ReducedGradients,
     ) -> None:
@@ -64,13 +64,13 @@ class Turns:
     def begin(self) -> bool:
         """Begins the primary's turn, on any rank. Returns whether weights were written for all ranks: without their casts."""
         self._prepare()
+        self._gradients.make_places()
         if not self.ranks.primary:
-            self._store.merge()
+            self._merge()
             self.ranks.arrive()
             return False
         self.ranks.all_arrived()
-        self._gradients.commit()
-        return bool(self._store.merge())
+        return self._merge()
 
     def follow(self) -> tuple[int, float]:
         """The primary's turn, on another rank. Returns what the primary has said at its end."""
@@ -100,6 +100,10 @@ class Turns:
     def _forget(self) -> None:
         self._store.merge()
 
+    def _merge(self) -> bool:
+        self._gradients.merge()
+        return bool(self._store.merge())
+
     def cast(self) -> None:
         """Casts all weights anew, for all ranks."""
         for layer in self._layers:
@@ -110,4 +114,5 @@ class Turns:
     def _prepare(self) -> None:
         with self._lock:
             self._step.take_back_writes()
+            self._source.settle()
             self._source.synchronize()

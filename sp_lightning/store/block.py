@@ -194,7 +194,26 @@ class HostBlock:
         finally:
             with no_inference_mode(), torch.no_grad():
                 for index, value in seen.items():
+                    self._write_in_common(index)
                     self.parameters[index].data = value
+
+    def _write_in_common(self, index: int) -> None:
+        """If an optimizer has given a parameter other memory (``param.data = other``), everybody gets its value.
+
+        Raises:
+            RuntimeError: it has another dtype or shape, and so no place in the block.
+        """
+        parameter, span = self.parameters[index], self.planned.spans[index]
+        common = part(self.memory.common, span)
+        if parameter.data_ptr() == common.data_ptr():
+            return
+        if parameter.dtype != span.dtype or parameter.shape != span.shape:
+            raise RuntimeError(
+                f"The optimizer's step has given {span.name!r} data of {parameter.dtype} and shape {tuple(parameter.shape)} "
+                f"(param.data = other); it was {span.dtype} of shape {tuple(span.shape)}. Exchange parameters between two "
+                "batches."
+            )
+        common.copy_(parameter.data)
 
 
 def _part(memory: Tensor, span: Span) -> Tensor:

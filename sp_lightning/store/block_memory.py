@@ -110,11 +110,7 @@ class SharedStore:
         Returns:
             The bytes that this rank had written.
         """
-        views = {self._memory.own, *(block.view for block in self._blocks)}
-        written = sum(view.commit() if self._primary else view.drop() for view in views)
-        for block in self._blocks:
-            block.written = False
-        return written
+        return sum(block.merge() for block in self._blocks)
 
 
 class SharedBlockMemory:
@@ -136,6 +132,7 @@ class SharedBlockMemory:
         self, memory: SharedMemory, begin: int, nbytes: int, device: Device, *, pin: bool, primary: bool
     ) -> None:
         self._memory = memory
+        self._primary = primary
         self._begin, self._pages = begin, whole_pages(nbytes)
         self._nbytes = nbytes
         self._offset = begin  # in the view
@@ -159,6 +156,12 @@ class SharedBlockMemory:
         """Looks whether this rank has written the block."""
         self.written = bool(self.view.written(self._offset, self._offset + self._pages))
         return self.written
+
+    def merge(self) -> int:
+        """Does for the block what :meth:`SharedStore.merge` says. Memory that it has left to others stays theirs."""
+        self.written = False
+        begin, end = self._offset, self._offset + self._pages
+        return self.view.commit(begin, end) if self._primary else self.view.drop(begin, end)
 
     def anew(self) -> None:
         self.view.keep(self._offset, self._offset + self._pages)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from sp_lightning.device.ranks import CLOSURE, FINISHED
+from sp_lightning.device.torch_private import own_step
 from sp_lightning.engine.turns import Turns
 from sp_lightning.optim.scaler import Found, HostGradScaler
 from sp_lightning.trainer.run import Run
@@ -49,10 +52,10 @@ class RankSteps:
             scaler.together, self._scaler = self._unscale, scaler
         for optimizer in optimizers:
             self._replaced[optimizer] = vars(optimizer).get("step")
-            if self._turns.ranks.primary:
-                vars(optimizer)["step"] = _Leading(self, optimizer, optimizer.step)
-            else:
-                vars(optimizer)["step"] = MethodType(Optimizer.profile_hook_step(self._follow_step), optimizer)
+            step = partial(self._lead_step, own_step(optimizer)) if self._turns.ranks.primary else self._follow_step
+            vars(optimizer)["step"] = MethodType(_with_hooks(step), optimizer)
+            if not self._turns.ranks.primary:
+                optimizer.state = _Elsewhere()
 
     def detach(self) -> None:
         """Puts the optimizers' own steps back."""
@@ -64,12 +67,17 @@ class RankSteps:
                 vars(optimizer).pop("step", None)
             else:
                 vars(optimizer)["step"] = step
+            if isinstance(optimizer.state, _Elsewhere):
+                optimizer.state = defaultdict(dict)
         self._replaced.clear()
 
     # ------------------------------------------------------------------ steps
 
-    def lead_step(self, optimizer: Optimizer, step: Callable[..., Any], closure: Closure | None) -> Any:
+    def _lead_step(
+        self, step: Callable[..., Any], optimizer: Any, closure: Closure | None = None, **kwargs: Any
+    ) -> Any:
         """Runs a step on the primary. Each time it calls its closure, the others do so, too, with the weights of then."""
+        optimizer._opt_called = True  # for schedulers, which otherwise warn that they come before the optimizer
         turns = self._turns
         self._closures = 0
         with ExitStack() as turn:
@@ -83,16 +91,18 @@ class RankSteps:
                 turn.enter_context(turns.primary(writes_weights=True))
                 return result
 
-            result = step(None if closure is None else together)
+            result = step(*([] if closure is None else [together]), **kwargs)
         turns.ranks.say(FINISHED)
+        self._refuse_others(optimizer)
         return result
 
-    def _follow_step(self, optimizer: Any, closure: Closure | None = None) -> Any:
-        optimizer._opt_called = True  # for schedulers, which otherwise warn that they come before the optimizer
+    def _follow_step(self, optimizer: Any, closure: Closure | None = None, **_: Any) -> Any:
+        optimizer._opt_called = True
         result, self._closures = None, 0
         while self._turns.follow()[0] == CLOSURE:
             self._weights_may_differ(optimizer)
             result = closure() if closure is not None else None
+        self._refuse_others(optimizer)
         return result
 
     def _weights_may_differ(self, optimizer: Optimizer) -> None:
@@ -100,6 +110,26 @@ class RankSteps:
         self._closures += 1
         if self._closures > 1 or not type(optimizer).__module__.startswith("torch.optim."):
             self._run.invalidate()
+
+    def _refuse_others(self, optimizer: Any) -> None:
+        """Refuses parameters that the module does not have: no rank but the primary has stepped them.
+
+        Raises:
+            RuntimeError: there are some, with a gradient.
+        """
+        streamer = self._run.streamer
+        assert streamer is not None
+        for number, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if (
+                    parameter.grad is not None
+                    and streamer.updating.layer_of(getattr(parameter, "host", parameter)) is None
+                ):
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__} steps a parameter of shape {tuple(parameter.shape)} that is none of the "
+                        f"module's (number {index} of its group {number}): several devices do not sum its gradient. Make it an "
+                        "attribute of the module, or pass Trainer(devices=1)."
+                    )
 
     # ------------------------------------------------------------------ clipping
 
@@ -138,16 +168,30 @@ class RankSteps:
         return result
 
 
-class _Leading:
-    """The primary's ``optimizer.step``."""
+def _with_hooks(step: Callable[..., Any]) -> Any:
+    """A step with torch's hooks around it. They run on all ranks, and not in the primary's turn: each rank has a replica."""
+    hooked = Optimizer.profile_hook_step(step)
+    vars(hooked).update(_wrapped_by_lr_sched=True, _with_counter=True)  # schedulers, which may come later, leave it so
+    return hooked
 
-    def __init__(self, steps: RankSteps, optimizer: Optimizer, step: Callable[..., Any]) -> None:
-        self._steps = steps
-        self._optimizer = optimizer
-        self._step = step
 
-    def __call__(self, closure: Closure | None = None) -> Any:
-        return self._steps.lead_step(self._optimizer, self._step, closure)
+class _Elsewhere(defaultdict[Any, Any]):
+    """The state of an optimizer on a rank that has none. It can be saved and loaded; who looks into it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,)
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError(
+            "With several devices optimizers have state on rank 0 alone, and this process has another rank. Look at it where "
+            "trainer.is_global_zero; for an optimizer that changes weights outside of its step by its state (optimizer.eval(), "
+            "say) pass Trainer(devices=1)."
+        )
+
+    __getitem__ = __contains__ = get = setdefault = _refuse
 
 
 class _Once:

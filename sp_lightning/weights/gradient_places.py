@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.device.layout import Span, lay_out, part, total_bytes
@@ -60,6 +60,14 @@ class Family:
         """The parameters that are to get a gradient."""
         return [(layer, index) for layer, index in self.places if layer.block.parameters[index].requires_grad]
 
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters, in the order of their places."""
+        return [layer.block.parameters[index] for layer, index in self.places]
+
+    def trainable_spans(self) -> list[Span]:
+        """Where the gradients of :meth:`trainable` lie."""
+        return [self.places[place] for place in self.trainable()]
+
     def of(self, place: Place) -> Tensor:
         """This rank's view of a parameter's gradient."""
         return part(self.view.bytes[self.offset :], self.places[place])
@@ -91,6 +99,7 @@ class GradientPlaces:
             spans = dict(zip(places, lay_out(like), strict=True))
             laid.append((owner, begin, spans))
             begin += whole_pages(total_bytes(tuple(spans.values())))
+        self._primary = ranks.primary
         self._memory = ranks.share(begin, "gradients")
         self.families = {owner: Family(owner, at, spans, self._memory.own, at) for owner, at, spans in laid}
 
@@ -102,9 +111,19 @@ class GradientPlaces:
     def keep_held(self, family: Family) -> None:
         """If somebody holds a gradient of an earlier step, leaves it to them and takes another view for this step's."""
         if any(not lent.expired() and _gradient(place) is None for place, lent in family.lent.items()):
-            family.view.keep(family.offset, family.offset + family.pages)
-            family.view, family.offset = self._memory.view_anew(family.begin, family.begin + family.pages), 0
-            family.lent.clear()
+            self._leave(family)
+
+    def _leave(self, family: Family) -> None:
+        """Leaves a family's view to whoever holds gradients in it, and takes another one."""
+        gradients = {place: _gradient(place) for place in family.places if family.shows(place)}
+        family.view.keep(family.offset, family.offset + family.pages)
+        family.view, family.offset = self._memory.view_anew(family.begin, family.begin + family.pages), 0
+        family.lent.clear()
+        with no_inference_mode(), torch.no_grad():
+            for place, gradient in gradients.items():
+                assert gradient is not None
+                family.of(place).copy_(gradient)
+                gradient.data = self._lend(family, place)
 
     def keep_others(self, family: Family) -> None:
         """Leaves gradients that are not summed in this backward (of frozen parameters) to their parameters, as they are."""
@@ -123,19 +142,44 @@ class GradientPlaces:
     def show(self, family: Family, place: Place) -> None:
         """Lets ``param.grad`` show what is at its place."""
         layer, index = place
-        parameter, span = layer.block.parameters[index], family.places[place]
+        parameter = layer.block.parameters[index]
         with no_inference_mode(), torch.no_grad():
             if parameter.grad is None:
-                memory = lend(family.view.bytes[family.offset + span.offset :][: span.nbytes])
-                parameter.grad = part(memory, replace(span, offset=0))
-                family.lent[place] = StorageWeakRef(memory.untyped_storage())
+                parameter.grad = self._lend(family, place)
             elif not family.shows(place):
                 parameter.grad.copy_(family.of(place))
 
-    def commit(self) -> None:
-        """Makes what this rank's user code has written to gradients everybody's."""
-        for view in {family.view for family in self.families.values()}:
-            view.commit()
+    def merge(self) -> None:
+        """Makes what the primary's user code has written to gradients everybody's, and forgets what another rank's has.
+
+        A gradient that user code has put into ``param.grad`` moves to its place first.
+        """
+        for family in self.families.values():
+            for place in family.places:
+                self._take_over(family, place)
+            begin, end = family.offset, family.offset + family.pages
+            if self._primary:
+                family.view.commit(begin, end)
+            else:
+                family.view.drop(begin, end)
+
+    def _take_over(self, family: Family, place: Place) -> None:
+        gradient = _gradient(place)
+        if gradient is None or family.shows(place) or not _alike(gradient, family.of(place)):
+            return
+        lent = family.lent.get(place)
+        if lent is not None and not lent.expired():
+            self._leave(family)
+        with no_inference_mode(), torch.no_grad():
+            family.of(place).copy_(gradient)
+            gradient.data = self._lend(family, place)  # whoever else holds it sees what becomes of it
+
+    def _lend(self, family: Family, place: Place) -> Tensor:
+        """The view of a place, with a storage of its own that shows whether somebody holds it."""
+        span = family.places[place]
+        memory = lend(family.view.bytes[family.offset + span.offset :][: span.nbytes])
+        family.lent[place] = StorageWeakRef(memory.untyped_storage())
+        return part(memory, replace(span, offset=0))
 
     @contextmanager
     def written_in_common(self, owners: Iterable[StreamedLayer]) -> Iterator[None]:
@@ -151,9 +195,31 @@ class GradientPlaces:
         try:
             yield
         finally:
-            for (_, (layer, index)), gradient in zip(shown, gradients, strict=True):
-                if layer.block.parameters[index].grad is not None:  # else the optimizer has set it to None
-                    layer.block.parameters[index].grad = gradient
+            for (family, place), gradient in zip(shown, gradients, strict=True):
+                self._show_again(family, place, gradient)
+
+    def _show_again(self, family: Family, place: Place, gradient: Tensor | None) -> None:
+        """After a turn: what an optimizer has put into ``param.grad`` everybody sees, unless it is None."""
+        now, span = _gradient(place), family.places[place]
+        if now is None:
+            return
+        common = part(self.common(family, place, 0, span.nbytes), replace(span, offset=0))
+        if now.data_ptr() != common.data_ptr():
+            if not _alike(now, common):
+                return
+            with no_inference_mode(), torch.no_grad():
+                common.copy_(now)
+        with no_inference_mode():
+            place[0].block.parameters[place[1]].grad = gradient
+
+
+def _alike(gradient: Tensor, place: Tensor) -> bool:
+    """Whether a gradient can be moved to its place without being another one there."""
+    return (
+        type(gradient) is Tensor
+        and gradient.layout is torch.strided
+        and (gradient.dtype, gradient.shape, gradient.stride()) == (place.dtype, place.shape, place.stride())
+    )
 
 
 def _gradient(place: Place) -> Tensor | None:

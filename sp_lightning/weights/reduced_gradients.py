@@ -8,10 +8,11 @@ with zeros for what it lacks, so ranks that took different paths stay together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -177,11 +178,16 @@ class ReducedGradients:
         """The backward of a loss begins: all ranks will sum their gradients, whether this one has any or not."""
         if self._begun:
             return
+        self.make_places()
+        _compare_trained(self._ranks, self._families.values())
+        self._begun = True
+
+    def make_places(self) -> None:
+        """Makes the places of gradients, if there are none. Collective then."""
         if self._places is None:
             self._places = GradientPlaces(self._ranks, self._layers)
             self._families = self._places.families
             self._order = sorted(self._families, key=lambda owner: (owner.kind is Kind.RESIDENTS, -owner.index))
-        self._begun = True
 
     def _next(self) -> None:
         """Sends the layer whose turn it is, and receives this rank's part of all ranks' gradients of it."""
@@ -334,10 +340,10 @@ class ReducedGradients:
         """A context in which what is written to ``param.grad`` of these layers is written for all ranks."""
         return nullcontext() if self._places is None else self._places.written_in_common(owners)
 
-    def commit(self) -> None:
-        """Makes what this rank's user code has written to gradients everybody's."""
+    def merge(self) -> None:
+        """Makes what the primary's user code has written to gradients everybody's, and forgets what another rank's has."""
         if self._places is not None:
-            self._places.commit()
+            self._places.merge()
 
     def drop(self) -> None:
         """Drops the gradients that did not reach ``param.grad``, after a backward that failed."""
@@ -350,6 +356,18 @@ class ReducedGradients:
             self._device.access(tensor, Stream.COMPUTE, write=True)  # compute may put anything there next
         drain.device.clear()
         self.device_bytes -= drain.nbytes
+
+
+def _compare_trained(ranks: Ranks, families: Collection[Family]) -> None:
+    """Ranks match what they send by order and size, so all of them must send the gradients of the same parameters."""
+    trained = [parameter.requires_grad for family in families for parameter in family.parameters()]
+    if not ranks.same(crc32(bytes(trained)), "backward"):
+        ranks.must_agree(
+            "trained parameters",
+            {span.name: "trained" for family in families for span in family.trainable_spans()},
+            "With several devices set requires_grad of the same parameters on all of them: what it is drawn from must not depend "
+            "on the rank.",
+        )
 
 
 def _runs(spans: Any) -> list[_Run]:

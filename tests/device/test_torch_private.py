@@ -453,6 +453,22 @@ def test_hooks_of_optimizers_are_told_and_one_can_be_the_first() -> None:
     assert order == ["before", "ours", "users"]
 
 
+def test_an_optimizers_own_step_runs_no_hooks_and_counts_for_no_scheduler() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    called: list[str] = []
+    optimizer.register_step_post_hook(lambda *_: called.append("hook"))
+    for _ in range(2):  # without a scheduler, and with one
+        parameter.grad = torch.ones(1)
+        torch_private.own_step(optimizer)()
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert not called
+    assert parameter.item() == -1
+    vars(optimizer)["step"] = lambda: called.append("own")
+    torch_private.own_step(optimizer)()
+    assert called == ["own"]
+
+
 def test_hooks_of_all_optimizers_are_told() -> None:
     def before(*_: Any) -> None: ...
 

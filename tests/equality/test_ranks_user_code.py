@@ -1,0 +1,186 @@
+"""Several devices: what user code and optimizers do with weights and gradients on every rank is what it is under ``ddp``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
+from torch import nn
+
+from tests.equality.on_ranks import EveryBatch, seen
+from tests.support.models import vectors
+from tests.support.ranks import in_ranks, rank, start
+from tests.support.runs import assert_equal, fit, superpipeline
+
+
+class Net(pl.LightningModule):
+    """A few layers, and an optimizer that a case chooses."""
+
+    def __init__(self, width: int, make: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)))
+        self._make = make
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return self._make(self.parameters(), lr=0.1)
+
+
+class Manual(Net):
+    def __init__(self, width: int, make: Callable[..., Any]) -> None:
+        super().__init__(width, make)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        optimizer: Any = self.optimizers()
+        loss = super().training_step(batch, index)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+class NeverZeroed(Net):
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        pass
+
+
+class Replaces(torch.optim.SGD):
+    """Gives parameters and gradients other memory."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = parameter.grad * 0.5
+            parameter.data = parameter.data - parameter.grad
+        return loss
+
+
+def shrinking(parameters: Any, lr: float) -> Any:
+    optimizer = torch.optim.SGD(parameters, lr=lr)
+
+    def shrink(optimizer: Any, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.mul_(0.9)
+
+    optimizer.register_step_post_hook(shrink)
+    return optimizer
+
+
+class Exchanges(Callback):
+    """Gives parameters other memory between backward and step; somebody holds the old one."""
+
+    def __init__(self) -> None:
+        self.held: list[Any] = []
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        for parameter in pl_module.parameters():
+            self.held.append(parameter.data)
+            parameter.data = parameter.data * 0.9
+
+
+class Rewrites(Callback):
+    """Writes gradients, in place or not, and holds those of earlier steps."""
+
+    def __init__(self, replace: bool) -> None:
+        self._replace = replace
+        self.held: list[Any] = []
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        for parameter in pl_module.parameters():
+            self.held.append(parameter.grad)
+            parameter.grad = parameter.grad * 0.7 if self._replace else parameter.grad.mul_(0.7)
+
+
+class Late(Callback):
+    """Makes a scheduler in the middle of training."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self._scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizers[0], 1, 0.5)
+        if batch_idx > 1:
+            self._scheduler.step()
+
+
+SGD = torch.optim.SGD
+CASES: dict[str, tuple[Any, Any, Callable[[], list[Any]], dict[str, Any]]] = {
+    "an optimizer replaces data": (Net, Replaces, list, {}),
+    "a hook after the step writes weights": (Manual, shrinking, list, {}),
+    "data is exchanged before the step": (Net, SGD, lambda: [Exchanges()], {}),
+    "gradients are held": (Net, torch.optim.AdamW, lambda: [Rewrites(False)], {}),
+    "gradients are written and clipped": (NeverZeroed, SGD, lambda: [Rewrites(False)], {"gradient_clip_val": 0.01}),
+    "gradients are replaced and clipped": (NeverZeroed, SGD, lambda: [Rewrites(True)], {"gradient_clip_val": 0.01}),
+    "a late scheduler": (Net, SGD, lambda: [Late()], {}),
+    "stochastic weight averaging": (Net, SGD, lambda: [StochasticWeightAveraging(0.1, 1)], {"max_epochs": 3}),
+}
+
+
+def train(name: str, plain: bool) -> Any:
+    kind, make, callbacks, options = CASES[name]
+    added = callbacks()
+    strategy = EveryBatch() if plain else superpipeline(k=1)
+    outcome = fit(lambda: kind(16, make), vectors(8), strategy, devices=2, callbacks=added, **options)
+    return seen(outcome), [[each.clone() for each in getattr(callback, "held", [])] for callback in added]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_sees_what_it_sees_under_ddp(name: str) -> None:
+    ours, plain = in_ranks(2, train, name, False), in_ranks(2, train, name, True)
+    for number, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
+        if number:
+            for each in (*mine[0]["optimizers"], *theirs[0]["optimizers"]):
+                each["state"] = {}
+        assert_equal(mine, theirs, f"rank {number}")
+
+
+class Freezes(Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.layers[rank()].requires_grad_(False)
+
+
+class LooksAtState(Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        for parameter in trainer.optimizers[0].param_groups[0]["params"]:
+            trainer.optimizers[0].state[parameter]
+
+
+class Hides(Net):
+    """Its optimizer has a parameter that is not registered."""
+
+    def __init__(self, width: int, make: Callable[..., Any]) -> None:
+        super().__init__(width, make)
+        self.hidden = [nn.Parameter(torch.ones(width))]
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return super().training_step(batch * self.hidden[0], index)
+
+    def configure_optimizers(self) -> Any:
+        return self._make([*self.parameters(), *self.hidden], lr=0.1)
+
+
+REFUSED: dict[str, tuple[Any, list[Any], str]] = {
+    "ranks freeze different layers": (Net, [Freezes()], "trained parameters of rank 1 are not those of rank 0"),
+    "state is looked at on another rank": (Net, [LooksAtState()], "optimizers have state on rank 0 alone"),
+    "a parameter of nobody's": (Hides, [], "none of the module's"),
+}
+
+
+def train_refused(name: str) -> None:
+    kind, callbacks, _ = REFUSED[name]
+    fit(lambda: kind(16, SGD), vectors(8), superpipeline(k=1), devices=2, callbacks=callbacks)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    errors = [error for error, _ in start(2, train_refused, name).outcomes()]
+    assert all(errors), "a rank has not been told"
+    assert any(REFUSED[name][2] in str(error) for error in errors), errors
