@@ -60,6 +60,7 @@ def accumulate(simulate: bool, omit: str | None = None) -> tuple[dict[str, Any],
     return outcome, {wait.name for wait in made[0].waits}
 
 
+@pytest.mark.rest("each starts four processes; the first tier has the equality that these waits give")
 @pytest.mark.parametrize("wait", ON_THE_DEVICE, ids=lambda wait: wait.name)
 def test_every_wait_between_devices_is_needed(wait: Wait) -> None:
     plain = in_ranks(RANKS, accumulate, False)
@@ -218,6 +219,7 @@ def train(why: str, omit: bool, late: bool) -> dict[str, Any]:
     return {**found, "looked at": looks.seen}
 
 
+@pytest.mark.rest("each holds a rank up; the first tier has the equality that these waits give")
 @pytest.mark.parametrize("wait", HELD_UP, ids=lambda wait: wait.name)
 def test_every_wait_between_ranks_is_needed(wait: Wait) -> None:
     plain = in_ranks(RANKS, train, wait.name, False, False)

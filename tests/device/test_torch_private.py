@@ -454,8 +454,7 @@ def test_hooks_of_optimizers_are_told_and_one_can_be_the_first() -> None:
 
 
 def test_an_optimizers_own_step_runs_no_hooks_and_counts_for_no_scheduler() -> None:
-    parameter = nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    optimizer = torch.optim.SGD([parameter := nn.Parameter(torch.ones(1))], lr=1.0)
     called: list[str] = []
     optimizer.register_step_post_hook(lambda *_: called.append("hook"))
     for _ in range(2):  # without a scheduler, and with one
