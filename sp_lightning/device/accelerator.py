@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from time import perf_counter
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import PAGE
+from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.timeline import Timeline
 from sp_lightning.device.waits import Stream, Wait
@@ -47,7 +46,7 @@ class Accelerator(Device):
         if pin and self.device.type != "cuda":
             # torch raises RuntimeError where no more memory can be page-locked, by size or by permission.
             with no_inference_mode(), contextlib.suppress(RuntimeError):
-                return torch.empty(math.ceil(max(nbytes, 1) / PAGE) * PAGE, dtype=torch.uint8, pin_memory=True)
+                return torch.empty(whole_pages(nbytes), dtype=torch.uint8, pin_memory=True)
         return super().host_empty(nbytes)
 
     def pin(self, memory: Tensor) -> bool:

@@ -7,7 +7,6 @@ receives one of the two and does not ask which.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.device.layout import PAGE
+from sp_lightning.device.layout import PAGE, whole_pages
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.timeline import Kind, Timeline
 from sp_lightning.device.torch_private import copy_each
@@ -59,7 +58,7 @@ class Device:
             pin: whether the caller will call :meth:`pin`.
         """
         with no_inference_mode():
-            padded = math.ceil(max(nbytes, 1) / PAGE) * PAGE
+            padded = whole_pages(nbytes)
             raw = torch.empty(padded + PAGE, dtype=torch.uint8, device="cpu")
             start = -raw.data_ptr() % PAGE
             return raw[start : start + padded]

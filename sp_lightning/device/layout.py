@@ -48,6 +48,11 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+def whole_pages(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole pages, of which there is at least one."""
+    return -(-max(nbytes, 1) // PAGE) * PAGE
+
+
 def lay_out(named: Iterable[tuple[str, Tensor]], *, begin: int = 0) -> tuple[Span, ...]:
     """Returns one span for each tensor, one after the other, aligned. Dense strides (of channels-last, say) are kept.
 

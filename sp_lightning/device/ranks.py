@@ -11,6 +11,7 @@ import select
 import socket
 import struct
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from time import monotonic, sleep
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sp_lightning.device.layout import PAGE
+from sp_lightning.device.layout import PAGE, whole_pages
 from sp_lightning.device.shared_memory import SharedMemory, create, supported
 from sp_lightning.device.waits import Wait
 
@@ -44,7 +45,6 @@ class Ranks:
         size: how many there are.
         primary: whether this is the rank that updates the weights (rank 0).
         failure: this rank's own error, in words.
-        connected: whether there is a board.
 
     Args:
         device: where this rank computes.
@@ -71,16 +71,14 @@ class Ranks:
         self._turns = self._comparisons = 0
         self._lock = threading.Lock()
         self.failure = ""
-        self.connected = False
+        self._words: Any = None  # until there is a board
         board = self.share((_ROW * 8 + _TEXT) * self.size, "board")
         self._board = board
-        self._words: Any = board.words("q")
+        self._words = board.words("q")
         self._values: Any = board.words("d")
         for rank, pid in self._pids.items():
             with suppress(OSError):
                 self._process_descriptors[rank] = os.pidfd_open(pid)
-        self.barrier(Wait.READ_AFTER_FILL)
-        self.connected = True
 
     # ------------------------------------------------------------------ memory
 
@@ -91,7 +89,7 @@ class Ranks:
             nbytes: how much.
             name: what it is for.
         """
-        nbytes = -(-max(nbytes, 1) // PAGE) * PAGE
+        nbytes = whole_pages(nbytes)
         descriptor = self._hand_out(nbytes, name) if self.primary else self._receive()
         memory = SharedMemory(descriptor, nbytes)
         os.close(descriptor)
@@ -179,13 +177,18 @@ class Ranks:
         )
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrites tensors on the device by the primary's."""
+        """Overwrites tensors by the primary's: all that have a device and a dtype in common at once, as ddp does."""
+        alike = defaultdict[Any, list[Tensor]](list)
         for tensor in tensors:
-            self._wait_for(
-                dist.broadcast(tensor, 0, group=self._devices, async_op=True),
-                "the buffers of rank 0",
-                host=self._on_host,
-            )
+            alike[tensor.device, tensor.dtype].append(tensor)
+        for (device, _), each in alike.items():
+            host = self._on_host or device.type == "cpu"
+            flat = torch.cat([tensor.reshape(-1) for tensor in each])
+            group = self._host if host else self._devices
+            self._wait_for(dist.broadcast(flat, 0, group=group, async_op=True), "the buffers of rank 0", host=host)
+            if not self.primary:
+                for tensor, value in zip(each, flat.split([tensor.numel() for tensor in each]), strict=True):
+                    tensor.copy_(value.view(tensor.shape))
 
     def exchange(self, received: Tensor, sent: Tensor) -> None:
         """Sends the parts of a flat tensor on the device, one to each rank, and receives as many.
@@ -213,7 +216,7 @@ class Ranks:
         Raises:
             RankError: the other rank has said why.
         """
-        for _ in range(20 if self.connected else 0):  # whoever has failed says so, if it can
+        for _ in range(0 if self._words is None else 20):  # whoever has failed says so, if it can
             self.check(why)
             sleep(_LOOK)
         return RankError(f"rank {self.rank} has lost the others while it waited for {_said(why)}")

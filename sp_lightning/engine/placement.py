@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Protocol
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.ranks import Ranks
@@ -23,72 +22,39 @@ from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.gradients import Gradients
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.reduced_gradients import ReducedGradients
-from sp_lightning.weights.slots import Slots
-from sp_lightning.weights.weight_watch import WeightWatch
 
 
-class Placement(Protocol):
-    """Makes the parts that depend on the number of devices."""
+class Placement:
+    """Makes the parts that depend on the number of devices: here those of one device."""
 
     def allocate(self, device: Device, plan: Plan) -> Allocate:
         """Returns what allocates the host memory of the plan's layers, in their order."""
-
-    def gradients(
-        self, device: Device, staging: Staging, layers: Sequence[StreamedLayer], in_flight: int
-    ) -> GradientSink:
-        """Returns the place that gradients go to."""
-
-    def updates(self, layers: Sequence[StreamedLayer], device: Device) -> BackgroundUpdates:
-        """Returns what runs updates in the background."""
-
-    def source(
-        self,
-        layers: Sequence[StreamedLayer],
-        slots: Slots,
-        updates: BackgroundUpdates,
-        device: Device,
-        watch: WeightWatch | None,
-    ) -> HostSource:
-        """Returns what brings layers' bytes."""
-
-    def turns(
-        self, lock: threading.RLock, layers: Sequence[StreamedLayer], source: HostSource, step: Step
-    ) -> Turns | None:
-        """Returns how the ranks take turns; None on one device. Everything else of the engine is there."""
-
-
-class OneDevice:
-    """The :class:`Placement` of one device."""
-
-    def allocate(self, device: Device, plan: Plan) -> Allocate:
         return lambda nbytes, pin: PrivateMemory(device, nbytes, pin)
 
     def gradients(
         self, device: Device, staging: Staging, layers: Sequence[StreamedLayer], in_flight: int
     ) -> GradientSink:
+        """Returns the place that gradients go to."""
         return Gradients(device, staging, in_flight=in_flight)
 
     def updates(self, layers: Sequence[StreamedLayer], device: Device) -> BackgroundUpdates:
+        """Returns what runs updates in the background."""
         return BackgroundUpdates(layers, device)
 
-    def source(
-        self,
-        layers: Sequence[StreamedLayer],
-        slots: Slots,
-        updates: BackgroundUpdates,
-        device: Device,
-        watch: WeightWatch | None,
-    ) -> HostSource:
-        return HostSource(layers, slots, updates, device, watch)
+    @property
+    def source(self) -> type[HostSource]:
+        """The class of what brings layers' bytes."""
+        return HostSource
 
     def turns(
         self, lock: threading.RLock, layers: Sequence[StreamedLayer], source: HostSource, step: Step
     ) -> Turns | None:
+        """Returns how the ranks take turns; None on one device. The other parts of this class are there."""
         return None
 
 
-class OnRanks:
-    """The :class:`Placement` of one of several devices, each of which has a process.
+class OnRanks(Placement):
+    """The parts of one of several devices, each of which has a process.
 
     Args:
         ranks: the processes.
@@ -114,15 +80,9 @@ class OnRanks:
     def updates(self, layers: Sequence[StreamedLayer], device: Device) -> BackgroundUpdates:
         return SharedUpdates(layers, device, self._ranks, self._gradients)
 
-    def source(
-        self,
-        layers: Sequence[StreamedLayer],
-        slots: Slots,
-        updates: BackgroundUpdates,
-        device: Device,
-        watch: WeightWatch | None,
-    ) -> HostSource:
-        return SharedSource(layers, slots, updates, device, watch)
+    @property
+    def source(self) -> type[HostSource]:
+        return SharedSource
 
     def turns(
         self, lock: threading.RLock, layers: Sequence[StreamedLayer], source: HostSource, step: Step
@@ -134,4 +94,4 @@ class OnRanks:
         return turns
 
 
-ONE_DEVICE = OneDevice()
+ONE_DEVICE = Placement()

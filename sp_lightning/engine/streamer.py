@@ -84,8 +84,7 @@ class Streamer:
         self._closed = False
         self._build_weights(pin, check_writes, placement)
         self._build_activations(modes, HostRing(device, pin=pin, limit=host_room), log)
-        self._build_step(averages)
-        self.turns = self.updating.turns = placement.turns(self._lock, self._layers, self._source, self._step)
+        self._build_step(averages, placement)
         self._open_doors(around_rerun)
 
     # ------------------------------------------------------------------ the parts, from below
@@ -131,7 +130,7 @@ class Streamer:
         own = {self._layers[index] for index in self.found.visits[self.found.units[unit]]}
         return Writes([layer for layer in self._layers if layer.owner not in own]).first
 
-    def _build_step(self, averages: Sequence[nn.Module]) -> None:
+    def _build_step(self, averages: Sequence[nn.Module], placement: Placement) -> None:
         """Builds what modules hold, the step and its backward."""
         root, device, layers = self._module, self.device, self._layers
         swap = Swap(root, self.found.places, layers, stand_ins_for_wrapped(self.found, layers))
@@ -143,8 +142,9 @@ class Streamer:
         self._backward = Backward(
             self._lock, layers, *below, self.activations, self._step, self._gradients, self._peak.note
         )
+        self.turns = placement.turns(self._lock, layers, self._source, self._step)
         self.updating = Updating(
-            self._lock, layers, *below, self._step, self._backward, self._gradients, self.updates, device
+            self._lock, layers, *below, self._step, self._backward, self._gradients, self.updates, self.turns, device
         )
 
     def _open_doors(self, around_rerun: Callable[[], AbstractContextManager[None]]) -> None:

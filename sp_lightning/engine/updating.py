@@ -31,10 +31,10 @@ class Updating:
         lock: the engine's lock.
         layers: all layers.
         residency, lent, source, step, backward, gradients, updates: the engine's parts.
+        turns: how the ranks take turns; None on one device.
         device: the device.
 
     Attributes:
-        turns: how the ranks take turns; None on one device.
         step_seconds: seconds that optimizers' steps took on the host while the device had nothing to do.
     """
 
@@ -49,6 +49,7 @@ class Updating:
         backward: Backward,
         gradients: GradientSink,
         updates: BackgroundUpdates,
+        turns: Turns | None,
         device: Device,
     ) -> None:
         self._lock = lock
@@ -62,7 +63,7 @@ class Updating:
         self.updates = updates
         self.device = device
         self.step_seconds = 0.0
-        self.turns: Turns | None = None
+        self._turns = turns
         self._layer_of = {id(p): layer for layer in layers for p in layer.block.parameters}
 
     @property
@@ -137,16 +138,16 @@ class Updating:
 
     def gather(self) -> None:
         """With several ranks, waits for all of them, and makes what the primary's user code has written everybody's."""
-        if self.turns is not None:
+        if self._turns is not None:
             self.updates.finish()
-            if self.turns.begin():
-                self.turns.cast()
+            if self._turns.begin():
+                self._turns.cast()
 
     def over(self) -> None:
         """Allows uses of layers that backward has updated, because the step has submitted all updates."""
         self._backward.clear_early_updates()
-        if self.turns is not None and self.turns.ranks.primary:
-            self.turns.ranks.say(FINISHED)
+        if self._turns is not None and self._turns.ranks.primary:
+            self._turns.ranks.say(FINISHED)
 
     def release_gradients(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> None:
         """Frees the gradients of these parameters of a layer, which are updated."""

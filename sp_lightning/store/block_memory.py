@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import PAGE
+from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.pinned import PinnedMemory
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.shared_memory import SharedMemory
@@ -171,11 +171,6 @@ class SharedBlockMemory:
     def unpin(self) -> None:
         self._lock.unpin()
         self.pinned = False
-
-
-def whole_pages(nbytes: int) -> int:
-    """``nbytes`` rounded up to whole pages."""
-    return -(-max(nbytes, 1) // PAGE) * PAGE
 
 
 def pages_of(planned: PlannedLayer) -> int:

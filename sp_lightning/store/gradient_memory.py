@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import PAGE, lay_out, total_bytes
+from sp_lightning.device.layout import lay_out, total_bytes, whole_pages
 from sp_lightning.device.lease import Lease
 from sp_lightning.device.pinned import PinnedMemory
 
@@ -88,7 +88,7 @@ class Staging:
 
     def take(self, nbytes: int) -> PinnedMemory:
         """Returns a block of at least ``nbytes`` bytes."""
-        padded = -(-max(nbytes, 1) // PAGE) * PAGE
+        padded = whole_pages(nbytes)
         free = self._free[padded]
         return free.pop() if free else PinnedMemory(self._device, padded, pin=self._pin)
 

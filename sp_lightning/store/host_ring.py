@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import PAGE
+from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.pinned import PinnedMemory
 from sp_lightning.device.waits import Wait
 
@@ -69,7 +69,7 @@ class HostRing:
         """Gives out a buffer of at least so many bytes; None if the limit leaves no memory for one."""
         while self._returned:
             insort(self._idle, self._returned.popleft(), key=_size)
-        nbytes = -(-nbytes // PAGE) * PAGE
+        nbytes = whole_pages(nbytes)
         at = bisect_left(self._idle, nbytes, key=_size)
         if at < len(self._idle) and self._idle[at].nbytes * _FILLED <= nbytes:
             return self._idle.pop(at)

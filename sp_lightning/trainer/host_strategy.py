@@ -107,6 +107,8 @@ class HostStrategy(_Base):
     def ranks(self) -> Ranks | None:
         """The processes that train together, once they are connected; None for one device."""
         if len(self._devices) > 1 and (self._ranks is None or self._ranks.failure):  # a run may follow one that failed
+            if self._ranks is not None:
+                self._ranks.close()
             self._ranks = Ranks(self.root_device)
             if not self._ranks.primary:  # what rank 0 says is true of all; warnings may be of one alone
                 self.log = self.log.getChild(f"rank{self._ranks.rank}")

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sp_lightning.device.layout import Span, lay_out, part, total_bytes
+from sp_lightning.device.layout import Span, lay_out, part, total_bytes, whole_pages
 from sp_lightning.device.lease import lend
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.shared_memory import OwnView
-from sp_lightning.store.block_memory import whole_pages
 from sp_lightning.weights.layer import StreamedLayer
 
 Place = tuple[StreamedLayer, int]
