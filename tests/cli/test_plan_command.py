@@ -113,6 +113,7 @@ def test_generation_by_models_that_have_no_cache(model: str, capsys: pytest.Capt
     assert "with a cache of keys and values (past_key_values); leave out --generate" in capsys.readouterr().err
 
 
+@pytest.mark.rest("a model of real size is counted")
 def test_generation_of_an_encoder_and_a_decoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The decoder reads the encoder's output through keys and values of its own; the prompts are the encoder's."""
     config = transformers.T5Config(d_model=256, d_kv=64, d_ff=512, num_layers=4, num_heads=4, vocab_size=4096)
@@ -294,6 +295,7 @@ def test_attention_with_dropout_takes_no_more_than_without(tmp_path: Path, capsy
     assert with_dropout == without
 
 
+@pytest.mark.rest("a model of real size is counted")
 def test_groups_of_convolutions_count_in_backward(capsys: pytest.CaptureFixture[str]) -> None:
     forward = plan(capsys, "mobilenet_v2", "--predict", "--k", "1", "--precision", "32-true")["flops"]
     assert plan(capsys, "mobilenet_v2", "--k", "1", "--precision", "32-true")["flops"] == pytest.approx(
@@ -301,6 +303,7 @@ def test_groups_of_convolutions_count_in_backward(capsys: pytest.CaptureFixture[
     )
 
 
+@pytest.mark.rest("a model of real size is counted")
 def test_a_detector_is_built_without_a_download(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, "fasterrcnn_mobilenet_v3_large_fpn", "--k", "1")
     assert found["activation_bytes"] is None
@@ -565,6 +568,7 @@ def test_second_forwards_count_where_activations_are_unknown(capsys: pytest.Capt
     assert again["busy_seconds"]["compute"] == pytest.approx(4 / 3 * kept["busy_seconds"]["compute"])
 
 
+@pytest.mark.rest("a model of real size is counted")
 def test_logits_are_told_where_they_are_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", config("gpt2", tmp_path, vocab_size=50_000), "--tokens", "64", "--k", "1"])
     text = capsys.readouterr().out

@@ -29,6 +29,7 @@ def test_the_node_has_weights_gradients_and_state_once_and_activations_for_each(
     assert several["host_bytes"] - one["host_bytes"] == (DEVICES - 1) * one["offloaded_bytes"]
 
 
+@pytest.mark.rest("two plans of a whole model; the first tier has one of them")
 def test_gradients_of_several_devices_are_as_wide_as_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     one, several = (plan(capsys, *MODEL[:-1], "bf16-mixed", *more) for more in ((), ("--devices", str(DEVICES))))
     casts = several["host_bytes"] - 4 * WEIGHTS
@@ -38,6 +39,7 @@ def test_gradients_of_several_devices_are_as_wide_as_parameters(capsys: pytest.C
     )
 
 
+@pytest.mark.rest("two plans of a whole model; the first tier has one of them")
 def test_each_device_fetches_all_and_sends_a_part(capsys: pytest.CaptureFixture[str]) -> None:
     one, several = (each["windows"][0] for each in answers(capsys, "--dram", "1000", "--links", "10", "--pcie", "5"))
     assert several["busy_seconds"]["fetch"] == one["busy_seconds"]["fetch"]
@@ -53,6 +55,7 @@ def test_each_device_fetches_all_and_sends_a_part(capsys: pytest.CaptureFixture[
     assert more == pytest.approx((DEVICES * copied - once) / 1000, rel=1e-3)
 
 
+@pytest.mark.rest("two plans of a whole model; the first tier has one of them")
 def test_a_device_has_room_for_what_is_sent_and_received(capsys: pytest.CaptureFixture[str]) -> None:
     one, several = answers(capsys)
     largest = max(layer["bytes"] for layer in one["layers"])
@@ -60,6 +63,7 @@ def test_a_device_has_room_for_what_is_sent_and_received(capsys: pytest.CaptureF
     assert 2 * (2 + 1 / DEVICES) * largest <= more < 4 * 2 * largest
 
 
+@pytest.mark.rest("two plans of a whole model; the first tier has one of them")
 @pytest.mark.parametrize(
     ("slow", "binds"),
     [("--links", "links"), ("--pcie", "fetch"), ("--dram", "host memory"), ("--tflops", "compute")],

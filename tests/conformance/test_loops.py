@@ -71,6 +71,7 @@ class StopsAt(Callback):
             trainer.should_stop = True
 
 
+@pytest.mark.rest("flags of the Trainer that touch no weight")
 @feature("Loops and flags", *(f"`{name}`" for name in FLAGS), "`trainer.should_stop`")
 @pytest.mark.usefixtures("_as_before")
 @pytest.mark.filterwarnings("ignore:.*Anomaly Detection has been enabled.*:UserWarning")

@@ -11,6 +11,10 @@ from tests.equality.cases import CASES
 from tests.support.ranks import in_ranks
 from tests.support.runs import fit
 
+pytestmark = pytest.mark.rest(
+    "runs of two ranks and of one, to count bytes; test_ranks compares values in the first tier"
+)
+
 
 def fetched(ranks: int, overlap: Any) -> int:
     """Bytes that a rank has fetched in two batches of its own."""

@@ -179,6 +179,7 @@ def train_refused(name: str) -> None:
     fit(lambda: kind(16, SGD), vectors(8), superpipeline(k=1), devices=2, callbacks=callbacks)
 
 
+@pytest.mark.rest("test_ranks_refusals has errors of several ranks in the first tier")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name: str) -> None:
     errors = [error for error, _ in start(2, train_refused, name).outcomes()]

@@ -47,6 +47,7 @@ def test_trains_saves_and_resumes(llm: finetune_llm.Result) -> None:
     assert llm.checkpoint.is_file()
 
 
+@pytest.mark.rest("a second run of a recipe that the first tier has")
 def test_continues_from_a_local_folder(llm: finetune_llm.Result, tmp_path: Path) -> None:
     again = finetune_llm.main(["--steps", "4", "--model", str(llm.model), *TEXT, "--output", str(tmp_path)])
     assert again.first_loss < llm.first_loss + 0.5
@@ -75,6 +76,7 @@ def test_lora_trains_adapters_alone_and_merges_them(
     assert "peak on the device" in capsys.readouterr().out
 
 
+@pytest.mark.rest("a second run of a recipe that the first tier has")
 def test_lora_trains_a_base_where_none_is_given(tmp_path: Path) -> None:
     arguments = ["--base-steps", "3", "--steps", "2", *MODEL, *TEXT, "--targets", "q_proj", "--output", str(tmp_path)]
     result = finetune_lora.main(arguments)

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.observe import plot
 from tests.support.models import Module, Stack, vectors
 from tests.support.ranks import in_ranks
 from tests.support.runs import fit
+
+pytestmark = pytest.mark.rest("a run of several ranks, to look at a file")
 
 RANKS = 2
 

@@ -81,6 +81,7 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[float, 
     return window["seconds"], capsys.readouterr().out
 
 
+@pytest.mark.rest("a model of real size is counted")
 def test_plan_counts_other_optimizers_than_adamw(capsys: pytest.CaptureFixture[str]) -> None:
     adamw, _ = answer(capsys, "--dram", "1e-3")
     sgd, said = answer(capsys, "--dram", "1e-3", "--optimizer", "sgd")

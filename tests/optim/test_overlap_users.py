@@ -109,6 +109,7 @@ class ListOfBetas(Module):
         return optimizer
 
 
+@pytest.mark.rest("the registry has updates in the background in the first tier")
 @pytest.mark.parametrize(
     "what",
     [
@@ -185,6 +186,7 @@ class StraysFromOptimizer(Module):
         self.sums += [p.grad.clone() for name, p in self.named_parameters() if "inner" not in name]
 
 
+@pytest.mark.rest("the registry has updates in the background in the first tier")
 @pytest.mark.parametrize("k", first([1, 99], 1, why="the same where all layers stay"))
 @pytest.mark.parametrize("make", [SetsInStep, BackwardBefore, StraysFromOptimizer])
 @pytest.mark.parametrize("mode", OVERLAP)

@@ -170,6 +170,7 @@ def test_nothing_stays_alive_after_teardown() -> None:
     assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in module.parameters())
 
 
+@pytest.mark.rest("tensors are looked for in all memory")
 def test_steps_leave_no_tensors_behind() -> None:
     """An output that its own node keeps would never be freed; neither may slots or gradients pile up."""
 

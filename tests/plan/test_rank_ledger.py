@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -13,6 +14,8 @@ from sp_lightning.device.shared_memory import SharedMemory
 from tests.support.models import Module
 from tests.support.ranks import in_ranks
 from tests.support.runs import fit
+
+pytestmark = pytest.mark.rest("a run of several ranks, to count memory")
 
 RANKS, WIDTH, DEPTH = 2, 64, 6
 COUNT = WIDTH * WIDTH * DEPTH

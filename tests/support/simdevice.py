@@ -103,6 +103,7 @@ class SimDevice(Device):
         self.on_host: list[tuple[int, int, StorageWeakRef]] = []
         self.inside = False  # the engine's own copies are no operators of the model
         self._regions: list[Region] = []
+        self._many_regions = 64  # beyond so many, those whose memory is gone are left out
         self._queues: dict[Stream, deque[tuple[int, Callable[[], None]]]] = {s: deque() for s in Stream}
         self._issued = dict.fromkeys(Stream, 0)
         self._later: deque[tuple[Future[None], Callable[[], None], Clock]] = deque()
@@ -256,10 +257,12 @@ class SimDevice(Device):
         self.clocks[agent][agent] = self.clocks[agent].get(agent, 0) + 1
         access = Access(agent, self.clocks[agent][agent], what)
         start, end = _range(memory)
-        self._regions = [region for region in self._regions if not region.alive.expired()]
+        if len(self._regions) > self._many_regions:
+            self._regions = [region for region in self._regions if not region.alive.expired()]
+            self._many_regions = 2 * len(self._regions) + 64
         own = None
         for region in self._regions:
-            if region.start < end and start < region.end:
+            if region.start < end and start < region.end and not region.alive.expired():
                 before = [region.write, *(region.reads.values() if write else ())]
                 for earlier in before:
                     if earlier is not None and self.clocks[agent].get(earlier.by, 0) < earlier.at:

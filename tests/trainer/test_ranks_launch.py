@@ -110,6 +110,7 @@ def assert_files_are_one_runs(folder: Path, steps: int) -> dict[str, Any]:
     return file
 
 
+@pytest.mark.rest("processes that import torch; test_ranks starts its own in the first tier")
 @pytest.mark.parametrize(
     "package",
     [

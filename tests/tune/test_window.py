@@ -98,6 +98,7 @@ def test_the_window_grows_to_the_budget_and_no_further() -> None:
     assert plan.peak_device_bytes + 2 * LAYER > capacity * 15 // 16, "one layer more would not be sure to fit"
 
 
+@pytest.mark.rest("many batches; the first tier grows a window once")
 @pytest.mark.usefixtures("slow_fetches")
 @pytest.mark.parametrize("soft", first([True, False], False, why="the same where nothing but the budget limits"))
 @pytest.mark.parametrize("sizes", [(4, 4, 4, 40, 4, 80, 4), (4, 4, 120, 4, 4), (64, 4, 4, 4, 64, 4)], ids=str)

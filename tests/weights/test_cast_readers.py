@@ -323,17 +323,7 @@ BLOCKS = [
 ]  # fmt: skip
 
 
-FIRST = {
-    "Twice",
-    "Readers",
-    "Tied",
-    "WritesBetweenCalls",
-    "ReadsInside",
-    "OwnFunction",
-    "Scripted",
-    "Transformed",
-    "Block",
-}
+FIRST = {"Tied", "WritesBetweenCalls", "ReadsInside", "Block"}
 
 
 @pytest.mark.parametrize("accumulate", first([1, 2], 1, why="the same with accumulated gradients"))

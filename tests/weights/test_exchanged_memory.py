@@ -138,6 +138,7 @@ def hold_and_put_back(p: Any) -> None:
     p.data = before
 
 
+@pytest.mark.rest("writes and averages are in the first tier")
 @pytest.mark.parametrize("write", [multiply, add_then_multiply, hold_and_put_back])
 @pytest.mark.parametrize("block", ["linear", "convolution"])
 def test_the_same_memory_is_the_same_weight(block: str, write: Callable[[Any], None]) -> None:
