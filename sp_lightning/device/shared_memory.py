@@ -13,7 +13,7 @@ import ctypes
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import torch
@@ -96,16 +96,34 @@ class OwnView:
         end = self.bytes.nbytes if end is None else end
         return [(first - base, last - base) for first, last in _written_pages(base + begin, base + end)]
 
-    def commit(self, begin: int = 0, end: int | None = None) -> int:
-        """Copies what this process has written to everybody, and drops it. Returns the bytes."""
-        pages = self.written(begin, end)
+    def commit(self, *parts: Page) -> int:
+        """Copies what this process has written in these parts (or anywhere) to everybody, and drops it. Returns the bytes."""
+        pages = self._written_in(parts)
         for first, last in pages:
             self._common[first:last].copy_(self.bytes[first:last])
         return self._drop(pages)
 
-    def drop(self, begin: int = 0, end: int | None = None) -> int:
-        """Forgets what this process has written: it sees the common values again. Returns the bytes."""
-        return self._drop(self.written(begin, end))
+    def drop(self, *parts: Page) -> int:
+        """Forgets what this process has written there: it sees the common values again. Returns the bytes."""
+        return self._drop(self._written_in(parts))
+
+    def _written_in(self, parts: Sequence[Page]) -> list[Page]:
+        """The runs of written pages within parts that do not overlap, found by one look at all between the first and the last."""
+        if not parts:
+            return self.written()
+        parts = sorted(parts)
+        runs = iter(self.written(parts[0][0], parts[-1][1]))
+        run = next(runs, None)
+        found = []
+        for begin, end in parts:
+            while run is not None and run[1] <= begin:
+                run = next(runs, None)
+            while run is not None and run[0] < end:
+                found.append((max(run[0], begin), min(run[1], end)))
+                if run[1] > end:
+                    break
+                run = next(runs, None)
+        return found
 
     def keep(self, begin: int, end: int) -> None:
         """Makes all pages of a part this process's own: whoever holds it keeps its values, whatever others write later."""
@@ -116,6 +134,14 @@ class OwnView:
         for begin, end in pages:
             self._memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
         return sum(end - begin for begin, end in pages)
+
+
+def settle(parts: Iterable[tuple[OwnView, Page]], *, commit: bool) -> int:
+    """Commits or drops what this process has written in parts of several views: one look at each view. Returns the bytes."""
+    by_view: dict[OwnView, list[Page]] = {}
+    for view, part in parts:
+        by_view.setdefault(view, []).append(part)
+    return sum(view.commit(*each) if commit else view.drop(*each) for view, each in by_view.items())
 
 
 def create(nbytes: int, name: str) -> int:

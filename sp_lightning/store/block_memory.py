@@ -11,7 +11,7 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.pinned import PinnedMemory
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.device.shared_memory import SharedMemory
+from sp_lightning.device.shared_memory import OwnView, Page, SharedMemory, settle
 from sp_lightning.plan.plan import PlannedLayer
 
 
@@ -110,7 +110,9 @@ class SharedStore:
         Returns:
             The bytes that this rank had written.
         """
-        return sum(block.merge() for block in self._blocks)
+        for block in self._blocks:
+            block.written = False
+        return settle([block.area for block in self._blocks], commit=self._primary)
 
 
 class SharedBlockMemory:
@@ -132,7 +134,6 @@ class SharedBlockMemory:
         self, memory: SharedMemory, begin: int, nbytes: int, device: Device, *, pin: bool, primary: bool
     ) -> None:
         self._memory = memory
-        self._primary = primary
         self._begin, self._pages = begin, whole_pages(nbytes)
         self._nbytes = nbytes
         self._offset = begin  # in the view
@@ -152,16 +153,15 @@ class SharedBlockMemory:
         """All of the block as this rank sees it, if it has written some of it."""
         return self.seen if self.written else self.common
 
+    @property
+    def area(self) -> tuple[OwnView, Page]:
+        """The view, and where the block lies in it. Memory that the block has left to others is in no block's area."""
+        return self.view, (self._offset, self._offset + self._pages)
+
     def look(self) -> bool:
         """Looks whether this rank has written the block."""
         self.written = bool(self.view.written(self._offset, self._offset + self._pages))
         return self.written
-
-    def merge(self) -> int:
-        """Does for the block what :meth:`SharedStore.merge` says. Memory that it has left to others stays theirs."""
-        self.written = False
-        begin, end = self._offset, self._offset + self._pages
-        return self.view.commit(begin, end) if self._primary else self.view.drop(begin, end)
 
     def anew(self) -> None:
         self.view.keep(self._offset, self._offset + self._pages)

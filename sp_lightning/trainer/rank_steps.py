@@ -17,6 +17,7 @@ from sp_lightning.device.torch_private import own_step
 from sp_lightning.engine.turns import Turns
 from sp_lightning.optim.scaler import Found, HostGradScaler
 from sp_lightning.trainer.run import Run
+from sp_lightning.trainer.user_hooks import calls_closure_first
 
 Closure = Callable[[], Any]
 
@@ -106,9 +107,9 @@ class RankSteps:
         return result
 
     def _weights_may_differ(self, optimizer: Optimizer) -> None:
-        """An optimizer calls its closure, before which it may have written weights. torch's do so from the second call on."""
+        """An optimizer calls its closure, before which it may have written weights: each does so before a second call."""
         self._closures += 1
-        if self._closures > 1 or not type(optimizer).__module__.startswith("torch.optim."):
+        if self._closures > 1 or not calls_closure_first(optimizer):
             self._run.invalidate()
 
     def _refuse_others(self, optimizer: Any) -> None:
@@ -138,34 +139,41 @@ class RankSteps:
         """While this is active a precision plugin clips gradients once for all ranks."""
         names = ("clip_grad_by_norm", "clip_grad_by_value")
         for name in names:
-            setattr(plugin, name, _Once(self, getattr(plugin, name)))
+            setattr(plugin, name, partial(self.once, getattr(plugin, name)))
         try:
             yield
         finally:
             for name in names:
                 delattr(plugin, name)
 
-    def _unscale(self, action: Callable[[], Found]) -> Found:
-        """Divides the gradients of all ranks by the scale. All ranks learn whether some are not finite."""
-        turns, nothing = self._turns, -1.0
-        if not turns.ranks.primary:
-            value = turns.follow()[1]
-            return {} if value == nothing else {torch.device("cpu"): torch.tensor(value)}
-        with turns.primary(writes_weights=False):
-            found = action()
-        turns.ranks.say(FINISHED, max((float(each) for each in found.values()), default=nothing))
-        return found
-
     def once(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Does something to the gradients of all ranks, on the primary. The others wait for it."""
+        return self._on_primary(partial(action, *args, **kwargs), lambda result: 0.0)[0]
+
+    def _unscale(self, action: Callable[[], Found]) -> Found:
+        """Divides the gradients of all ranks by the scale. All ranks learn whether some are not finite."""
+        nothing = -1.0
+        found, largest = self._on_primary(
+            action, lambda found: max((float(each) for each in found.values()), default=nothing)
+        )
+        if found is None:
+            found = {} if largest == nothing else {torch.device("cpu"): torch.tensor(largest)}
+        return found
+
+    def _on_primary(self, action: Callable[[], Any], value: Callable[[Any], float]) -> tuple[Any, float]:
+        """Does something to the gradients of all ranks, on the primary.
+
+        Returns:
+            The primary's result, None on the others; and the number that the primary makes of it, on all ranks.
+        """
         turns = self._turns
         if not turns.ranks.primary:
-            turns.follow()
-            return None
+            return None, turns.follow()[1]
         with turns.primary(writes_weights=False):
-            result = action(*args, **kwargs)
-        turns.ranks.say(FINISHED)
-        return result
+            result = action()
+        said = value(result)
+        turns.ranks.say(FINISHED, said)
+        return result, said
 
 
 def _with_hooks(step: Callable[..., Any]) -> Any:
@@ -192,14 +200,3 @@ class _Elsewhere(defaultdict[Any, Any]):
         )
 
     __getitem__ = __contains__ = get = setdefault = _refuse
-
-
-class _Once:
-    """A method that acts once for all ranks."""
-
-    def __init__(self, steps: RankSteps, action: Callable[..., Any]) -> None:
-        self._steps = steps
-        self._action = action
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._steps.once(self._action, *args, **kwargs)

@@ -96,7 +96,7 @@ class UserHooks:
         In automatic optimization an optimizer's step lies between them: it calls the training step as its closure.
         """
         if "step" not in self._answers:
-            known = all(_calls_closure_first(optimizer) for optimizer in self._module.trainer.optimizers)
+            known = all(calls_closure_first(optimizer) for optimizer in self._module.trainer.optimizers)
             unsafe = not known or self.may_write_weights("optimizer")
             self._answers["step"] = self._check_writes or (self._module.automatic_optimization and unsafe)
         return self._answers["step"]
@@ -114,7 +114,7 @@ class UserHooks:
         return self.may_write_weights(phase) or self.may_write_weights("train")
 
 
-def _calls_closure_first(optimizer: Any) -> bool:
+def calls_closure_first(optimizer: Any) -> bool:
     """Whether an optimizer's step calls the closure before it writes weights: torch's do, without hooks before it."""
     hooks = step_pre_hooks(optimizer)
     step = getattr(type(optimizer), "step", None)

@@ -14,7 +14,7 @@ from sp_lightning.device.layout import Span, lay_out, part, total_bytes, whole_p
 from sp_lightning.device.lease import lend
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.device.shared_memory import OwnView
+from sp_lightning.device.shared_memory import OwnView, Page, settle
 from sp_lightning.weights.layer import StreamedLayer
 
 Place = tuple[StreamedLayer, int]
@@ -36,6 +36,7 @@ class Family:
         reduced: whether it has left in this backward.
         lent: the storage that was lent for each ``param.grad``.
         kept: for parameters without a gradient on this rank, their present ``param.grad`` in this rank's part.
+        pages: bytes of the shared memory, in whole pages.
     """
 
     owner: StreamedLayer
@@ -49,11 +50,15 @@ class Family:
     reduced: bool = False
     lent: dict[Place, StorageWeakRef] = field(default_factory=dict)
     kept: list[tuple[Place, Tensor, Tensor]] = field(default_factory=list)
+    pages: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pages = whole_pages(total_bytes(tuple(self.places.values())))
 
     @property
-    def pages(self) -> int:
-        """Bytes of the shared memory, in whole pages."""
-        return whole_pages(total_bytes(tuple(self.places.values())))
+    def area(self) -> tuple[OwnView, Page]:
+        """The view, and where the gradients lie in it."""
+        return self.view, (self.offset, self.offset + self.pages)
 
     def trainable(self) -> list[Place]:
         """The parameters that are to get a gradient."""
@@ -134,9 +139,7 @@ class GradientPlaces:
 
     def forget_writes(self) -> None:
         """Drops what this rank's user code has written to gradients, which are others now."""
-        for family in self.families.values():
-            if family.reduced:
-                family.view.drop(family.offset, family.offset + family.pages)
+        settle([family.area for family in self.families.values() if family.reduced], commit=False)
 
     def show(self, family: Family, place: Place) -> None:
         """Lets ``param.grad`` show what is at its place."""
@@ -156,11 +159,7 @@ class GradientPlaces:
         for family in self.families.values():
             for place in family.places:
                 self._take_over(family, place)
-            begin, end = family.offset, family.offset + family.pages
-            if self._primary:
-                family.view.commit(begin, end)
-            else:
-                family.view.drop(begin, end)
+        settle([family.area for family in self.families.values()], commit=self._primary)
 
     def _take_over(self, family: Family, place: Place) -> None:
         gradient = _gradient(place)

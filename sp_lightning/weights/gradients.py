@@ -23,6 +23,7 @@ from sp_lightning.device.pinned import PinnedMemory
 from sp_lightning.device.torch_private import accumulation_hooks, coalesced, sparse_indices, sparse_values
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.gradient_memory import Staging
+from sp_lightning.weights.gradient_sink import refuse_graph
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.narrow_gradient import keep_narrow
 
@@ -179,12 +180,7 @@ class Gradients:
         Raises:
             RuntimeError: the gradient has a graph of its own (``backward(create_graph=True)``).
         """
-        if gradient.requires_grad:
-            name = layer.planned.spans[index].name
-            raise RuntimeError(
-                f"The gradient of {name!r} has a graph of its own (backward(create_graph=True)); it would be lost on "
-                f"the way to the host. Use torch.autograd.grad(loss, parameters, create_graph=True), which keeps it."
-            )
+        refuse_graph(layer, index, gradient)
         owner, place = layer.owner, (layer, index)
         received = self._received.get(owner)
         if received is None:

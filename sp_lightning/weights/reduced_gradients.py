@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import Span, aligned, lay_out, part, total_bytes
 from sp_lightning.device.modes import no_inference_mode
-from sp_lightning.device.rank_order import sum_in_order
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.weights.gradient_places import Family, GradientPlaces, Place
+from sp_lightning.weights.gradient_sink import refuse_graph
 from sp_lightning.weights.gradients import Drains, each_row_once
 from sp_lightning.weights.layer import Kind, StreamedLayer
+from sp_lightning.weights.rank_sum import RankSum, sum_over_ranks
 
 
 @dataclass
@@ -41,15 +41,6 @@ class _Drain:
     device: list[Tensor]
     nbytes: int
     landed: Any
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Neighbouring gradients of one dtype, in the tensor that is sent: where they begin and end, in bytes."""
-
-    begin: int
-    end: int
-    dtype: torch.dtype
 
 
 class ReducedGradients:
@@ -70,9 +61,11 @@ class ReducedGradients:
         self._families: dict[StreamedLayer, Family] = {}
         self._order: list[StreamedLayer] = []
         self._turn = 0
-        self._completed: dict[
-            StreamedLayer, None
-        ] = {}  # in this backward, in the order in which they were complete here
+        # In this backward, in the order in which they were complete here.
+        self._completed: dict[StreamedLayer, None] = {}
+        # Those with gradients on the device: whose others are still to come, and who wait for their turn.
+        self._arriving: dict[Family, None] = {}
+        self._ready: dict[Family, None] = {}
         self._begun = False  # whether gradients have come in this backward
         self._drains: Drains[_Drain] = Drains(device, in_flight, self._free, lambda drain: None)
         self.compacted: set[StreamedLayer] = set()
@@ -94,11 +87,7 @@ class ReducedGradients:
             RuntimeError: it cannot be summed over ranks, or its layer's gradients have left already.
         """
         name = layer.planned.spans[index].name
-        if gradient.requires_grad:
-            raise RuntimeError(
-                f"The gradient of {name!r} has a graph of its own (backward(create_graph=True)); it would be lost on "
-                f"the way to the host. Use torch.autograd.grad(loss, parameters, create_graph=True), which keeps it."
-            )
+        refuse_graph(layer, index, gradient)
         self.expect()
         family, place = self._families[layer.owner], (layer, index)
         if family.reduced:
@@ -112,6 +101,7 @@ class ReducedGradients:
         if gradient.layout is not torch.strided:
             gradient = self._to_dense(layer, name, gradient)
         family.waiting[place] = gradient
+        (self._ready if layer.owner in self._completed else self._arriving)[family] = None
         family.came.add(place)
         self._device.access(gradient, Stream.COMPUTE, write=True)
         self.device_bytes += gradient.nbytes
@@ -137,29 +127,24 @@ class ReducedGradients:
             return
         self.compacted -= {owner}
         self._completed[owner] = None
+        if family.waiting:
+            self._arriving.pop(family, None)
+            self._ready[family] = None
         while self._turn < len(self._order) and self._order[self._turn] in self._completed:
             self._next()
-        waiting = [self._families[each] for each in self._completed if self._families[each].waiting]
-        for each in waiting[: max(0, len(waiting) - self._drains.in_flight)]:
+        for each in list(self._ready)[: -self._drains.in_flight]:
             self._stash(each)
         self._make_way()
 
-    def _make_way(self, sending: StreamedLayer | None = None) -> None:
+    def _make_way(self) -> None:
         """Lets as many transfers end as layers wait for their turn: together they keep to what the plan counts."""
-        waiting = sum(bool(self._families[owner].waiting) for owner in self._completed if owner is not sending)
-        self._drains.retire(max(0, self._drains.in_flight - 1 - waiting))
+        self._drains.retire(max(0, self._drains.in_flight - 1 - len(self._ready)))
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Moves what is left of other layers' gradients to the host, because the backward of ``layers`` begins."""
         owners = [layer.owner for layer in layers]
-        for family in self._families.values():
-            owner = family.owner
-            if (
-                family.waiting
-                and owner not in owners
-                and owner not in self._completed
-                and owner.kind is not Kind.RESIDENTS
-            ):
+        for family in list(self._arriving):
+            if family.owner not in owners and family.owner.kind is not Kind.RESIDENTS:
                 self._stash(family)
 
     def _stash(self, family: Family) -> None:
@@ -170,7 +155,13 @@ class ReducedGradients:
                 family.stashed[place] = family.stashed[place] + there if place in family.stashed else there
             self.device_bytes -= gradient.nbytes
             self.host_waits += 1
+        self._gone(family)
+
+    def _gone(self, family: Family) -> None:
+        """Its gradients are not on the device any more."""
         family.waiting.clear()
+        self._arriving.pop(family, None)
+        self._ready.pop(family, None)
 
     # ------------------------------------------------------------------ a layer is summed
 
@@ -194,70 +185,34 @@ class ReducedGradients:
         family = self._families[self._order[self._turn]]
         self._turn += 1
         assert self._places is not None
-        places = family.trainable()
-        if not places:
+        if not family.trainable():
             return
         family.reduced = True
-        self._make_way(family.owner)
+        self._ready.pop(family, None)
+        self._make_way()
         self._places.keep_others(family)
         self._places.keep_held(family)
-        like = [(family.places[p].name, p[0].block.parameters[p[1]].detach()) for p in places]
-        spans = dict(zip(places, lay_out(like), strict=True))
-        nbytes = aligned(-(-total_bytes(tuple(spans.values())) // self._ranks.size))
-        device = self._device
-        sent, received = (device.empty(nbytes * self._ranks.size) for _ in range(2))
-        device.wait(Stream.REDUCE, device.record(Stream.COMPUTE), Wait.REDUCE_AFTER_GRADIENT)
-        begun = device.mark(Stream.REDUCE)
-        with device.on(Stream.REDUCE), no_inference_mode(), torch.no_grad():
-            self._pack(family, spans, sent)
-            runs = _runs(spans.values())
-            for run in runs:
-                sent[run.begin : run.end].view(run.dtype).mul_(1 / self._ranks.size)  # as DistributedDataParallel does
-            self._ranks.exchange(received, sent)
-            own = _own_part(device, self._ranks, runs, received, nbytes)
-            device.access(own, Stream.REDUCE, write=True)
-        device.note("reduce", family.owner.index, begun, Stream.REDUCE, sent.nbytes)
-        taken = [sent, received, own]
-        self.device_bytes += sum(each.nbytes for each in taken)
-        self._drain(family, spans, own, [*family.waiting.values(), *taken])
-        family.waiting.clear()
+        summed = sum_over_ranks(self._device, self._ranks, family)
+        self.device_bytes += sum(each.nbytes for each in summed.device)
+        self._drain(family, summed)
+        self._gone(family)
         family.stashed.clear()
 
-    def _pack(self, family: Family, spans: dict[Place, Span], sent: Tensor) -> None:
-        """Writes this rank's gradients, added to what is in ``param.grad``, to the tensor that is sent."""
-        sent.zero_()
-        for place, span in spans.items():
-            target = part(sent, span)
-            before = place[0].block.parameters[place[1]].grad
-            gradients = [before, family.stashed.get(place), family.waiting.get(place)]
-            found = [each for each in gradients if each is not None]
-            if found:
-                target.copy_(found[0])
-            for each in found[1:]:
-                target.add_(each.to(target.device))
-            waiting = family.waiting.get(place)
-            if waiting is not None:
-                self._device.access(waiting, Stream.REDUCE, write=False)
-
-    def _drain(self, family: Family, spans: dict[Place, Span], own: Tensor, alive: list[Tensor]) -> None:
-        """Copies this rank's part to where everybody sees it."""
+    def _drain(self, family: Family, summed: RankSum) -> None:
+        """Copies this rank's part of a sum to where everybody sees it."""
         assert self._places is not None
-        device, first = self._device, self._ranks.rank * own.nbytes
-        targets, sources = [], []
-        for place, span in spans.items():
-            begin, end = max(span.offset, first), min(span.offset + span.nbytes, first + own.nbytes)
-            if begin < end:
-                targets.append(self._places.common(family, place, begin - span.offset, end - begin))
-                sources.append(own[begin - first : end - first])
-                if place not in family.came and place[0].block.parameters[place[1]].grad is not None:
-                    family.kept.append(
-                        (place, targets[-1], self._present(family, place, begin - span.offset, end - begin))
-                    )
+        device, targets, sources = self._device, [], []
+        for place, begin, source in summed.parts():
+            targets.append(self._places.common(family, place, begin, source.nbytes))
+            sources.append(source)
+            if place not in family.came and place[0].block.parameters[place[1]].grad is not None:
+                family.kept.append((place, targets[-1], self._present(family, place, begin, source.nbytes)))
         device.wait(Stream.DOWNLOAD, device.record(Stream.REDUCE), Wait.DRAIN_AFTER_REDUCE)
         begun = device.mark(Stream.DOWNLOAD)
         device.copy(targets, sources, Stream.DOWNLOAD)
-        device.note("drain", family.owner.index, begun, Stream.DOWNLOAD, own.nbytes)
-        self.drained_bytes += own.nbytes
+        device.note("drain", family.owner.index, begun, Stream.DOWNLOAD, summed.own.nbytes)
+        self.drained_bytes += summed.own.nbytes
+        alive = [*family.waiting.values(), *summed.device]
         self._drains.add(_Drain(alive, sum(each.nbytes for each in alive), device.record(Stream.DOWNLOAD)))
 
     def _present(self, family: Family, place: Place, begin: int, nbytes: int) -> Tensor:
@@ -295,13 +250,11 @@ class ReducedGradients:
 
     def _agree(self, places: list[tuple[Family, Place]]) -> list[list[int]]:
         """Tells all ranks which parameters have a gradient on any, which had one before, and the primary's order."""
-        count = len(places)
-        words = torch.zeros(2 * count + len(self._order), dtype=torch.int32)
-        for index, (family, (layer, of)) in enumerate(places):
-            words[index] = (layer, of) in family.came
-            words[count + index] = layer.block.parameters[of].grad is not None
-        if self._ranks.primary:
-            words[2 * count :] = torch.tensor([self._families_index(owner) for owner in self._next_order()])
+        count, indices = len(places), {owner: index for index, owner in enumerate(self._families)}
+        came = [place in family.came for family, place in places]
+        before = [layer.block.parameters[of].grad is not None for _, (layer, of) in places]
+        order = [indices[owner] for owner in self._next_order()] if self._ranks.primary else [0] * len(indices)
+        words = torch.tensor([*came, *before, *order], dtype=torch.int32)
         self._ranks.largest(words)
         bits = words[: 2 * count].view(2, count).t().tolist()
         if any(before and not gradient for gradient, before in bits):
@@ -311,12 +264,9 @@ class ReducedGradients:
                     if place in unused:
                         target.copy_(value)
             self._ranks.barrier(Wait.SHOW_AFTER_LANDING)
-        owners = list(self._families)
+        owners = list(indices)
         self._order = [owners[index] for index in words[2 * count :].tolist()]
         return bits
-
-    def _families_index(self, owner: StreamedLayer) -> int:
-        return list(self._families).index(owner)
 
     def _next_order(self) -> list[StreamedLayer]:
         """The order of the next backward: as layers were complete in this one, the others behind them."""
@@ -327,6 +277,8 @@ class ReducedGradients:
         self._turn = 0
         self._begun = False
         self._completed.clear()
+        self._arriving.clear()
+        self._ready.clear()
         self.compacted.clear()
         self.device_bytes = 0
         for family in self._families.values():
@@ -368,28 +320,3 @@ def _compare_trained(ranks: Ranks, families: Collection[Family]) -> None:
             "With several devices set requires_grad of the same parameters on all of them: what it is drawn from must not depend "
             "on the rank.",
         )
-
-
-def _runs(spans: Any) -> list[_Run]:
-    """Puts neighbours of one dtype together, with the padding between them."""
-    runs: list[_Run] = []
-    for span in spans:
-        end = span.offset + aligned(span.nbytes)
-        if runs and runs[-1].dtype is span.dtype:
-            runs[-1] = _Run(runs[-1].begin, end, span.dtype)
-        else:
-            runs.append(_Run(span.offset, end, span.dtype))
-    return runs
-
-
-def _own_part(device: Device, ranks: Ranks, runs: Sequence[_Run], received: Tensor, nbytes: int) -> Tensor:
-    """Adds the parts of all ranks, in their order."""
-    own = device.empty(nbytes)
-    first = ranks.rank * nbytes
-    parts = received.view(ranks.size, nbytes).unbind()
-    for run in runs:
-        begin, end = max(run.begin - first, 0), min(run.end - first, nbytes)
-        if begin < end:
-            total = sum_in_order([each[begin:end].view(run.dtype) for each in parts])
-            own[begin:end].view(run.dtype).copy_(total)
-    return own

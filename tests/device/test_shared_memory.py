@@ -11,7 +11,7 @@ import torch
 
 from sp_lightning.device import shared_memory
 from sp_lightning.device.layout import PAGE
-from sp_lightning.device.shared_memory import SharedMemory, create
+from sp_lightning.device.shared_memory import SharedMemory, create, settle
 
 PAGES = 16
 
@@ -66,10 +66,45 @@ def test_committed_writes_are_everybodys(memory: SharedMemory) -> None:
 def test_dropped_writes_are_gone(memory: SharedMemory) -> None:
     memory.own.bytes[0] = 1
     memory.own.bytes[PAGE] = 1
-    assert memory.own.drop(PAGE) == PAGE
+    assert memory.own.drop((PAGE, memory.nbytes)) == PAGE
     assert memory.own.bytes[PAGE] == 7
     assert memory.own.bytes[0] == 1
     assert memory.own.written() == [(0, PAGE)]
+
+
+def test_parts_are_cut_out_of_runs(memory: SharedMemory) -> None:
+    """Also where a run reaches beyond a part, ends in it, or lies between two."""
+    for page in (1, 2, 3, 5, 6, 8, 10, 11):
+        memory.own.bytes[page * PAGE] = 1
+    parts = [(10 * PAGE, 11 * PAGE), (2 * PAGE, 4 * PAGE), (4 * PAGE, 6 * PAGE), (9 * PAGE, 10 * PAGE)]
+    assert memory.own.commit(*parts) == 4 * PAGE
+    assert [page for page in range(PAGES) if memory.common[page * PAGE] == 1] == [2, 3, 5, 10]
+    assert memory.own.written() == [
+        (PAGE, 2 * PAGE),
+        (6 * PAGE, 7 * PAGE),
+        (8 * PAGE, 9 * PAGE),
+        (11 * PAGE, 12 * PAGE),
+    ]
+
+
+@pytest.mark.parametrize("commit", [True, False])
+def test_views_are_settled_with_one_look_each(
+    memory: SharedMemory, commit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    views = [memory.own, memory.view_anew(8 * PAGE, 16 * PAGE)]
+    looks, written = list[shared_memory.OwnView](), shared_memory.OwnView.written
+
+    def noted(self: shared_memory.OwnView, *part: int) -> list[tuple[int, int]]:
+        looks.append(self)
+        return written(self, *part)
+
+    monkeypatch.setattr(shared_memory.OwnView, "written", noted)
+    for view in views:
+        view.bytes[:: 2 * PAGE] = 1
+    parts = [(view, (page * PAGE, (page + 1) * PAGE)) for page in range(4) for view in views]
+    assert settle(parts, commit=commit) == 4 * PAGE
+    assert looks == views
+    assert [page for page in range(PAGES) if memory.common[page * PAGE] == 1] == ([0, 2, 8, 10] if commit else [])
 
 
 def test_what_is_kept_does_not_follow(memory: SharedMemory) -> None:
