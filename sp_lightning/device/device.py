@@ -29,6 +29,8 @@ class Device:
     Attributes:
         timelines: the timelines to which :meth:`note` adds intervals.
 
+        background_threads: how many threads an operator takes in the background; None for all that this process has but one.
+
     Args:
         device: the device on which layers compute.
     """
@@ -43,6 +45,7 @@ class Device:
         self.device = device
         self._stalled: dict[Wait, float] = dict.fromkeys(Wait, 0.0)
         self.timelines: list[Timeline] = []
+        self.background_threads: int | None = None
         self._background: ThreadPoolExecutor | None = None
 
     def empty(self, nbytes: int) -> Tensor:
@@ -122,7 +125,7 @@ class Device:
     def later(self, work: Callable[[], None]) -> Future[None]:
         """Gives work on the host to the background thread, which does one piece after the other, in the order of calls."""
         if self._background is None:
-            self._background = _one_thread()
+            self._background = _one_thread(self.background_threads or max(1, torch.get_num_threads() - 1))
         return self._background.submit(work)
 
     def finish(self, work: Future[None], why: Wait) -> None:
@@ -181,17 +184,17 @@ class Device:
         return sum(self._stalled[each] for each in why)
 
 
-def _one_thread() -> ThreadPoolExecutor:
-    """Returns an executor with one thread, whose operators use all cores but one. That one is left to Python."""
+def _one_thread(of_operators: int) -> ThreadPoolExecutor:
+    """Returns an executor with one thread, whose operators use so many."""
     threads = torch.get_num_threads()
 
-    def leave_one() -> None:
+    def set_number() -> None:
         # The first call in a thread sets the thread's number to the one that any thread has set last. It has to come
         # before set_num_threads here, or it would undo that later.
         torch.get_num_threads()
-        torch.set_num_threads(max(1, threads - 1))
+        torch.set_num_threads(of_operators)
 
-    executor = ThreadPoolExecutor(1, "superpipeline", leave_one)
+    executor = ThreadPoolExecutor(1, "superpipeline", set_number)
     executor.submit(lambda: None).result()
     torch.set_num_threads(threads)  # threads that start from now on take this number again
     return executor

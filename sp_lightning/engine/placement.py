@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
+
+import torch
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.ranks import Ranks
@@ -78,6 +81,8 @@ class OnRanks(Placement):
         return self._gradients
 
     def updates(self, layers: Sequence[StreamedLayer], device: Device) -> BackgroundUpdates:
+        if not device.computes_on_host:  # else the other ranks' models compute on these processors
+            device.background_threads = update_threads(self._ranks.size)
         return SharedUpdates(layers, device, self._ranks, self._gradients)
 
     @property
@@ -92,6 +97,15 @@ class OnRanks(Placement):
             turns.cast()
         self._ranks.barrier(Wait.READ_AFTER_FILL)
         return turns
+
+
+def update_threads(processes: int) -> int:
+    """How many threads the primary's updates take: those of all ranks, whose updates these are, but one for Python of each.
+
+    Lightning gives each process its part of the processors, and torchrun gives it one.
+    """
+    own = max(1, torch.get_num_threads() - 1)
+    return max(own, min(own * processes, len(os.sched_getaffinity(0)) - processes))
 
 
 ONE_DEVICE = Placement()
