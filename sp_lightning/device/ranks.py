@@ -1,20 +1,17 @@
 """The ranks: the processes that train one model together, each with a device of its own, over one store on the host.
 
-Tensors travel by ``torch.distributed``. Beside it the ranks have a *board*, a page of shared memory with one writer for each
-word. A wait on the board takes microseconds, and it ends when another rank has failed: with that rank's own error.
+Tensors travel by ``torch.distributed``. Beside it the ranks have a *board* in shared memory: every wait ends when another rank
+has failed, with that rank's own error, or has come to something else.
 """
 
 from __future__ import annotations
 
 import os
-import select
 import socket
 import struct
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 from uuid import uuid4
 
@@ -22,19 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sp_lightning.device.layout import PAGE, whole_pages
+from sp_lightning.device.board import LOOK, Board, RankError, board_bytes, in_words
+from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.shared_memory import SharedMemory, create, supported
 from sp_lightning.device.waits import Wait
 
-_ROW, _TEXT = 64, PAGE  # words of 8 bytes, and bytes of text, for each rank
-_ARRIVED, _FAILED, _DONE, _WORD, _VALUE, _NUMBER, _COMPARED = range(7)
+_DONE, _WORD, _VALUE = range(3)  # the primary's words: how many turns are over, and what it says of the last
 
 FINISHED, CLOSURE = 0, 1
 """What the primary says at the end of its turn: that it is over, or that everybody is to run the closure first."""
-
-
-class RankError(RuntimeError):
-    """Another rank has failed, so this one cannot go on."""
 
 
 class Ranks:
@@ -44,7 +37,6 @@ class Ranks:
         rank: this process's number.
         size: how many there are.
         primary: whether this is the rank that updates the weights (rank 0).
-        failure: this rank's own error, in words.
 
     Args:
         device: where this rank computes.
@@ -67,18 +59,19 @@ class Ranks:
         self._on_host = device.type == "cpu"
         self._devices: Any = self._host if self._on_host else dist.new_group()
         self._pids: dict[int, int] = {}
-        self._process_descriptors: dict[int, int] = {}
-        self._turns = self._comparisons = 0
-        self._lock = threading.Lock()
-        self.failure = ""
-        self._words: Any = None  # until there is a board
-        board = self.share((_ROW * 8 + _TEXT) * self.size, "board")
-        self._board = board
-        self._words = board.words("q")
-        self._values: Any = board.words("d")
-        for rank, pid in self._pids.items():
-            with suppress(OSError):
-                self._process_descriptors[rank] = os.pidfd_open(pid)
+        self._turns = 0
+        self._board: Board | None = None
+        memory = self.share(board_bytes(self.size), "board")
+        self._turn = self.share(3 * 8, "turns")
+        self._words: Any = self._turn.words("q")
+        self._values: Any = self._turn.words("d")
+        self._board = Board(memory, self.rank, self.size, self._pids)
+
+    @property
+    def board(self) -> Board:
+        """What the ranks say to each other."""
+        assert self._board is not None
+        return self._board
 
     # ------------------------------------------------------------------ memory
 
@@ -90,7 +83,7 @@ class Ranks:
             name: what it is for.
         """
         nbytes = whole_pages(nbytes)
-        descriptor = self._hand_out(nbytes, name) if self.primary else self._receive()
+        descriptor = self._hand_out(nbytes, name) if self.primary else self._receive(name)
         memory = SharedMemory(descriptor, nbytes)
         os.close(descriptor)
         return memory
@@ -103,7 +96,7 @@ class Ranks:
             server.bind(f"\0{token}")
             server.listen(self.size)
             server.settimeout(_PATIENCE)
-            self.broadcast_object(token)
+            self._broadcast_object(token, name)
             left = self.size - 1
             while left:
                 connection, _ = server.accept()
@@ -116,10 +109,10 @@ class Ranks:
                         left -= 1
         return descriptor
 
-    def _receive(self) -> int:
+    def _receive(self, name: str) -> int:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_PATIENCE)
-            connection.connect(f"\0{self.broadcast_object(None)}")
+            connection.connect(f"\0{self._broadcast_object(None, name)}")
             connection.sendall(struct.pack("q", self.rank))
             self._pids[0] = _peer(connection)[0]
             _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
@@ -127,22 +120,41 @@ class Ranks:
 
     # ------------------------------------------------------------------ collectives
 
-    def barrier(self, why: Wait) -> None:
-        """Waits until all ranks have come here."""
-        self._wait_for(dist.barrier(group=self._host, async_op=True), why)
+    def meet(self, what: str, why: Wait | None = None, number: int | None = None) -> None:
+        """Waits until all ranks have come here.
 
-    def broadcast_object(self, value: Any) -> Any:
+        Args:
+            what: all of them do here, in words.
+            why: what becomes true by the wait, if that has a name.
+            number: for :meth:`same`.
+
+        Raises:
+            RankError: another rank has failed, or has come to something else.
+        """
+        if self._board is None:  # what follows is a collective, which waits by itself
+            return
+        self._board.come(what, number)
+        self.until(self._board.all_here, why or what)
+        self._board.compare()
+
+    def barrier(self, why: Wait) -> None:
+        """Waits until all ranks have come here. On a device they may still be at work."""
+        self.meet(f"a barrier ({why.value})", why)
+
+    def _broadcast_object(self, value: Any, name: str) -> Any:
         """Returns the primary's value on all ranks."""
         values = [value]
+        self.meet(f"memory for {name}")
         try:
             dist.broadcast_object_list(values, 0, group=self._host)
         except RuntimeError as error:
             raise self.lost("something that rank 0 sends") from error
         return values[0]
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def _gather_objects(self, value: Any, what: str) -> list[Any]:
         """Returns the values of all ranks, in their order, on all of them."""
         values: list[Any] = [None] * self.size
+        self.meet(f"a comparison of {what}")
         try:
             dist.all_gather_object(values, value, group=self._host)
         except RuntimeError as error:
@@ -160,7 +172,7 @@ class Ranks:
         Raises:
             ValueError: some rank has something else than rank 0.
         """
-        everybody = self.gather_objects(dict(mine))
+        everybody = self._gather_objects(dict(mine), what)
         for rank, theirs in enumerate(everybody):
             found = _first_difference(everybody[0], theirs)
             if found:
@@ -172,6 +184,7 @@ class Ranks:
 
     def largest(self, values: Tensor) -> None:
         """Replaces whole numbers in host memory by the largest that any rank has at the same place."""
+        self.board.come("the end of a backward")
         self._wait_for(
             dist.all_reduce(values, dist.ReduceOp.MAX, group=self._host, async_op=True), Wait.SHOW_AFTER_LANDING
         )
@@ -185,6 +198,7 @@ class Ranks:
             host = self._on_host or device.type == "cpu"
             flat = torch.cat([tensor.reshape(-1) for tensor in each])
             group = self._host if host else self._devices
+            self.board.come(f"the buffers of rank 0, {flat.nbytes} bytes")
             self._wait_for(dist.broadcast(flat, 0, group=group, async_op=True), "the buffers of rank 0", host=host)
             if not self.primary:
                 for tensor, value in zip(each, flat.split([tensor.numel() for tensor in each]), strict=True):
@@ -197,6 +211,7 @@ class Ranks:
             received: is overwritten: the parts of all ranks that are meant for this one, in the order of ranks.
             sent: of the same size, which all ranks can divide by their number.
         """
+        self.board.come(f"gradients of {sent.nbytes} bytes")
         self._wait_for(
             dist.all_to_all_single(received, sent, group=self._devices, async_op=True), "gradients", host=self._on_host
         )
@@ -216,25 +231,24 @@ class Ranks:
         Raises:
             RankError: the other rank has said why.
         """
-        for _ in range(0 if self._words is None else 20):  # whoever has failed says so, if it can
-            self.check(why)
-            sleep(_LOOK)
-        return RankError(f"rank {self.rank} has lost the others while it waited for {_said(why)}")
+        said = in_words(why)
+        for _ in range(0 if self._board is None else 20):  # whoever has failed says so, if it can
+            self.board.check(said)
+            sleep(LOOK)
+        return RankError(f"rank {self.rank} has lost the others while it waited for {said}")
 
     # ------------------------------------------------------------------ the primary's turn
 
     def arrive(self) -> None:
         """Says that this rank has come to the primary's next turn."""
         self._turns += 1
-        self.publish(self._words, self.rank * _ROW + _ARRIVED, self._turns)
+        self.board.come("an optimizer's step or clipping")
 
     def all_arrived(self) -> None:
         """Lets the primary wait until all others have come to its turn."""
         self.arrive()
-        others = range(1, self.size)
-        self.until(
-            lambda: all(self._words[r * _ROW + _ARRIVED] >= self._turns for r in others), Wait.STEP_AFTER_ARRIVAL
-        )
+        self.until(self.board.all_here, Wait.STEP_AFTER_ARRIVAL)
+        self.board.compare()
 
     def say(self, word: int, value: float = 0.0) -> None:
         """Ends the primary's turn, with a word and a number for the others."""
@@ -245,8 +259,7 @@ class Ranks:
     def hear(self) -> tuple[int, float]:
         """Waits for the end of the primary's turn, and returns what it has said."""
         self.until(lambda: self._words[_DONE] >= self._turns, Wait.USE_AFTER_TURN)
-        with self._lock:
-            return self._words[_WORD], self._values[_VALUE]
+        return self._words[_WORD], self._values[_VALUE]
 
     def same(self, number: int, what: str) -> bool:
         """Returns whether all ranks have come with the same number. Between two calls there is another wait for all.
@@ -255,86 +268,36 @@ class Ranks:
             number: this rank's.
             what: what begins, for the error of a wait.
         """
-        self._comparisons += 1
-        self._words[self.rank * _ROW + _NUMBER] = number
-        self.publish(self._words, self.rank * _ROW + _COMPARED, self._comparisons)
-        rows = range(0, self.size * _ROW, _ROW)
-        self.until(lambda: all(self._words[row + _COMPARED] >= self._comparisons for row in rows), what)
-        return all(self._words[row + _NUMBER] == number for row in rows)
+        self.meet(what, number=number)
+        return self.board.same()
 
-    # ------------------------------------------------------------------ failures
-
-    def fail(self, error: BaseException) -> None:
-        """Says that this rank fails, so that the others stop waiting for it. Only its first error counts."""
-        if self.failure:
-            return
-        self.failure = f"{type(error).__name__}: {error}"
-        begin = self.size * _ROW * 8 + self.rank * _TEXT
-        text = self.failure.encode(errors="replace")[: _TEXT - 1]
-        self._board.bytes[begin : begin + len(text)] = text
-        self.publish(self._words, self.rank * _ROW + _FAILED, 1)
-
-    def check(self, why: Wait | str) -> None:
-        """Looks for ranks that have failed.
-
-        Raises:
-            RankError: one has, with its own error.
-        """
-        for rank in range(self.size):
-            if rank != self.rank and self._words[rank * _ROW + _FAILED]:
-                begin = self.size * _ROW * 8 + rank * _TEXT
-                text = bytes(self._board.bytes[begin : begin + _TEXT]).rstrip(b"\0").decode(errors="replace")
-                raise RankError(f"rank {rank} has failed while rank {self.rank} waited for {_said(why)}: {text}")
-        for rank, descriptor in self._process_descriptors.items():
-            if select.select([descriptor], [], [], 0)[0]:
-                raise RankError(
-                    f"the process of rank {rank} has ended while rank {self.rank} waited for {_said(why)}. It was killed, "
-                    "by the system for want of memory, say, or it has left trainer.fit earlier than this one."
-                )
+    # ------------------------------------------------------------------ waits
 
     def publish(self, words: Any, index: int, number: int) -> None:
-        """Writes a number for the others, who see whatever was written before once they see it."""
-        with self._lock:
-            words[index] = number
+        """As :meth:`sp_lightning.device.board.Board.publish`."""
+        self.board.publish(words, index, number)
 
     def until(self, reached: Callable[[], bool], why: Wait | str) -> None:
-        """Waits for something that other ranks bring about.
+        """As :meth:`sp_lightning.device.board.Board.until`."""
+        if self._board is not None:
+            self._board.until(reached, why)
 
-        Args:
-            reached: looks whether it is there.
-            why: what becomes true by the wait, or what is waited for, in words.
+    @property
+    def failure(self) -> str:
+        """This rank's own error, in words."""
+        return self.board.failure
 
-        Raises:
-            RankError: another rank has failed meanwhile.
-        """
-        turns, looked = 0, monotonic()
-        while not reached():
-            turns += 1
-            if turns < 100:
-                sleep(0)
-                continue
-            sleep(min(turns * 1e-7, 1e-3))
-            if monotonic() - looked > _LOOK:
-                looked = monotonic()
-                self.check(why)
+    def fail(self, error: BaseException) -> None:
+        """As :meth:`sp_lightning.device.board.Board.fail`."""
+        self.board.fail(error)
 
     def close(self) -> None:
         """Frees what this object has open. Not collective."""
-        for descriptor in self._process_descriptors.values():
-            os.close(descriptor)
-        self._process_descriptors.clear()
+        self.board.close()
 
 
 _PATIENCE = 60.0
 """Seconds until a rank that does not come for shared memory is given up."""
-
-_LOOK = 0.05
-"""Seconds between two looks for ranks that have failed."""
-
-
-def _said(why: Wait | str) -> str:
-    """What is waited for, as it stands after "for"."""
-    return f"this: {why.value}" if isinstance(why, Wait) else why
 
 
 def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, Any, Any] | None:

@@ -12,7 +12,7 @@ object tells which of them it belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard, TypeVar
 
 import lightning.pytorch as pl
@@ -88,6 +88,25 @@ def accumulates(trainer: Any) -> bool:
     The answer depends on ``accumulate_grad_batches`` and on whether the epoch ends; the loop's method is private.
     """
     return bool(trainer.fit_loop._should_accumulate())
+
+
+def meet_before_batches(trainer: Any, meet: Callable[[], None] | None) -> None:
+    """Has all processes meet before each training batch; None: as Lightning has it.
+
+    Its loop tells the others there, by a broadcast that goes round the strategy, whether rank 0 was told to end. A process whose
+    epoch is longer than that of rank 0 would wait in it for ever, or take something else that is sent for it.
+    """
+    loop, name = trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"
+    vars(loop).pop(name, None)
+    if meet is None or not hasattr(loop, name):
+        return
+    broadcast = getattr(loop, name)
+
+    def together() -> None:
+        meet()
+        broadcast()
+
+    vars(loop)[name] = together
 
 
 def logged_step(trainer: Any) -> int:

@@ -10,13 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO, load
-from sp_lightning.trainer.compat import given_checkpoint_io, is_interactive, set_inherited, wraps_another
+from sp_lightning.trainer.compat import (
+    given_checkpoint_io,
+    is_interactive,
+    meet_before_batches,
+    set_inherited,
+    wraps_another,
+)
 from sp_lightning.trainer.precision import prepare
 
 if TYPE_CHECKING:
@@ -125,20 +132,56 @@ class HostStrategy(_Base):
         if self._ranks is not None:
             self._ranks.fail(error)
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Waits for the other processes. After an error it does not: they may never come."""
         if self._ranks is None:
-            super().barrier(*args, **kwargs)
+            super().barrier(name, *args, **kwargs)
         elif not self._ranks.failure:
-            try:
-                super().barrier(*args, **kwargs)
-            except RuntimeError as error:
-                raise self._ranks.lost("a barrier of Lightning's") from error
+            self._ranks.meet(f"Lightning's barrier {name!r}" if name else "a barrier of Lightning's")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        with self._together("Lightning's broadcast"):
+            return super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
+        with self._together("Lightning's sum over ranks", group):
+            return super().reduce(tensor, group, *args, **kwargs)
+
+    def all_gather(self, tensor: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
+        with self._together("Lightning's gathering of a tensor", group):
+            return super().all_gather(tensor, group, *args, **kwargs)
+
+    @contextmanager
+    def _together(self, what: str, group: Any = None) -> Generator[None, None, None]:
+        """Around what all processes do together: it begins once all of them have come to it."""
+        if self._ranks is not None and not self._ranks.failure and group in (None, dist.group.WORLD):
+            self._ranks.meet(what)
+        try:
+            yield
+        except RuntimeError as error:
+            if self._ranks is None:
+                raise
+            raise self._ranks.lost(what) from error
 
     def setup_environment(self) -> None:
         """The processes are connected before anything of the user's can fail in one of them."""
         super().setup_environment()
-        _ = self.ranks
+        ranks = self.ranks
+        if ranks is not None and self.lightning_module is not None:
+            ranks.board.run_begins()
+            meet_before_batches(self.lightning_module.trainer, lambda: ranks.meet("the beginning of the next batch"))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self._ranks is not None and self.lightning_module is not None:
+            self._ranks.board.place = f"batch {batch_idx} of epoch {self.lightning_module.current_epoch}"
+
+    def teardown(self) -> None:
+        if self._ranks is not None:
+            self._ranks.board.run_ends()
+            if self.lightning_module is not None:
+                meet_before_batches(self.lightning_module.trainer, None)
+        super().teardown()
 
     @property
     def root_device(self) -> torch.device:

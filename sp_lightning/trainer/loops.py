@@ -71,6 +71,8 @@ class Loops:
     def begin(self, phase: str) -> None:
         """A loop begins. What ``on_fit_start`` and its like have changed counts."""
         self._hooks.loop_starts()
+        if self._run.ranks is not None:
+            self._run.ranks.board.place = f"the beginning of the loop {phase!r}"
         if phase == "train":
             self._steps.arrange(self._module.trainer)
         if phase == "validate" and self._run.tuner is not None:

@@ -155,6 +155,8 @@ class Run:
         changed = self.streamer.changed()
         if changed:
             self._log.debug("Superpipeline: parameters or modules have been exchanged; the layers are absorbed again.")
+            if self.ranks is not None:
+                self.ranks.meet("an exchange of parameters or modules, or of their dtypes")
             self.finish_updates()
             self._results = self._now()
             streamer, self.streamer = self.streamer, None  # if building fails there is none

@@ -1,0 +1,132 @@
+"""What ranks say to each other: those that have parted are noticed wherever they are. The ranks here are in one process."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+
+from sp_lightning.device import board
+from sp_lightning.device.board import Board, RankError, board_bytes
+from sp_lightning.device.layout import whole_pages
+from sp_lightning.device.shared_memory import SharedMemory, create
+
+
+def boards(size: int = 2) -> list[Board]:
+    nbytes = whole_pages(board_bytes(size))
+    descriptor = create(nbytes, "board")
+    memory = SharedMemory(descriptor, nbytes)
+    os.close(descriptor)
+    return [Board(memory, rank, size, {}) for rank in range(size)]
+
+
+def test_ranks_that_come_in_one_order_see_each_other() -> None:
+    first, second = boards()
+    for turn in range(100):  # more than are kept
+        first.come(f"meeting {turn}")
+        assert not first.all_here()
+        second.come(f"meeting {turn}")
+        assert first.all_here()
+        assert second.all_here()
+
+
+def test_the_second_to_come_says_where_both_are() -> None:
+    first, second = boards()
+    first.place = "batch 3"
+    first.come("a sum")
+    with pytest.raises(RankError, match=r"rank 1 has come to a step, and rank 0 to a sum, batch 3\. All ranks need"):
+        second.come("a step")
+    with pytest.raises(RankError, match="rank 0 has come to a sum, batch 3, and rank 1 to a step"):
+        first.until(lambda: False, "the others")
+
+
+def test_a_difference_that_is_past_is_found() -> None:
+    """Whoever goes ahead without waiting may have left the meeting at which they parted."""
+    first, second = boards()
+    for what in ("one", "two", "three", "four"):
+        first.come(what)
+    second.come("one")
+    with pytest.raises(RankError, match="rank 1 has come to another, and rank 0 to two"):
+        second.come("another")
+    with pytest.raises(RankError, match="rank 1 has come to another, and rank 0 to two"):
+        second.come("three")
+
+
+def test_a_rank_far_behind_is_let_alone() -> None:
+    """What it has missed is no longer on the board, so there is nothing to compare until it is nearer."""
+    first, second = boards()
+    for turn in range(100):
+        first.come(str(turn))
+    for turn in range(100):
+        second.come(str(turn))
+
+
+def test_numbers_are_compared() -> None:
+    first, second = boards()
+    first.come("backward", 7)
+    second.come("backward", 7)
+    assert first.same()
+    first.come("a sum")  # the other one has not looked yet
+    assert second.same()
+    second.come("a sum")
+    first.come("backward", 7)
+    second.come("backward", 8)
+    assert not first.same()
+    assert not second.same()
+
+
+def test_a_rank_that_has_ended_its_run_is_not_waited_for() -> None:
+    first, second = boards()
+    for each in (first, second):
+        each.run_begins()
+        each.come("a batch")
+    second.run_ends()
+    first.check("nothing")  # it has come to all that this rank has come to
+    first.come("another batch")
+    with pytest.raises(RankError, match="rank 1 has ended its run while rank 0 waited for the next"):
+        first.until(lambda: False, "the next")
+
+
+def test_after_its_run_a_rank_may_be_early() -> None:
+    """Scripts save checkpoints after trainer.fit, and train again."""
+    first, second = boards()
+    for each in (first, second):
+        each.run_begins()
+        each.run_ends()
+    first.come("a barrier")
+    first.check("the others")
+    first.run_begins()
+    first.check("the others")
+
+
+def test_what_has_come_in_the_last_moment_counts() -> None:
+    """A rank that has ended may have brought about what is waited for, after the last look."""
+    first, second = boards()
+    for each in (first, second):
+        each.run_begins()
+    first.come("a batch")
+    check, there = first.check, []
+
+    def late(why: str) -> None:
+        there.append(True)
+        second.run_ends()
+        check(why)
+
+    with mock.patch.object(first, "check", late):
+        first.until(lambda: bool(there), "the other")
+
+
+def test_a_rank_that_says_nothing_is_given_up() -> None:
+    first, second = boards()
+    second.come("a step")
+    first.come("a step")
+    first.come("a sum")
+    with (
+        mock.patch.object(board, "_TIMEOUT", timedelta(seconds=0.1)),
+        pytest.raises(
+            RankError, match=r"rank 0 has waited 0 seconds for it\. rank 0 was last at a sum; rank 1 was last at a step"
+        ),
+    ):
+        first.until(lambda: False, "it")
