@@ -165,11 +165,29 @@ class HostStrategy(_Base):
 
     def setup_environment(self) -> None:
         """The processes are connected before anything of the user's can fail in one of them."""
+        self._refuse_processes_alone()
         super().setup_environment()
         ranks = self.ranks
         if ranks is not None and self.lightning_module is not None:
             ranks.board.run_begins()
             meet_before_batches(self.lightning_module.trainer, lambda: ranks.meet("the beginning of the next batch"))
+
+    def _refuse_processes_alone(self) -> None:
+        """Refuses one device where torchrun, say, has started several processes: each would train by itself.
+
+        Raises:
+            ValueError: it has.
+        """
+        environment = self.cluster_environment
+        if len(self._devices) > 1 or environment is None or not environment.creates_processes_externally:
+            return
+        number = environment.world_size()
+        if number > 1:
+            raise ValueError(
+                f"{number} processes were started ({type(environment).__name__} has found them), but Trainer(devices=1) was made "
+                f"in each: each would train by itself. Pass Trainer(devices={number}), with all of them on one node, or start "
+                "one process."
+            )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)

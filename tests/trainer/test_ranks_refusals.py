@@ -39,3 +39,14 @@ def test_what_is_refused(strategy: dict[str, Any], pruned: bool, message: str) -
     with pytest.raises(RanksFailed, match=message) as caught:
         in_ranks(2, train, strategy, pruned)
     assert all(error is not None and message in error for error in caught.value.errors)
+
+
+def test_one_device_in_each_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun has started two, and each would train by itself."""
+    started = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"2 processes were started .* Pass Trainer\(devices=2\)"):
+        fit(Net, vectors(2), SuperpipelineStrategy(), devices=1)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert fit(Net, vectors(2), SuperpipelineStrategy(), devices=1).losses
