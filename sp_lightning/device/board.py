@@ -25,7 +25,9 @@ from sp_lightning.device.shared_memory import SharedMemory
 from sp_lightning.device.waits import Wait
 
 _WORDS, _KEPT, _ENTRY = 64, 32, 256  # of each rank: words of 8 bytes, meetings that are kept, and bytes of each of them
-_CAME, _FAILED, _ENDED, _NUMBER = range(4)
+_TEXT = _ENTRY - 16
+_FORMAT = f"qq{_TEXT}s"  # of a meeting: a digest of all up to it, a number, and what it is
+_CAME, _FAILED, _ENDED = range(3)
 _PAGES = _WORDS * 8 + _KEPT * _ENTRY + PAGE  # the last page has the text of an error
 
 
@@ -78,12 +80,12 @@ class Board:
 
     # ------------------------------------------------------------------ meetings
 
-    def come(self, what: str, number: int | None = None) -> None:
+    def come(self, what: str, number: int = 0) -> None:
         """Says that this rank comes to the next meeting.
 
         Args:
             what: all ranks do there, in words. It must be the same on all of them, as the place must be.
-            number: for :meth:`same`.
+            number: for :meth:`numbers`.
 
         Raises:
             RankError: another rank has come to another one.
@@ -93,9 +95,8 @@ class Board:
         digest = crc32(text.encode(), self._entry(self.rank, self._came)[0])
         at = self._entry_at(self.rank, came)
         # A text that is cut ends in zeros, as a shorter one does.
-        self._memory.bytes[at : at + _ENTRY] = struct.pack(f"q{_ENTRY - 8}s", digest, text.encode()[: _ENTRY - 9])
-        if number is not None:
-            self._words[self.rank * _PAGES // 8 + _NUMBER] = number
+        entry = struct.pack(_FORMAT, digest, number, text.encode()[: _TEXT - 1])
+        self._memory.bytes[at : at + _ENTRY] = entry
         self._came = came
         self._write(_CAME, came)
         self.compare()
@@ -104,9 +105,10 @@ class Board:
         """Returns whether all ranks have come to this rank's last meeting."""
         return all(self._word(rank, _CAME) >= self._came for rank in range(self.size))
 
-    def same(self) -> bool:
-        """Returns whether all ranks have brought the same number to this meeting. They meet again before the next such one."""
-        return len({self._word(rank, _NUMBER) for rank in range(self.size)}) == 1
+    def numbers(self) -> list[int]:
+        """Returns the numbers that all ranks have brought to this rank's last meeting. All of them are here."""
+        entries = (self._entry_at(rank, self._came) for rank in range(self.size))
+        return [struct.unpack_from(_FORMAT, self._memory.bytes, at)[1] for at in entries]
 
     def compare(self) -> None:
         """Compares the meetings of all ranks, as far as both of two have come.
@@ -142,7 +144,7 @@ class Board:
     def _entry(self, rank: int, meeting: int) -> tuple[int, str]:
         """Returns a digest of all meetings up to this one, and what it is."""
         at = self._entry_at(rank, meeting)
-        digest, text = struct.unpack(f"q{_ENTRY - 8}s", self._memory.bytes[at : at + _ENTRY])
+        digest, _, text = struct.unpack_from(_FORMAT, self._memory.bytes, at)
         return digest, text.rstrip(b"\0").decode(errors="replace")
 
     # ------------------------------------------------------------------ runs and failures

@@ -5,7 +5,7 @@ buffers (``bucket_cap_mb``). Here every rank receives the same part of everybody
 """
 
 # Annotations are evaluated in this file, because DistributedDataParallel checks those of a hook.
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+def sum_in_order(parts: Iterable[Tensor]) -> Tensor:
     """Returns the sum of tensors, added one after the other. Half precision is added in float32 and rounded once."""
-    first, *others = parts
+    others = iter(parts)
+    first = next(others)
     total = first.float() if first.dtype in _HALF else first.clone()
     for each in others:
         total += each

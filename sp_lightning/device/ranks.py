@@ -11,6 +11,8 @@ import socket
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import and_
 from time import sleep
 from typing import Any
 from uuid import uuid4
@@ -120,13 +122,13 @@ class Ranks:
 
     # ------------------------------------------------------------------ collectives
 
-    def meet(self, what: str, why: Wait | None = None, number: int | None = None) -> None:
+    def meet(self, what: str, why: Wait | None = None, number: int = 0) -> None:
         """Waits until all ranks have come here.
 
         Args:
             what: all of them do here, in words.
             why: what becomes true by the wait, if that has a name.
-            number: for :meth:`same`.
+            number: for the others.
 
         Raises:
             RankError: another rank has failed, or has come to something else.
@@ -262,14 +264,19 @@ class Ranks:
         return self._words[_WORD], self._values[_VALUE]
 
     def same(self, number: int, what: str) -> bool:
-        """Returns whether all ranks have come with the same number. Between two calls there is another wait for all.
+        """Returns whether all ranks have come with the same number.
 
         Args:
             number: this rank's.
-            what: what begins, for the error of a wait.
+            what: what begins, in words.
         """
         self.meet(what, number=number)
-        return self.board.same()
+        return len(set(self.board.numbers())) == 1
+
+    def all_have(self, bits: int, what: str) -> int:
+        """Returns the bits that all ranks have come with. The arguments are as in :meth:`same`."""
+        self.meet(what, number=bits)
+        return reduce(and_, self.board.numbers())
 
     # ------------------------------------------------------------------ waits
 

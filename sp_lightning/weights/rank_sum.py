@@ -6,8 +6,8 @@ may begin and end in the middle of a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,11 +23,34 @@ from sp_lightning.weights.gradient_places import Family, Place
 
 @dataclass(frozen=True)
 class _Run:
-    """Neighbouring gradients of one dtype, in the tensor that is sent: where they begin and end, in bytes."""
+    """Neighbouring gradients in the tensor that is sent.
+
+    Attributes:
+        begin, end: where they begin and end, in bytes.
+        sent: the dtype in which they are sent.
+        summed: the dtype in which they are multiplied and added up: their parameters'.
+    """
 
     begin: int
     end: int
-    dtype: torch.dtype
+    sent: torch.dtype
+    summed: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Total:
+    """This rank's part of the sum of one run.
+
+    Attributes:
+        begin, end: where it begins and ends in the tensor that is sent, in bytes.
+        wider: how many bytes a byte of that has become.
+        memory: the sum, flat ``uint8``.
+    """
+
+    begin: int
+    end: int
+    wider: int
+    memory: Tensor
 
 
 @dataclass(frozen=True)
@@ -35,37 +58,52 @@ class RankSum:
     """This rank's part of the sum of one layer's gradients, on the device.
 
     Attributes:
-        own: the part, flat ``uint8``.
-        begin: where it begins in the tensor that was sent, in bytes.
-        spans: where each gradient lies there.
-        device: the memory that it was made in, with itself. It has to stay until the part has left.
+        totals: the part, run by run.
+        spans: where each gradient lies in the tensor that was sent.
+        device: the memory that the part was made in, with its own. It has to stay until the part has left.
     """
 
-    own: Tensor
-    begin: int
+    totals: list[_Total]
     spans: Mapping[Place, Span]
     device: list[Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part."""
+        return sum(total.memory.nbytes for total in self.totals)
 
     def parts(self) -> Iterator[tuple[Place, int, Tensor]]:
         """For each gradient that has some of this part: where that begins in the gradient, in bytes, and the bytes."""
         for place, span in self.spans.items():
-            begin = max(span.offset, self.begin)
-            end = min(span.offset + span.nbytes, self.begin + self.own.nbytes)
-            if begin < end:
-                yield place, begin - span.offset, self.own[begin - self.begin : end - self.begin]
+            for total in self.totals:
+                begin, end = max(span.offset, total.begin), min(span.offset + span.nbytes, total.end)
+                if begin < end:
+                    first, last = ((each - total.begin) * total.wider for each in (begin, end))
+                    yield place, (begin - span.offset) * total.wider, total.memory[first:last]
 
 
-def sum_over_ranks(device: Device, ranks: Ranks, family: Family) -> RankSum:
+def is_narrow(family: Family) -> bool:
+    """Whether what this rank adds of each master's gradient is one tensor in the dtype of the casts, or nothing."""
+    narrow = True
+    for place in family.trainable():
+        cast, found = place[0].parameters.autocast, _found(family, place)
+        narrow &= cast is None or not found or (len(found) == 1 and found[0].dtype is cast)
+    return narrow
+
+
+def sum_over_ranks(device: Device, ranks: Ranks, family: Family, *, narrow: bool) -> RankSum:
     """Sums a layer's gradients over the ranks, on a stream of its own. Collective; the host may go on.
 
     Args:
         device: has the gradients.
         ranks: those who sum.
         family: the gradients. They are added to what is in ``param.grad``; where there is none, this rank adds zeros.
+        narrow: whether those of masters are sent in the dtype of the casts: whether :func:`is_narrow` holds on all ranks.
     """
     places = family.trainable()
-    like = [(family.places[p].name, p[0].block.parameters[p[1]].detach()) for p in places]
-    spans = dict(zip(places, lay_out(like), strict=True))
+    own = [layer.block.parameters[index].dtype for layer, index in places]
+    sent_as = [(narrow and layer.parameters.autocast) or dtype for (layer, _), dtype in zip(places, own, strict=True)]
+    spans = dict(zip(places, _laid_out(family, places, sent_as), strict=True))
     nbytes = aligned(-(-total_bytes(tuple(spans.values())) // ranks.size))
     sent, received = (device.empty(nbytes * ranks.size) for _ in range(2))
     device.wait(Stream.REDUCE, device.record(Stream.COMPUTE), Wait.REDUCE_AFTER_GRADIENT)
@@ -73,47 +111,69 @@ def sum_over_ranks(device: Device, ranks: Ranks, family: Family) -> RankSum:
     with device.on(Stream.REDUCE), no_inference_mode(), torch.no_grad():
         _pack(device, family, spans, sent)
         ranks.exchange(received, sent)
-        own = _own_part(device, ranks, spans.values(), received, nbytes)
-        device.access(own, Stream.REDUCE, write=True)
+        totals = _own_part(device, ranks, _runs(spans.values(), own), received.view(ranks.size, nbytes))
     device.note("reduce", family.owner.index, begun, Stream.REDUCE, sent.nbytes)
-    return RankSum(own, ranks.rank * nbytes, spans, [sent, received, own])
+    return RankSum(totals, spans, [sent, received, *(total.memory for total in totals)])
+
+
+def _laid_out(family: Family, places: Sequence[Place], dtypes: Sequence[torch.dtype]) -> tuple[Span, ...]:
+    """Where gradients lie in the tensor that is sent, in these dtypes."""
+    like = (
+        (family.places[place].name, torch.empty_like(place[0].block.parameters[place[1]], dtype=dtype, device="meta"))
+        for place, dtype in zip(places, dtypes, strict=True)
+    )
+    return lay_out(like)
+
+
+def _found(family: Family, place: Place) -> list[Tensor]:
+    """What this rank adds of a gradient, in order: ``param.grad``, what is on the host, and what is on the device."""
+    present = place[0].block.parameters[place[1]].grad
+    return [each for each in (present, family.stashed.get(place), family.waiting.get(place)) if each is not None]
 
 
 def _pack(device: Device, family: Family, spans: Mapping[Place, Span], sent: Tensor) -> None:
-    """Writes this rank's gradients, added to what is in ``param.grad``, to the tensor that is sent."""
+    """Writes what this rank adds to the tensor that is sent."""
     sent.zero_()
     for place, span in spans.items():
-        target = part(sent, span)
-        before = place[0].block.parameters[place[1]].grad
-        waiting = family.waiting.get(place)
-        found = [each for each in (before, family.stashed.get(place), waiting) if each is not None]
+        target, found = part(sent, span), _found(family, place)
         if found:
             target.copy_(found[0])
         for each in found[1:]:
             target.add_(each.to(target.device))
-        if waiting is not None:
-            device.access(waiting, Stream.REDUCE, write=False)
+        if place in family.waiting:
+            device.access(family.waiting[place], Stream.REDUCE, write=False)
 
 
-def _own_part(device: Device, ranks: Ranks, spans: Iterable[Span], received: Tensor, nbytes: int) -> Tensor:
-    """Adds the parts of all ranks, in their order, each multiplied by one over their number as DistributedDataParallel does."""
-    own = device.empty(nbytes)
+def _own_part(device: Device, ranks: Ranks, runs: Sequence[_Run], received: Tensor) -> list[_Total]:
+    """Adds the parts of all ranks, in their order, each multiplied by one over their number as DistributedDataParallel does.
+
+    Args:
+        device: allocates memory.
+        ranks: those who sum.
+        runs: what was sent.
+        received: a row of bytes from each rank.
+    """
+    nbytes, totals = received.shape[1], []
     first = ranks.rank * nbytes
-    for run in _runs(spans):
-        begin, end = max(run.begin - first, 0), min(run.end - first, nbytes)
+    for run in runs:
+        begin, end = max(run.begin, first), min(run.end, first + nbytes)
         if begin < end:
-            parts = received.view(ranks.size, nbytes)[:, begin:end].view(run.dtype).mul_(1 / ranks.size)
-            own[begin:end].view(run.dtype).copy_(sum_in_order(parts.unbind()))
-    return own
+            wider = run.summed.itemsize // run.sent.itemsize
+            memory = device.empty((end - begin) * wider)
+            rows = received[:, begin - first : end - first].view(run.sent).unbind()
+            memory.view(run.summed).copy_(sum_in_order(row.to(run.summed).mul_(1 / ranks.size) for row in rows))
+            device.access(memory, Stream.REDUCE, write=True)
+            totals.append(_Total(begin, end, wider, memory))
+    return totals
 
 
-def _runs(spans: Iterable[Span]) -> list[_Run]:
-    """Puts neighbours of one dtype together, with the padding between them."""
+def _runs(spans: Iterable[Span], summed: Iterable[torch.dtype]) -> list[_Run]:
+    """Puts neighbours of the same dtypes together, with the padding between them."""
     runs: list[_Run] = []
-    for span in spans:
+    for span, dtype in zip(spans, summed, strict=True):
         end = span.offset + aligned(span.nbytes)
-        if runs and runs[-1].dtype is span.dtype:
-            runs[-1] = _Run(runs[-1].begin, end, span.dtype)
+        if runs and (runs[-1].sent, runs[-1].summed) == (span.dtype, dtype):
+            runs[-1] = replace(runs[-1], end=end)
         else:
-            runs.append(_Run(span.offset, end, span.dtype))
+            runs.append(_Run(span.offset, end, span.dtype, dtype))
     return runs

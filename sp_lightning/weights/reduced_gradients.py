@@ -25,7 +25,7 @@ from sp_lightning.weights.gradient_places import Family, GradientPlaces, Place
 from sp_lightning.weights.gradient_sink import refuse_graph
 from sp_lightning.weights.gradients import Drains, each_row_once
 from sp_lightning.weights.layer import Kind, StreamedLayer
-from sp_lightning.weights.rank_sum import RankSum, sum_over_ranks
+from sp_lightning.weights.rank_sum import RankSum, is_narrow, sum_over_ranks
 
 
 @dataclass
@@ -152,7 +152,9 @@ class ReducedGradients:
         for place, gradient in family.waiting.items():
             there = self._device.receive(gradient)
             with no_inference_mode(), torch.no_grad():
-                family.stashed[place] = family.stashed[place] + there if place in family.stashed else there
+                if place in family.stashed:  # a sum is one in the parameter's own dtype
+                    there = family.stashed[place].to(family.places[place].dtype).add_(there)
+                family.stashed[place] = there
             self.device_bytes -= gradient.nbytes
             self.host_waits += 1
         self._gone(family)
@@ -192,7 +194,9 @@ class ReducedGradients:
         self._make_way()
         self._places.keep_others(family)
         self._places.keep_held(family)
-        summed = sum_over_ranks(self._device, self._ranks, family)
+        casts = family.owner.masters is not None  # such a layer's gradients mostly come in 16 bits
+        narrow = casts and bool(self._ranks.all_have(is_narrow(family), "a layer's gradients"))
+        summed = sum_over_ranks(self._device, self._ranks, family, narrow=narrow)
         self.device_bytes += sum(each.nbytes for each in summed.device)
         self._drain(family, summed)
         self._gone(family)
@@ -210,8 +214,8 @@ class ReducedGradients:
         device.wait(Stream.DOWNLOAD, device.record(Stream.REDUCE), Wait.DRAIN_AFTER_REDUCE)
         begun = device.mark(Stream.DOWNLOAD)
         device.copy(targets, sources, Stream.DOWNLOAD)
-        device.note("drain", family.owner.index, begun, Stream.DOWNLOAD, summed.own.nbytes)
-        self.drained_bytes += summed.own.nbytes
+        device.note("drain", family.owner.index, begun, Stream.DOWNLOAD, summed.nbytes)
+        self.drained_bytes += summed.nbytes
         alive = [*family.waiting.values(), *summed.device]
         self._drains.add(_Drain(alive, sum(each.nbytes for each in alive), device.record(Stream.DOWNLOAD)))
 

@@ -63,18 +63,15 @@ def test_a_rank_far_behind_is_let_alone() -> None:
         second.come(str(turn))
 
 
-def test_numbers_are_compared() -> None:
+def test_each_meeting_has_its_numbers() -> None:
     first, second = boards()
     first.come("backward", 7)
     second.come("backward", 7)
-    assert first.same()
-    first.come("a sum")  # the other one has not looked yet
-    assert second.same()
-    second.come("a sum")
-    first.come("backward", 7)
+    assert first.numbers() == [7, 7]
+    first.come("backward", 5)  # the other one has not looked yet
+    assert second.numbers() == [7, 7]
     second.come("backward", 8)
-    assert not first.same()
-    assert not second.same()
+    assert first.numbers() == second.numbers() == [5, 8]
 
 
 def test_a_rank_that_has_ended_its_run_is_not_waited_for() -> None:
