@@ -117,7 +117,7 @@ def as_a_device_does() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True`` raised")
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a failed backward that fails to end
-@pytest.mark.parametrize("wait", Wait, ids=lambda wait: wait.name)
+@pytest.mark.parametrize("wait", SCENARIOS, ids=lambda wait: wait.name)
 def test_no_other_wait_implies_it(wait: Wait, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for those that are listed with what does."""
     monkeypatch.setattr("sp_lightning.activations.offload.WORTH_MOVING", 1)

@@ -50,7 +50,18 @@ def test_two_ranks_are_lightnings_ddp(name: str) -> None:
 ACCUMULATED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
 
 
-@pytest.mark.parametrize("name", first(TRAINED, "conditional", why="one case shows the order of three"))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "conditional",
+        *(pytest.param(name, marks=pytest.mark.rest("one case shows the order of three")) for name in SOME[:2]),
+        *(
+            pytest.param(name, marks=pytest.mark.long("two ranks train all cases in the second tier"))
+            for name in TRAINED
+            if name not in ("conditional", *SOME[:2])
+        ),
+    ],
+)
 def test_three_ranks_are_ddp_in_the_order_of_ranks(name: str) -> None:
     """Gradients are accumulated, so they are added to a sum before they are summed."""
     options = {} if name == "gan" else ACCUMULATED  # manual optimization does both by hand
@@ -77,21 +88,33 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+OF_RANKS_ALONE = (("conditional", "all under forward"), ("conditional", "scaled"))
+LARGE = ("resnet50", "gpt2-tied")
+
+
 @pytest.mark.parametrize(
     ("name", "mode"),
-    first(
-        [(name, mode) for name in SOME for mode in MODES],
-        ("conditional", "all under forward"),
-        ("conditional", "scaled"),
-        why="the first tier has the modes on one device, and these two, which only ranks have",
-    ),
+    [
+        *OF_RANKS_ALONE,
+        *(
+            pytest.param(name, mode, marks=pytest.mark.rest("the first tier has the modes on one device"))
+            for name in SOME
+            for mode in MODES
+            if name not in LARGE and (name, mode) not in OF_RANKS_ALONE
+        ),
+        *(
+            pytest.param(name, mode, marks=pytest.mark.long("the second tier has the modes with smaller models"))
+            for name in LARGE
+            for mode in MODES
+        ),
+    ],
 )
 def test_modes(name: str, mode: str) -> None:
     strategy, options = MODES[mode]
     compare(name, strategy=strategy, options=options, reference=reference(name, 2))
 
 
-@pytest.mark.rest("two and three ranks take the same way")
+@pytest.mark.long("two and three ranks take the same way")
 @pytest.mark.parametrize("name", SOME)
 def test_four_ranks(name: str) -> None:
     compare(name, 4, reference="ddp in order")

@@ -302,11 +302,16 @@ def test_configs_train_and_predict_on_the_command_line(tmp_path: Path) -> None:
     assert all(json.loads(answer)["tokens"] <= 3 for answer in answers)
 
 
+OTHER_STARTS = pytest.mark.long("test_ranks_launch has a script and torchrun in the second tier")
+
+
 @pytest.mark.rest("two processes that import torch, twice; test_ranks_launch has a script in the first tier")
-@pytest.mark.parametrize("start", [["-m", "examples.finetune_llm"], [str(ROOT / "examples" / "finetune_llm.py")],
-                                   ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                                    "-m", "examples.finetune_llm"]],
-                         ids=["module", "file", "torchrun"])  # fmt: skip
+@pytest.mark.parametrize("start", [
+    pytest.param(["-m", "examples.finetune_llm"], id="module"),
+    pytest.param([str(ROOT / "examples" / "finetune_llm.py")], id="file", marks=OTHER_STARTS),
+    pytest.param(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "examples.finetune_llm"],
+                 id="torchrun", marks=OTHER_STARTS),
+])  # fmt: skip
 def test_two_devices_train_as_typed(start: list[str], tmp_path: Path) -> None:
     """Each line is said once, and one process writes."""
     more = ["--devices", "2", "--accelerator", "cpu", "--steps", "4", *MODEL, *TEXT, "--output", str(tmp_path / "run")]

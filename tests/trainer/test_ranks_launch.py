@@ -115,7 +115,7 @@ def assert_files_are_one_runs(folder: Path, steps: int) -> dict[str, Any]:
     "package",
     [
         "lightning.pytorch",
-        pytest.param("pytorch_lightning", marks=pytest.mark.rest("the other package takes the same way")),
+        pytest.param("pytorch_lightning", marks=pytest.mark.long("the other package takes the same way")),
     ],
 )
 def test_a_script_starts_its_own_processes(package: str, tmp_path: Path) -> None:
@@ -154,7 +154,13 @@ def test_torchrun_starts_the_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.rest("processes that import torch; test_ranks_faults has errors in the first tier")
-@pytest.mark.parametrize("command", [(), TORCHRUN], ids=["script", "torchrun"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param((), id="script"),
+        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.long("torchrun ends its processes by itself")),
+    ],
+)
 @pytest.mark.parametrize("who", [0, 1])
 def test_an_error_ends_all_processes(who: int, command: tuple[str, ...], tmp_path: Path) -> None:
     """The exit status says so, and the log has the error of the rank that it happened on. In the first batch a
@@ -171,7 +177,7 @@ def test_an_error_ends_all_processes(who: int, command: tuple[str, ...], tmp_pat
     assert_gone(map(int, re.findall(r"process (\d+) has begun", printed)))
 
 
-@pytest.mark.rest("processes that import torch, to see an error of Lightning")
+@pytest.mark.long("processes that import torch, to see an error of Lightning")
 def test_torchrun_with_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     """By Lightning, before work."""
     write_script(tmp_path)
