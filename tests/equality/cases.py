@@ -81,7 +81,7 @@ COVERS = {
     "one-linear": "one layer and nothing else",
     "transformer-encoder": "torch's own transformer, with its fast path in evaluation",
 }
-QUICK = {"llama-dropout", "llama-checkpoint-reentrant", "gpt2-tied", "resnet50", "vit", "stack", "reused", "conditional",
+QUICK = {"llama-dropout", "llama-checkpoint-reentrant", "gpt2-tied", "vit", "stack", "reused", "conditional",
          "frozen", "clamped-in-forward", "gan", "sparse-embedding"}  # fmt: skip
 BY_HAND = frozenset({"accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"})
 WITHOUT = {

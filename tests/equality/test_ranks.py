@@ -34,7 +34,7 @@ NOT_DDP = {
 """What DistributedDataParallel cannot train, with its reason. The reference averages gradients after backward."""
 
 TRAINED = [name for name in CASES if name not in REFUSED]
-QUICK = ("stack", "llama-dropout", "gan", "experts/mixture")
+QUICK = ("stack", "gan", "experts/mixture")
 SOME = ("llama-dropout", "gpt2-tied", "resnet50", "conditional", "lora-checkpoint", "rows/looked-up", "experts/mixture")
 
 

@@ -16,6 +16,8 @@ from tests.support.ranks import RanksFailed, in_ranks, rank
 from tests.support.runs import fit
 from tests.support.simdevice import simulated
 
+pytestmark = pytest.mark.rest("runs of several ranks on simulated devices, to count memory")
+
 RANKS, WIDTH, LAYERS = 2, 64, 12
 LAYER = WIDTH * WIDTH * 4
 ACTIVATIONS = LAYER
