@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 from typing import Any
 from unittest import mock
@@ -95,7 +96,8 @@ def stop(trainer: Any, module: Any) -> None:
 
 
 def save(trainer: Any, module: Any) -> None:
-    trainer.save_checkpoint("never.ckpt")
+    with TemporaryDirectory() as folder:
+        trainer.save_checkpoint(f"{folder}/never.ckpt")
 
 
 def look_for_the_folder(trainer: Any, module: Any) -> None:
