@@ -27,7 +27,7 @@ from sp_lightning.device.waits import Wait
 _WORDS, _KEPT, _ENTRY = 64, 32, 256  # of each rank: words of 8 bytes, meetings that are kept, and bytes of each of them
 _TEXT = _ENTRY - 16
 _FORMAT = f"qq{_TEXT}s"  # of a meeting: a digest of all up to it, a number, and what it is
-_CAME, _FAILED, _ENDED = range(3)
+_CAME, _FAILED, _ENDED, _TURNS, _SAID, _VALUE = range(6)  # the last three are the primary's (rank 0's)
 _PAGES = _WORDS * 8 + _KEPT * _ENTRY + PAGE  # the last page has the text of an error
 
 
@@ -58,7 +58,8 @@ class Board:
         self.rank, self.size = rank, size
         self.failure = self.place = ""
         self._memory = memory  # the words below are in it
-        self._words = memory.words("q")
+        self._words: Any = memory.words("q")
+        self._values: Any = memory.words("d")
         self._lock = threading.Lock()
         self._came = self._runs = 0
         self._descriptors: dict[int, int] = {}
@@ -146,6 +147,22 @@ class Board:
         at = self._entry_at(rank, meeting)
         digest, _, text = struct.unpack_from(_FORMAT, self._memory.bytes, at)
         return digest, text.rstrip(b"\0").decode(errors="replace")
+
+    # ------------------------------------------------------------------ the primary's turns
+
+    def end_turn(self, turns: int, word: int, value: float) -> None:
+        """Says on the primary that so many of its turns are over, and what it has to say."""
+        self._words[_SAID] = word
+        self._values[_VALUE] = value
+        self._write(_TURNS, turns)
+
+    def turn_is_over(self, turns: int) -> bool:
+        """Returns whether so many of the primary's turns are over."""
+        return self._word(0, _TURNS) >= turns
+
+    def said(self) -> tuple[int, float]:
+        """Returns what the primary has said at the end of its last turn."""
+        return self._words[_SAID], self._values[_VALUE]
 
     # ------------------------------------------------------------------ runs and failures
 

@@ -10,7 +10,8 @@ import os
 import socket
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from operator import and_
 from time import sleep
@@ -25,8 +26,6 @@ from sp_lightning.device.board import LOOK, Board, RankError, board_bytes, in_wo
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.shared_memory import SharedMemory, create, supported
 from sp_lightning.device.waits import Wait
-
-_DONE, _WORD, _VALUE = range(3)  # the primary's words: how many turns are over, and what it says of the last
 
 FINISHED, CLOSURE = 0, 1
 """What the primary says at the end of its turn: that it is over, or that everybody is to run the closure first."""
@@ -64,9 +63,6 @@ class Ranks:
         self._turns = 0
         self._board: Board | None = None
         memory = self.share(board_bytes(self.size), "board")
-        self._turn = self.share(3 * 8, "turns")
-        self._words: Any = self._turn.words("q")
-        self._values: Any = self._turn.words("d")
         self._board = Board(memory, self.rank, self.size, self._pids)
 
     @property
@@ -83,16 +79,32 @@ class Ranks:
         Args:
             nbytes: how much.
             name: what it is for.
+
+        Raises:
+            RuntimeError: the system has no such memory.
         """
         nbytes = whole_pages(nbytes)
-        descriptor = self._hand_out(nbytes, name) if self.primary else self._receive(name)
-        memory = SharedMemory(descriptor, nbytes)
+        with self._for_memory(nbytes, name):
+            made = create(nbytes, f"superpipeline {name}") if self.primary else None
+        descriptor = self._receive(name) if made is None else self._hand_out(made, name)
+        with self._for_memory(nbytes, name):
+            memory = SharedMemory(descriptor, nbytes)
         os.close(descriptor)
         return memory
 
-    def _hand_out(self, nbytes: int, name: str) -> int:
-        """Creates memory and sends its descriptor to the others, which need no file system in common with this one."""
-        descriptor = create(nbytes, f"superpipeline {name}")
+    @contextmanager
+    def _for_memory(self, nbytes: int, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RuntimeError(
+                f"The system does not give rank {self.rank} {nbytes / 2**30:.2f} GiB of host memory for {name}, which all "
+                f"processes of the node share: {error}. Raise the limits of processes (ulimit -v, ulimit -f), or train less: "
+                "freeze layers, or train adapters."
+            ) from error
+
+    def _hand_out(self, descriptor: int, name: str) -> int:
+        """Sends the descriptor of memory to the others, which need no file system in common with this one."""
         with socket.socket(socket.AF_UNIX) as server:
             token = f"superpipeline-{uuid4().hex}"
             server.bind(f"\0{token}")
@@ -254,14 +266,12 @@ class Ranks:
 
     def say(self, word: int, value: float = 0.0) -> None:
         """Ends the primary's turn, with a word and a number for the others."""
-        self._words[_WORD] = word
-        self._values[_VALUE] = value
-        self.publish(self._words, _DONE, self._turns)
+        self.board.end_turn(self._turns, word, value)
 
     def hear(self) -> tuple[int, float]:
         """Waits for the end of the primary's turn, and returns what it has said."""
-        self.until(lambda: self._words[_DONE] >= self._turns, Wait.USE_AFTER_TURN)
-        return self._words[_WORD], self._values[_VALUE]
+        self.until(lambda: self.board.turn_is_over(self._turns), Wait.USE_AFTER_TURN)
+        return self.board.said()
 
     def same(self, number: int, what: str) -> bool:
         """Returns whether all ranks have come with the same number.

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
-from torch import nn
 
 from sp_lightning.device.ranks import Ranks
+from sp_lightning.trainer.compat import trainer_of
 from sp_lightning.trainer.options import Options
 
 
-def compare_models(ranks: Ranks, module: nn.Module, options: Options) -> None:
-    """Compares modules, options and versions. Collective.
+def compare_models(ranks: Ranks, module: pl.LightningModule, options: Options) -> None:
+    """Compares modules, options of strategy and trainer, and versions. Collective.
 
     Raises:
         ValueError: some rank has others than rank 0.
@@ -26,8 +28,37 @@ def compare_models(ranks: Ranks, module: nn.Module, options: Options) -> None:
     ranks.must_agree("buffers", buffers, remedy)
     chosen = {name: _said(value) for name, value in vars(options).items()}
     ranks.must_agree("options", chosen, "Make the strategy with the same options in every process.")
+    trainer = trainer_of(module)
+    settings = {name: _said(getattr(trainer, name, None)) for name in _SETTINGS}
+    ranks.must_agree("trainer's settings", settings, "Make the trainer with the same settings in every process.")
     kernels = {"torch": torch.__version__, "CPU capability": torch.backends.cpu.get_cpu_capability()}
     ranks.must_agree("kernels", kernels, "Use the same versions and the same kind of CPU for all processes.")
+
+
+_SETTINGS = (
+    "precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "max_epochs", "max_steps",
+    "limit_train_batches", "check_val_every_n_epoch", "val_check_interval", "fast_dev_run",
+)  # fmt: skip
+
+
+def compare_optimizers(ranks: Ranks, optimizers: Sequence[Any]) -> None:
+    """Compares optimizers, of which only rank 0's step. Collective.
+
+    Raises:
+        ValueError: some rank has others than rank 0.
+    """
+    groups = {
+        f"{type(optimizer).__name__} {number}, group {index}": _group(group)
+        for number, optimizer in enumerate(optimizers)
+        for index, group in enumerate(optimizer.param_groups)
+    }
+    ranks.must_agree("optimizers", groups, "Make the same optimizers in every process: those of rank 0 step for all.")
+
+
+def _group(group: Mapping[str, Any]) -> str:
+    simple = {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
+    shapes = [tuple(parameter.shape) for parameter in group["params"]]
+    return ", ".join(f"{name} {value}" for name, value in {**simple, "parameters of shapes": shapes}.items())
 
 
 def compare_batches(ranks: Ranks, trainer: Any) -> None:

@@ -166,7 +166,15 @@ class HostStrategy(_Base):
     def setup_environment(self) -> None:
         """The processes are connected before anything of the user's can fail in one of them."""
         self._refuse_processes_alone()
-        super().setup_environment()
+        try:
+            super().setup_environment()
+        except dist.DistStoreError as error:
+            number = len(self._devices)
+            raise RuntimeError(
+                f"Rank {self.global_rank} has waited in vain for the other processes of Trainer(devices={number}): {error} Each "
+                "logs that it initializes: look which has not, and why. Start them all by "
+                f"torchrun --standalone --nproc-per-node {number}, or let Lightning start them."
+            ) from error
         ranks = self.ranks
         if ranks is not None and self.lightning_module is not None:
             ranks.board.run_begins()

@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from sp_lightning.plan.ledger import Ledger
+from sp_lightning.trainer.agreement import compare_optimizers
 from sp_lightning.trainer.batch import Batch
 from sp_lightning.trainer.optimizer_steps import Closure, OptimizerSteps
 from sp_lightning.trainer.options import Options
@@ -59,9 +60,11 @@ class Loops:
         """Set-up for training is over but for loading a checkpoint.
 
         Raises:
-            ValueError: ``optimizer_overlap`` has a mode that is not possible.
+            ValueError: ``optimizer_overlap`` has a mode that is not possible, or ranks have different optimizers.
             RuntimeError: the host has no room for gradients and optimizer state.
         """
+        if self._run.ranks is not None:
+            compare_optimizers(self._run.ranks, self._module.trainer.optimizers)
         self._steps.arrange(self._module.trainer)
         ledger = self._steps.ledger
         assert ledger is not None
