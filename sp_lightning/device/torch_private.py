@@ -10,15 +10,16 @@ torch's own function and not a wrapper.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, autograd, nn
+from torch import Tensor, autograd, nn, serialization
 from torch._dynamo import eval_frame
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
@@ -383,3 +384,15 @@ scaler_device: Callable[[torch.amp.GradScaler], str] = attrgetter("_device")
 def unscales_by_itself(optimizer: Any) -> bool:
     """Whether a gradient scaler leaves it to an optimizer's step to unscale: to one that was constructed fused."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def save_by_way_of(value: Callable[[Any], Any], content: Any, stream: Any) -> None:
+    """``torch.save``, which writes ``value(storage)`` for each storage. It asks for one after the other; torch has all."""
+    with serialization._open_zipfile_writer_buffer(stream) as file:
+        write = partial(_write_value, file, value)
+        writer = SimpleNamespace(write_record=write, write_record_metadata=file.write_record_metadata)
+        serialization._save(content, writer, pickle, serialization.DEFAULT_PROTOCOL, False)
+
+
+def _write_value(file: Any, value: Callable[[Any], Any], name: str, data: Any, nbytes: int) -> None:
+    file.write_record(name, value(data) if torch.is_storage(data) else data, nbytes)

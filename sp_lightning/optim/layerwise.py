@@ -45,6 +45,8 @@ class LayerwiseStep:
             gradients between backward and clipping.
         narrow: whether gradients keep the dtype in which they come. This saves memory only if nobody reads them.
         state: brings and takes away the optimizer's state; it stays on the host if none is given.
+        waits: whether the step returns once all layers are updated. Then the optimizer need not be fused, because the
+            background has as many threads as a whole step would have.
     """
 
     def __init__(
@@ -56,14 +58,17 @@ class LayerwiseStep:
         measure: bool,
         narrow: bool,
         state: OptimizerState | None = None,
+        waits: bool = False,
     ) -> None:
         self._optimizer = optimizer
         self._engine = engine
         self._updates = engine.updates
         self._state = state or OnHost()
+        self._by_layers_alone = state is not None
+        self._waits = waits
         self._early = early
         self._measure = measure
-        self._separable = is_separable(optimizer)
+        self._separable = waits or is_separable(optimizer)
         self._narrow = narrow and not self._separable  # a step that is not fused reads whole gradients
         self._clip: Change | None = None
         self._measured: Measured = {}
@@ -199,6 +204,8 @@ class LayerwiseStep:
         by_layer = self._groups_by_layer()
         if by_layer is None and self._begun:
             raise RuntimeError(_NOT_ALL.format(what="there are sparse gradients, or groups have changed in backward"))
+        if by_layer is None and self._by_layers_alone:
+            raise RuntimeError(_NOT_ON_DISK)
         if by_layer is None:
             self._clip_at_once()
         else:
@@ -211,6 +218,8 @@ class LayerwiseStep:
         self._begun.clear()
         self._engine.over()
         self._updates.partially_updated = None
+        if self._waits:
+            self._updates.finish()
 
     def _give_back_groups(self) -> None:
         if self._optimizer.param_groups is self._none:  # otherwise the user has replaced them
@@ -345,6 +354,11 @@ def _known_norm(measured: Measured, parameter: nn.Parameter, norms: Norms) -> Te
 _NOT_ALL = (
     'optimizer_overlap="backward" updates layers one by one with a fused optimizer, but {what}. '
     'Use SuperpipelineStrategy(optimizer_overlap="forward").'
+)
+
+_NOT_ON_DISK = (
+    "disk= updates layers one by one, but there are sparse gradients, or the optimizer has parameters that are not the "
+    "module's. Make embeddings with sparse=False, and give such parameters an optimizer step of their own, or leave disk= out."
 )
 
 

@@ -53,7 +53,7 @@ class Updatable(Protocol):
 
 
 class OptimizerState(Protocol):
-    """The place of the optimizer's state between updates. The one implementation leaves it on the host, as torch makes it."""
+    """The place of the optimizer's state between updates: the host, as torch makes it, or a disk."""
 
     def bring(self, layer: StreamedLayer, optimizer: Optimizer) -> None:
         """Called in the background before a layer's update; returns once the layer's state is in host memory."""

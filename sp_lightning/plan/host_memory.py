@@ -23,6 +23,12 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     return min([free, *_of_groups(root)])
 
 
+def resident_bytes(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process has taken, without the pages of files. 0 if the system is not Linux."""
+    fields = dict(line.split(":", 1) for line in _lines(root / "proc/self/status") if ":" in line)
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem") if name in fields)
+
+
 def _of_groups(root: Path) -> list[int]:
     """What the process's control group and each group above it leave: the limit less what is taken and not reclaimable."""
     found = []

@@ -261,3 +261,13 @@ _TENSORS: dict[type, Any] = {
     torch.optim.Adamax: lambda group: 2,
     torch.optim.Adadelta: lambda group: 2,
 }
+
+
+def has_known_state(optimizer: Any) -> bool:
+    """Whether an optimizer is one of torch's whose state is tensors of the parameters' sizes, each stepped by itself."""
+    return type(optimizer) in _TENSORS
+
+
+def state_tensors(optimizer: Any, group: dict[str, Any]) -> int:
+    """How many tensors of a parameter's size such an optimizer has for each parameter of a group."""
+    return int(_TENSORS[type(optimizer)](group))

@@ -59,21 +59,21 @@ def checked_count(option: str, value: Any) -> Count:
     return int(value)
 
 
-def checked_budget(value: Any) -> int | float | None:
-    """The budget of device memory: bytes, a share of the free memory (a float of at most 1), or None."""
+def checked_budget(option: str, value: Any) -> int | float | None:
+    """A budget of memory: bytes, a share of the free memory (a float of at most 1), or None."""
     if value is None:
         return None
     wanted = 'bytes (8_000_000_000), a size ("8GiB", "8GB") or a share of the free memory (0.8)'
     if isinstance(value, str):
-        return parse_bytes("memory_budget", value)
+        return parse_bytes(option, value)
     if isinstance(value, float) and value > 1 and value.is_integer():
         return int(value)  # YAML reads 1e9 as a float
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"memory_budget takes {wanted}; found {value!r}.")
+        raise TypeError(f"{option} takes {wanted}; found {value!r}.")
     if isinstance(value, float) and not 0 < value <= 1:
-        raise ValueError(f"memory_budget takes {wanted}; {value!r} is no share between 0 and 1.")
+        raise ValueError(f"{option} takes {wanted}; {value!r} is no share between 0 and 1.")
     if isinstance(value, int) and value < 1:
-        raise ValueError(f"memory_budget takes {wanted}; {value!r} is no number of bytes.")
+        raise ValueError(f"{option} takes {wanted}; {value!r} is no number of bytes.")
     return value
 
 
@@ -84,12 +84,10 @@ def checked_switch(option: str, value: Any) -> bool:
     return value
 
 
-def checked_weights(value: Any) -> Path | None:
-    """The path of a file of weights, or None."""
+def checked_path(option: str, what: str, value: Any) -> Path | None:
+    """The path of a file or a folder, or None."""
     if value is not None and not isinstance(value, (str, PathLike)):
-        raise TypeError(
-            f'weights must be the path of a file or a folder, found {value!r}. For example weights="model".'
-        )
+        raise TypeError(f"{option} must be the path of {what}, found {value!r}.")
     return None if value is None else Path(value)
 
 

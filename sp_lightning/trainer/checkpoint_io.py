@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from sp_lightning.device.torch_private import loads_in_its_own_way, tree_map_only
 from sp_lightning.model.wrapped import parts, rebuild
+from sp_lightning.optim.away import save
 from sp_lightning.trainer.compat import base_of, is_a, trainer_of, wraps_another
 
 try:
@@ -47,7 +48,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     It is the strategy's default. A file is there as a whole or not at all, whatever happens while it is written: it is
     written to a ``.part`` file beside it, brought to the disk, and renamed. For files that are not on this machine
     Lightning's class does the work.
+
+    Attributes:
+        state_stays: whether optimizers' state stays in the file, too, because whoever restores it copies it out of there.
     """
+
+    state_stays = False
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Writes a checkpoint.
@@ -70,7 +76,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         try:
             part, stream = _create_part(file)
             with stream:
-                torch.save(checkpoint, stream)
+                save(checkpoint, stream)
                 stream.flush()
                 os.fsync(stream.fileno())
                 if fcntl is None:
@@ -121,7 +127,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             checkpoint.update(
                 (key, tree_map_only(Tensor, _in_memory, value))
                 for key, value in checkpoint.items()
-                if key not in _STAY_IN_THE_FILE
+                if key not in _STAY_IN_THE_FILE and not (self.state_stays and key == "optimizer_states")
             )
         return checkpoint
 
@@ -131,7 +137,9 @@ def _in_memory(value: Tensor) -> Tensor:
     return rebuild(value, (part.clone() for _, part in parts("", value)))
 
 
-def load(path: Any, io: Any, module: pl.LightningModule | None, weights_only: bool | None) -> dict[str, Any]:
+def load(
+    path: Any, io: Any, module: pl.LightningModule | None, weights_only: bool | None, *, state_stays: bool = False
+) -> dict[str, Any]:
     """Returns a checkpoint for a trainer to restore.
 
     A weight stays in the file only if torch's own code will copy it to its place. All others are copied to memory: user
@@ -142,10 +150,13 @@ def load(path: Any, io: Any, module: pl.LightningModule | None, weights_only: bo
         io: the ``CheckpointIO`` that reads it, or a wrapper around one.
         module: the one whose weights are in the file.
         weights_only: as in :meth:`AtomicCheckpointIO.load_checkpoint`.
+        state_stays: whether the caller copies optimizers' state out of the file, layer by layer.
     """
     base = io
     while wraps_another(base):
         base = base.checkpoint_io
+    if isinstance(base, AtomicCheckpointIO):
+        base.state_stays = state_stays and module is not None and not _somebody_keeps_what_is_loaded(module)
     theirs = getattr(base.load_checkpoint, "__func__", None) is base_of(base, TorchCheckpointIO).load_checkpoint
     # torch cannot load quantized weights with a callable map_location, which Lightning 2.6 passes by default.
     options = {"map_location": "cpu"} if theirs else {}

@@ -51,6 +51,7 @@ class HostStrategy(_Base):
         precision_plugin: Precision | None,
     ) -> None:
         self._device_given = device is not None
+        self._state_goes_to_disk = False
         self._ranks: Ranks | None = None
         self._devices = [torch.device("cpu" if device is None else device)]
         super().__init__(self._devices[0], accelerator, checkpoint_io, precision_plugin)
@@ -262,7 +263,8 @@ class HostStrategy(_Base):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Weights stay in the file until they are copied to where they belong."""
-        return load(checkpoint_path, self.checkpoint_io, self.lightning_module, weights_only)
+        module, stays = self.lightning_module, self._state_goes_to_disk
+        return load(checkpoint_path, self.checkpoint_io, module, weights_only, state_stays=stays)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """The base class would move the state to the device."""

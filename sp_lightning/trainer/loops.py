@@ -68,8 +68,12 @@ class Loops:
         self._steps.arrange(self._module.trainer)
         ledger = self._steps.ledger
         assert ledger is not None
-        needed = {"for gradients": ledger.gradients, "for the optimizer's state": ledger.state or 0}
+        needed = {"for gradients": ledger.gradients, "for the optimizer's state": self._steps.place_state()}
         self._run.reserve_host_memory(needed)
+
+    def optimizers_loaded(self) -> None:
+        """The optimizers have the state of a checkpoint."""
+        self._steps.state_loaded()
 
     def begin(self, phase: str) -> None:
         """A loop begins. What ``on_fit_start`` and its like have changed counts."""

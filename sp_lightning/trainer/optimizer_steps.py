@@ -12,12 +12,15 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from sp_lightning.optim.away import leave_files
 from sp_lightning.optim.fused import FusedStep
 from sp_lightning.optim.layerwise import LayerwiseStep
 from sp_lightning.optim.separable import is_separable
+from sp_lightning.optim.state_on_disk import StateOnDisk
 from sp_lightning.plan.ledger import Ledger, make_ledger
 from sp_lightning.plan.options import Overlap
 from sp_lightning.trainer.compat import base_of, is_no_optimizer
+from sp_lightning.trainer.disk_tier import DiskTier
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.rank_steps import RankSteps
 from sp_lightning.trainer.run import Run
@@ -44,6 +47,7 @@ class OptimizerSteps:
 
     Attributes:
         overlap: the mode in which updates run, ``"off"`` until :meth:`arrange` has chosen one.
+        disk: what of the optimizers' state is on a disk; None without ``disk=``.
     """
 
     def __init__(self, run: Run, hooks: UserHooks, options: Options, log: Any) -> None:
@@ -57,6 +61,7 @@ class OptimizerSteps:
         self._trainer: Any = None
         self._ledger: Ledger | None = None
         self._ranks = None if run.ranks is None else RankSteps(run)
+        self.disk: DiskTier | None = None
         self._told = ""
         self._begun = 0.0  # when the running step began, or, if it has run forward and backward itself, went on
         self.overlap: Overlap = "off"
@@ -118,9 +123,22 @@ class OptimizerSteps:
             self._ranks.attach([each for each in whole if not is_no_optimizer(each)], scaler_of(trainer))
         early, narrow = self.overlap == "backward", self._ranks is None and nobody_sees_gradients(trainer)
         measure = self._clips() == "norm" and nobody_looks_at_gradients(trainer)
+        states = {optimizer: self._state_of(optimizer) for optimizer in trainer.optimizers}
+        waits = self.overlap == "off"
+        if waits and any(states.values()):  # the bits of a step that is not fused depend on the number of threads
+            streamer.device.background_threads = torch.get_num_threads()
         self._layerwise = {
-            optimizer: LayerwiseStep(optimizer, streamer.updating, early=early, measure=measure, narrow=narrow)
-            for optimizer in (trainer.optimizers if self.overlap != "off" else ())
+            optimizer: LayerwiseStep(
+                optimizer,
+                streamer.updating,
+                early=early,
+                measure=measure and not waits,
+                narrow=narrow,
+                state=state,
+                waits=waits,
+            )
+            for optimizer, state in states.items()
+            if not waits or state is not None
         }
         self._ledger = self._count()
         mode = f"off ({why})" if why else self.overlap
@@ -132,6 +150,37 @@ class OptimizerSteps:
         """The engine was built anew: steps that update layer by layer are to update its layers."""
         if self._layerwise:
             self.arrange(self._trainer)
+            self.absorb_state()
+
+    # ------------------------------------------------------------------ a disk
+
+    def place_state(self) -> int:
+        """Decides what of the optimizers' state is on the disk, if there is one. Returns the bytes of host memory for state."""
+        streamer, options = self._run.streamer, self._options
+        assert self._ledger is not None
+        assert streamer is not None
+        if options.disk is None:
+            return self._ledger.state or 0
+        self.disk = DiskTier(options.disk, options.host_memory, self._run.finish_updates, self._log)
+        placement = self.disk.place(self._trainer.optimizers, streamer.updating.layer_of, self._ledger.gradients)
+        self.arrange(self._trainer)
+        self.absorb_state()
+        return placement.memory_bytes
+
+    def absorb_state(self) -> None:
+        """Optimizers have state that did not come from their steps. What belongs on the disk goes there."""
+        if self.disk is not None and self._run.streamer is not None:
+            self.disk.absorb(self._trainer.optimizers, self._run.streamer.updating.layer_of)
+
+    def state_loaded(self) -> None:
+        """Optimizers have the state of a checkpoint, which may be in its file still."""
+        self.absorb_state()
+        if self.disk is not None:
+            for optimizer in self._trainer.optimizers:
+                leave_files(optimizer)
+
+    def _state_of(self, optimizer: Any) -> StateOnDisk | None:
+        return None if self.disk is None else self.disk.of(optimizer)
 
     @contextmanager
     def _fused_shown(self) -> Iterator[list[Optimizer]]:
@@ -171,6 +220,10 @@ class OptimizerSteps:
 
     def remarks(self) -> list[str]:
         """What a user should know of the steps, in sentences."""
+        placement = None if self.disk is None else self.disk.placement
+        return [*self._remarks_on_fused(), *([] if placement is None else [str(placement)])]
+
+    def _remarks_on_fused(self) -> list[str]:
         with self._fused_shown() as fused:
             names = sorted({type(optimizer).__name__ for optimizer in fused})
         if not names:
@@ -230,7 +283,7 @@ class OptimizerSteps:
         clips = (type(plugin).clip_grad_by_norm, type(plugin).clip_grad_by_value)
         base = base_of(plugin, Precision)
         lightnings = clips == (base.clip_grad_by_norm, base.clip_grad_by_value)
-        clips_layerwise = lightnings and not self._hooks.may_write_weights("gradients")
+        clips_layerwise = lightnings and self.overlap != "off" and not self._hooks.may_write_weights("gradients")
         self._deferring = optimizer
         if clips_layerwise:
             plugin.clip_grad_by_norm, plugin.clip_grad_by_value = layerwise.clip_by_norm, layerwise.clip_by_value

@@ -20,16 +20,16 @@ from sp_lightning.plan.options import (
     checked_fused,
     checked_layers,
     checked_overlap,
+    checked_path,
     checked_patterns,
     checked_switch,
-    checked_weights,
 )
 
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "activations": checked_activations,
     "k": partial(checked_count, "k"),
     "k_prime": partial(checked_count, "k_prime"),
-    "memory_budget": checked_budget,
+    "memory_budget": partial(checked_budget, "memory_budget"),
     "layers": checked_layers,
     "resident": partial(checked_patterns, "resident"),
     "pin_memory": partial(checked_switch, "pin_memory"),
@@ -37,7 +37,9 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "optimizer_overlap": checked_overlap,
     "save_frozen": partial(checked_switch, "save_frozen"),
     "check_writes": partial(checked_switch, "check_writes"),
-    "weights": checked_weights,
+    "weights": partial(checked_path, "weights", 'a file or a folder, for example weights="model"'),
+    "disk": partial(checked_path, "disk", 'a folder on a fast drive, for example disk="/scratch"'),
+    "host_memory": partial(checked_budget, "host_memory"),
     "callback": partial(checked_switch, "callback"),
 }
 
@@ -46,7 +48,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
 class Options:
     """What a user has chosen. :class:`~sp_lightning.SuperpipelineStrategy` documents each option.
 
-    ``memory_budget`` is a number of bytes here, or a share of the free memory.
+    ``memory_budget`` and ``host_memory`` are numbers of bytes here, or shares of the free memory.
     """
 
     activations: Activations
@@ -61,6 +63,8 @@ class Options:
     save_frozen: bool
     check_writes: bool
     weights: Path | None
+    disk: Path | None
+    host_memory: int | float | None
     callback: bool
 
     @classmethod
@@ -75,5 +79,10 @@ class Options:
             raise ValueError(
                 'check_writes=True compares weights over a backward; optimizer_overlap="backward" updates them in it. Use '
                 'optimizer_overlap="off" while you look.'
+            )
+        if options.host_memory is not None and options.disk is None:
+            raise ValueError(
+                "host_memory= says how much host memory to take before a disk is used, and there is none. Name a folder on "
+                'a fast drive, too: SuperpipelineStrategy(disk="/scratch", host_memory=…).'
             )
         return options

@@ -24,6 +24,8 @@ def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -
     """
     if options.check_writes:
         raise ValueError(f"check_writes=True looks at the weights of one process. {_ONE} while you look.")
+    if options.disk is not None:
+        raise ValueError(f"disk= is for one device: several have their memory in common. {_ONE}, or leave disk= out.")
     if options.optimizer_overlap == "backward":
         raise ValueError(
             'optimizer_overlap="backward" updates a layer as soon as one device has its gradients. With several use '

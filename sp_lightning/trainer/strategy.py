@@ -20,11 +20,8 @@ from torch import Tensor
 from sp_lightning.device.timeline import Timeline
 from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.model.without_values import named_tensors
-from sp_lightning.observe.stats import Stats
-from sp_lightning.plan.activation_policy import Activations, Mode
-from sp_lightning.plan.ledger import Ledger
+from sp_lightning.plan.activation_policy import Activations
 from sp_lightning.plan.options import Count, Fused, Overlap, by_name
-from sp_lightning.plan.plan import Plan
 from sp_lightning.trainer.agreement import compare_batches, compare_models
 from sp_lightning.trainer.callback import SuperpipelineCallback, attach, detach
 from sp_lightning.trainer.compat import forget_module, trainer_of
@@ -37,17 +34,15 @@ from sp_lightning.trainer.frozen_weights import (
     note_trained,
 )
 from sp_lightning.trainer.given_values import GivenValues
-from sp_lightning.trainer.host_strategy import HostStrategy
 from sp_lightning.trainer.loops import Loops
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.precision import autocast_dtype
+from sp_lightning.trainer.readings import Readings
 from sp_lightning.trainer.refusals import refuse_on_ranks
 from sp_lightning.trainer.run import Run
 
-_NO_COUNTERS = "There are no counters yet: they begin in trainer.fit (validate, test, predict)."
 
-
-class StreamingStrategy(HostStrategy):
+class StreamingStrategy(Readings):
     """Streams the layers of an unchanged LightningModule through a few slots of device memory.
 
     Weights, gradients and optimizer state are on the host; the model's layers pass through ``k + k_prime`` slots on
@@ -88,6 +83,10 @@ class StreamingStrategy(HostStrategy):
         weights: a file or folder with the values of a module that was built on the meta device, or of one sub-module: of
             safetensors (as ``save_pretrained`` writes it), a checkpoint, or a state dictionary. They come from there into the
             host store, layer by layer.
+        disk: a folder on a fast drive. What ``host_memory`` does not hold of the optimizers' state is in a scratch file there,
+            which is gone when the process is.
+        host_memory: with ``disk``, memory of the host for everything: bytes, a size (``"64GiB"``), or a share of what is free
+            at set-up; None for all that is free.
         callback: attach a :class:`~sp_lightning.SuperpipelineCallback` while a run lasts, if the trainer has none.
         device: where layers compute, if not on the trainer's choice. Then it is the one device, whatever ``Trainer(devices=…)``
             says.
@@ -120,6 +119,8 @@ class StreamingStrategy(HostStrategy):
         save_frozen: bool = True,
         check_writes: bool = False,
         weights: str | Path | None = None,
+        disk: str | Path | None = None,
+        host_memory: int | float | str | None = None,
         callback: bool = True,
         device: str | int | torch.device | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
@@ -130,72 +131,14 @@ class StreamingStrategy(HostStrategy):
             k=k, k_prime=k_prime, memory_budget=memory_budget, activations=activations, layers=layers,
             resident=resident, pin_memory=pin_memory, fused_optimizer=fused_optimizer,
             optimizer_overlap=optimizer_overlap, save_frozen=save_frozen, check_writes=check_writes, weights=weights,
-            callback=callback,
+            disk=disk, host_memory=host_memory, callback=callback,
         )  # fmt: skip
         self._given = GivenValues(self._options.weights)
-        self._run: Run | None = None
-        self._loops: Loops | None = None  # while a run lasts
-        self._ledger: Ledger | None = None
         self._frozen: FrozenWeights | None = None
         self._left_out: LeftOut = {}
         self._attached: SuperpipelineCallback | None = None
         super().__init__(device, accelerator, checkpoint_io, precision_plugin)
-
-    # ------------------------------------------------------------------ what a user reads
-
-    @property
-    def plan(self) -> Plan:
-        """What was decided, from set-up on.
-
-        Raises:
-            RuntimeError: before set-up.
-        """
-        return self._since_setup("There is no plan yet: it is made in trainer.fit (validate, test, predict).").plan
-
-    @property
-    def activations(self) -> dict[str, Mode]:
-        """What happens to the activations of each layer, and of each part beside them, by name.
-
-        What ``"auto"`` has chosen is in it. It can be given as ``activations=`` to another strategy.
-
-        Raises:
-            RuntimeError: before set-up.
-        """
-        return self._since_setup("There are no activations yet: they begin in trainer.fit.").activations
-
-    @property
-    def ledger(self) -> Ledger:
-        """Host memory and traffic of training, from set-up for ``trainer.fit`` on.
-
-        Raises:
-            RuntimeError: before, and outside training.
-        """
-        if self._loops is not None:
-            self._ledger = self._loops.ledger or self._ledger
-        if self._ledger is None:
-            raise RuntimeError("There is no ledger: it is made in trainer.fit, which alone has optimizers.")
-        return self._ledger
-
-    def stats(self) -> Stats:
-        """Counters since the last set-up; they can be read after the run, too.
-
-        Raises:
-            RuntimeError: before set-up.
-        """
-        return self._since_setup(_NO_COUNTERS).stats()
-
-    def fetches(self) -> dict[str, int]:
-        """How often each layer was fetched since the last set-up, by name: which experts were, for example.
-
-        Raises:
-            RuntimeError: before set-up.
-        """
-        return self._since_setup(_NO_COUNTERS).fetches()
-
-    def _since_setup(self, otherwise: str) -> Run:
-        if self._run is None:
-            raise RuntimeError(otherwise)
-        return self._run
+        self._state_goes_to_disk = self._options.disk is not None
 
     # ------------------------------------------------------------------ set-up and teardown
 
@@ -377,6 +320,11 @@ class StreamingStrategy(HostStrategy):
         if self._left_out and "state_dict" in checkpoint:
             checkpoint[FROZEN] = self._left_out
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._loops is not None:
+            self._loops.optimizers_loaded()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None

@@ -319,6 +319,8 @@ def test_the_options_are_frozen() -> None:
         "save_frozen": True,
         "check_writes": False,
         "weights": None,
+        "disk": None,
+        "host_memory": None,
         "callback": True,
         "device": None,
         "accelerator": None,

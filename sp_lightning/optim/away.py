@@ -1,0 +1,169 @@
+"""Stand-ins for tensors of an optimizer's state that are on a disk. Whoever computes with one brings it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import IO, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.device.layout import Span
+from sp_lightning.device.modes import no_inference_mode
+from sp_lightning.device.torch_private import save_by_way_of, tree_leaves
+
+
+class Home(Protocol):
+    """Where tensors are while they are away."""
+
+    def bring(self, tensors: Sequence[Away]) -> None:
+        """Gives tensors memory of their own, with their values. They are ordinary tensors then."""
+
+    def read(self, tensor: Away) -> Tensor:
+        """Returns a tensor's bytes, flat ``uint8``, in memory that the next call may use again. The tensor stays away."""
+
+
+class Away(Tensor):
+    """A tensor whose values are on a disk. Its ``data`` is one NaN, or one zero, seen in the tensor's shape.
+
+    Attributes:
+        home: brings it.
+        span: where its bytes are in what the home has for its layer, with its shape and its strides.
+        process: the one that can bring it.
+    """
+
+    home: Home
+    span: Span
+    process: int
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _UNCHANGED:
+            with torch.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        away = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is Away]
+        if away:
+            bring(away)
+        return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        bring([self])
+        return copy.deepcopy(self, memo)  # its class is that of ordinary tensors again
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if _writing.storages is None:
+            bring([self])
+            return self.__reduce_ex__(protocol)
+        # The pickle names a storage of the right size that nobody touches, so that it takes no memory.
+        storage = torch.UntypedStorage(self.span.nbytes)
+        _writing.storages[id(storage)] = storage, self
+        shell = torch.empty(0, dtype=self.span.dtype).set_(storage, 0, self.span.shape, self.span.stride)
+        return shell.__reduce_ex__(protocol)
+
+
+_UNCHANGED = frozenset(
+    [
+        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad")),
+        *(getattr(Tensor, name).__get__ for name in ("is_leaf", "grad_fn", "is_meta", "itemsize")),
+        *(
+            getattr(Tensor, name)
+            for name in ("size", "dim", "numel", "element_size", "is_floating_point", "is_complex")
+        ),
+    ]
+)
+"""What can be read of a tensor that is away: its data has it, too."""
+
+
+class _Writing(threading.local):
+    """While this thread writes a file, the storages in its pickle that stand for tensors that are away, by their ``id``."""
+
+    storages: dict[int, tuple[Any, Away]] | None = None
+
+
+_writing = _Writing()
+
+
+def send_away(tensor: Tensor, home: Home, span: Span) -> None:
+    """Takes a tensor's memory from it. The caller has its values, and sees to it that ``home`` can bring them."""
+    nothing = torch.nan if span.dtype.is_floating_point or span.dtype.is_complex else 0
+    with torch.DisableTorchFunctionSubclass(), no_inference_mode():
+        tensor.data = torch.full((), nothing, dtype=span.dtype, device="cpu").expand(span.shape)
+    tensor.__class__ = Away
+    vars(tensor).update(home=home, span=span, process=os.getpid())
+
+
+def return_to(tensor: Away, memory: Tensor) -> None:
+    """Makes a tensor that was away an ordinary one, with this memory."""
+    for name in ("home", "span", "process"):
+        del vars(tensor)[name]
+    with torch.DisableTorchFunctionSubclass(), no_inference_mode():
+        tensor.data = memory
+    tensor.__class__ = Tensor  # type: ignore[assignment]
+
+
+def bring(tensors: Sequence[Away]) -> None:
+    """Brings tensors that are away.
+
+    Raises:
+        RuntimeError: this is a forked process, a worker of a ``DataLoader``, say.
+        OSError: the disk failed.
+    """
+    if any(tensor.process != os.getpid() for tensor in tensors):
+        raise RuntimeError(
+            "This optimizer state is on a disk, in a file of the process that trains. A forked process cannot read it: read it "
+            "before the fork (tensor.clone())."
+        )
+    for home in dict.fromkeys(tensor.home for tensor in tensors):
+        home.bring([tensor for tensor in tensors if type(tensor) is Away and tensor.home is home])
+
+
+def save(content: Any, stream: IO[bytes]) -> None:
+    """As ``torch.save``, but tensors that are away pass through memory one after the other, and stay away."""
+    if not any(type(leaf) is Away for leaf in tree_leaves(content)):
+        torch.save(content, stream)
+        return
+
+    def value(data: Any) -> Any:
+        if id(data) not in storages:
+            return data
+        _, tensor = storages[id(data)]
+        return tensor.home.read(tensor).untyped_storage()
+
+    storages: dict[int, tuple[Any, Away]] = {}
+    _writing.storages = storages
+    try:
+        save_by_way_of(value, content, stream)
+    finally:
+        _writing.storages = None
+
+
+def leave_files(optimizer: Any) -> None:
+    """Copies state to memory that is in a checkpoint's file still, which somebody may cut off, and that nothing sends away."""
+    with torch.DisableTorchFunctionSubclass(), no_inference_mode():
+        for leaf in tree_leaves(dict(vars(optimizer)["state"])):
+            if type(leaf) is Tensor:
+                leaf.data = leaf.data.clone()
+
+
+def memory_for(span: Span) -> Tensor:
+    """Returns new memory for a tensor, with its strides."""
+    with no_inference_mode():
+        return torch.empty_strided(span.shape, span.stride, dtype=span.dtype, device="cpu")
+
+
+def can_go_away(tensor: Any, least: int) -> bool:
+    """Whether a tensor may be sent away: a plain one, dense, of at least so many bytes, with a memory that is all its own."""
+    if type(tensor) not in (Tensor, Away) or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return False
+    if type(tensor) is Away:
+        return True
+    if isinstance(tensor, nn.Parameter) or tensor.requires_grad or tensor.nbytes < least:
+        return False
+    storage = tensor.untyped_storage()
+    dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    return dense and storage.nbytes() == tensor.nbytes and not tensor.storage_offset()

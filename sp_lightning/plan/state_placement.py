@@ -1,0 +1,79 @@
+"""Where the state of optimizers is: in host memory as far as it fits, and on a disk below that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from sp_lightning.plan.units import human_bytes
+
+
+@dataclass(frozen=True)
+class StatePlacement:
+    """Which layers' state is in host memory, and which is on a disk.
+
+    Attributes:
+        in_memory, on_disk: bytes of state, by the layer.
+        staging: bytes of host memory that the state on the disk passes through.
+        room: bytes of host memory that there are for all of it; None if nobody knows.
+    """
+
+    in_memory: Mapping[str, int]
+    on_disk: Mapping[str, int]
+    staging: int
+    room: int | None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Host memory that the state takes."""
+        return sum(self.in_memory.values()) + self.staging
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes on the disk, which each step reads and writes."""
+        return sum(self.on_disk.values())
+
+    def __str__(self) -> str:
+        """One sentence: what is where, and why."""
+        total = sum(self.in_memory.values()) + self.disk_bytes
+        room = "" if self.room is None else f", because {human_bytes(self.room)} of host memory are left for it"
+        if not self.on_disk:
+            return f"All {human_bytes(total)} of optimizer state are in host memory; nothing is on the disk{room}."
+        return (
+            f"{human_bytes(self.disk_bytes)} of optimizer state, of {len(self.on_disk)} layers, are on the disk and pass "
+            f"through {human_bytes(self.staging)} of host memory; {human_bytes(total - self.disk_bytes)} stay there{room}."
+        )
+
+
+def staging_bytes(sizes: Mapping[str, int]) -> int:
+    """Host memory for state on its way: of the largest layer, or of three usual ones (read, updated, written). Less is slower."""
+    return max(max(sizes.values()), 3 * int(median(sizes.values()))) if sizes else 0
+
+
+def place_state(sizes: Mapping[str, int], room: int | None) -> StatePlacement:
+    """Leaves in memory as much state as there is room for, that of the largest layers first: so less is staged.
+
+    Args:
+        sizes: bytes of the state of each layer.
+        room: bytes of host memory for it; None for no limit.
+
+    Raises:
+        MemoryError: there is not even room for what is staged.
+    """
+    if room is None or sum(sizes.values()) <= room:
+        return StatePlacement(sizes, {}, 0, room)
+    below, above = dict(sizes), dict[str, int]()
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        rest = {other: nbytes for other, nbytes in below.items() if other != name}
+        if sum(above.values()) + sizes[name] + staging_bytes(rest) <= room:
+            below, above[name] = rest, sizes[name]
+    least = sum(above.values()) + max(below.values())
+    placement = StatePlacement(above, below, min(staging_bytes(below), room - sum(above.values())), room)
+    if least > room:
+        raise MemoryError(
+            f"{human_bytes(least)} of host memory are needed for optimizer state on its way from and to the "
+            f"disk, and {human_bytes(max(room, 0))} are left beside weights and gradients. Give more (host_memory=) or use less: "
+            'SuperpipelineStrategy(optimizer_overlap="backward") holds no gradients, and layers= can name smaller layers.'
+        )
+    return placement

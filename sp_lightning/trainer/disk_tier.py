@@ -1,0 +1,153 @@
+"""What of a run is on a disk: the state of its optimizers, as far as host memory does not hold it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from sp_lightning.device.layout import whole_pages
+from sp_lightning.observe.messages import say_once
+from sp_lightning.optim import state_on_disk
+from sp_lightning.optim.state_on_disk import StateOnDisk
+from sp_lightning.plan.host_memory import available_bytes, resident_bytes
+from sp_lightning.plan.ledger import has_known_state, state_tensors
+from sp_lightning.plan.state_placement import StatePlacement, place_state
+from sp_lightning.store.scratch import ScratchFile, file_system
+from sp_lightning.store.staging_ring import StagingRing
+from sp_lightning.trainer.compat import is_no_optimizer
+from sp_lightning.weights.layer import StreamedLayer
+
+_MARGIN = 1 / 16
+"""The share of ``host_memory`` that is left to batches, activations on the CPU, and the process itself."""
+
+
+class DiskTier:
+    """The disk of one run.
+
+    Args:
+        folder: where the scratch file is.
+        host_memory: bytes that the process may take, or a share of what is free; None for all that is free.
+        finish: waits for updates that are under way.
+        log: where a user's messages go.
+
+    Raises:
+        OSError: no file can be created in the folder.
+
+    Attributes:
+        placement: what is where, once :meth:`place` has decided it.
+    """
+
+    def __init__(
+        self, folder: Path, host_memory: int | float | None, finish: Callable[[], None], log: logging.Logger
+    ) -> None:
+        self._file = ScratchFile(folder)
+        self._host_memory = host_memory
+        self._finish = finish
+        self._states: dict[Optimizer, StateOnDisk] = {}
+        self._ring = StagingRing(0)
+        self.placement: StatePlacement | None = None
+        if file_system(folder) in ("tmpfs", "ramfs"):
+            say_once(
+                log,
+                f"Superpipeline: disk={str(folder)!r} is on a tmpfs, which is host memory and no disk. It saves none.",
+            )
+        elif not self._file.direct:
+            say_once(
+                log,
+                f"Superpipeline: the file system of disk={str(folder)!r} has no direct I/O: bytes are copied once more.",
+            )
+
+    def place(
+        self, optimizers: Sequence[Any], layer_of: Callable[[nn.Parameter], StreamedLayer | None], gradients: int
+    ) -> StatePlacement:
+        """Decides which layers' state is on the disk, and reserves room for it there.
+
+        Args:
+            optimizers: whose state it is.
+            layer_of: the layer that a parameter is updated with.
+            gradients: bytes of host memory that gradients will take.
+
+        Raises:
+            ValueError: an optimizer's step cannot be taken apart by layers.
+            MemoryError: host memory does not suffice even so.
+            OSError: the disk has no room.
+        """
+        refuse(optimizers)
+        sizes, on_disk = Counter[str](), Counter[str]()
+        for optimizer in [each for each in optimizers if not is_no_optimizer(each)]:
+            for group in optimizer.param_groups:
+                count = state_tensors(optimizer, group)
+                for parameter in group["params"]:
+                    layer = layer_of(parameter)
+                    if layer is not None and parameter.requires_grad:
+                        sizes[layer.name] += count * parameter.nbytes
+                        if parameter.nbytes >= state_on_disk.LEAST:
+                            on_disk[layer.name] += count * whole_pages(parameter.nbytes)
+        self.placement = place_state(on_disk, self._room(gradients, sum(sizes.values()) - sum(on_disk.values())))
+        self._file.reserve(self.placement.disk_bytes)
+        self._ring.limit = self.placement.staging
+        return self.placement
+
+    def _room(self, gradients: int, others: int) -> int | None:
+        """Bytes of host memory for state that may go to the disk, beside gradients and state that may not."""
+        available = available_bytes()
+        if isinstance(self._host_memory, int):
+            taken = resident_bytes()
+            limit = int(self._host_memory * (1 - _MARGIN)) - taken
+            available = limit if available is None else min(limit, available)
+        elif available is not None:
+            available = int(available * (self._host_memory or 1) * (1 - _MARGIN))
+        return None if available is None else available - gradients - max(others, 0)
+
+    def of(self, optimizer: Any) -> StateOnDisk | None:
+        """What brings an optimizer's state; None if all of it is in memory."""
+        if self.placement is None or not self.placement.on_disk or is_no_optimizer(optimizer):
+            return None
+        if optimizer not in self._states:
+            self._states[optimizer] = StateOnDisk(self._file, self._ring, self.placement.in_memory, self._finish)
+        return self._states[optimizer]
+
+    def absorb(self, optimizers: Sequence[Any], layer_of: Callable[[nn.Parameter], StreamedLayer | None]) -> None:
+        """Writes the state that optimizers have now: layers are new, or a checkpoint has given it."""
+        for optimizer in [each for each in optimizers if not is_no_optimizer(each)]:
+            state = self.of(optimizer)
+            if state is not None:
+                state.absorb(optimizer, _by_layer(optimizer, layer_of))
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes read and written so far."""
+        return self._file.read_bytes, self._file.written_bytes
+
+
+def _by_layer(
+    optimizer: Any, layer_of: Callable[[nn.Parameter], StreamedLayer | None]
+) -> Mapping[StreamedLayer, Sequence[nn.Parameter]]:
+    found = defaultdict(list)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            layer = layer_of(parameter)
+            if layer is not None:
+                found[layer].append(parameter)
+    return found
+
+
+def refuse(optimizers: Sequence[Any]) -> None:
+    """Refuses optimizers of which it is not known that they step each parameter by itself.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for optimizer in optimizers:
+        if not is_no_optimizer(optimizer) and not has_known_state(optimizer):
+            raise ValueError(
+                f"disk= has the state of one layer in memory at a time, and {type(optimizer).__name__} is not known to step each "
+                "layer by itself. Use one of torch's (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta), or "
+                "leave disk= out."
+            )

@@ -1,0 +1,359 @@
+"""The optimizer's state on a disk: results are those of a run that has it in memory, whatever user code does with it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch import Tensor
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.optim.away import save
+from sp_lightning.optim.state_on_disk import StateOnDisk
+from sp_lightning.plan.state_placement import StatePlacement, place_state
+from sp_lightning.trainer import disk_tier
+from tests.support.models import Module, Stack, vectors
+from tests.support.on_disk import away, on_disk, without_room
+from tests.support.runs import assert_equal, assert_same, fit, fused, trainer_for
+
+
+@pytest.fixture(autouse=True)
+def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_room(monkeypatch)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "Adam(amsgrad)": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "SGD(momentum)": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-2, foreach=True),
+}
+
+
+def made_with(make_optimizer: Any) -> Any:
+    def make() -> Module:
+        module = Module(Stack())
+        module.configure_optimizers = lambda: make_optimizer(module.parameters())  # type: ignore[method-assign]
+        return module
+
+    return make
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_of_torch_s(name: str, tmp_path: Path) -> None:
+    make = made_with(OPTIMIZERS[name])
+    ours = fit(make, vectors(), on_disk(tmp_path))
+    assert_same(ours, fit(make, vectors()))
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "clipped by norm": {"gradient_clip_val": 0.01},
+    "clipped by value": {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+    "accumulated": {"accumulate_grad_batches": 2},
+    "mixed": {"precision": "bf16-mixed"},
+    "half": {"precision": "bf16-true"},
+    "mixed and clipped": {"precision": "bf16-mixed", "gradient_clip_val": 0.01},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+def test_every_mode_of_updates(overlap: Any, variant: str, tmp_path: Path) -> None:
+    options = VARIANTS[variant]
+    if overlap == "backward" and "gradient_clip_val" in options:
+        pytest.skip("clipping needs all gradients at once, and is refused")
+    make = made_with(OPTIMIZERS["AdamW"]) if overlap == "off" else fused(made_with(OPTIMIZERS["AdamW"]))
+    strategy = on_disk(tmp_path, optimizer_overlap=overlap)
+    ours = fit(make, vectors(), strategy, recorded="losses", **options)
+    assert_same(ours, fit(make, vectors(), recorded="losses", **options))
+
+
+class Looks(Callback):
+    """Notes how many tensors are away after each step, and does something with the state."""
+
+    def __init__(self, look: Any = None) -> None:
+        self.away: list[int] = []
+        self.look = look
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.away.append(away(trainer.optimizers[0]))
+        if self.look is not None:
+            self.look(trainer.optimizers[0])
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+def test_state_is_on_the_disk_between_steps(overlap: Any, tmp_path: Path) -> None:
+    looks = Looks()
+    make = fused(made_with(OPTIMIZERS["AdamW"]))
+    fit(make, vectors(), on_disk(tmp_path, optimizer_overlap=overlap), callbacks=[looks], recorded="nothing")
+    count = 2 * len(list(Stack().parameters()))
+    assert looks.away == [count] * len(vectors())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_layers_stay_in_memory_as_far_as_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_room(monkeypatch, 60 * 2**10)
+    looks = Looks()
+    strategy = on_disk(tmp_path)
+    ours = fit(made_with(OPTIMIZERS["AdamW"]), vectors(), strategy, callbacks=[looks])
+    assert_same(ours, fit(made_with(OPTIMIZERS["AdamW"]), vectors(), callbacks=[Looks()]))
+    assert 0 < looks.away[0] < 2 * len(list(Stack().parameters()))
+
+
+# ---------------------------------------------------------------------- what users do with it
+
+
+def _reads(optimizer: Any) -> None:
+    for state in optimizer.state.values():
+        assert state["exp_avg"].shape == state["exp_avg_sq"].shape
+        optimizer.norm = float(state["exp_avg"].norm()) + getattr(optimizer, "norm", 0.0)
+
+
+def _writes(optimizer: Any) -> None:
+    for index, state in enumerate(optimizer.state.values()):
+        if index % 2:
+            state["exp_avg"].mul_(0.5)
+
+
+def _replaces(optimizer: Any) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"] * 0.5
+
+
+def _loads_its_own(optimizer: Any) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _loads_a_copy(optimizer: Any) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _forgets(optimizer: Any) -> None:
+    for parameter in list(optimizer.state)[::2]:
+        del optimizer.state[parameter]
+
+
+def _pickles(optimizer: Any) -> None:
+    torch.save(optimizer.state_dict(), file := io.BytesIO())
+    file.seek(0)
+    optimizer.load_state_dict(torch.load(file))
+
+
+def _in_inference_mode(optimizer: Any) -> None:
+    with torch.inference_mode():
+        _reads(optimizer)
+
+
+LOOKS = {
+    look.__name__.strip("_"): look
+    for look in (_reads, _writes, _replaces, _loads_its_own, _loads_a_copy, _forgets, _pickles, _in_inference_mode)
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+def test_user_code_finds_the_state(look: str, overlap: Any, tmp_path: Path) -> None:
+    make = fused(made_with(OPTIMIZERS["AdamW"]))
+    strategy = on_disk(tmp_path, optimizer_overlap=overlap)
+    ours = fit(make, vectors(), strategy, callbacks=[Looks(LOOKS[look])])
+    plain = fit(make, vectors(), callbacks=[Looks(LOOKS[look])])
+    assert_same(ours, plain)
+    assert getattr(ours.trainer.optimizers[0], "norm", 0) == getattr(plain.trainer.optimizers[0], "norm", 0)
+
+
+def test_no_more_is_in_memory_than_the_ring_has_while_all_of_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = 8 * 2**10
+    monkeypatch.setattr(disk_tier, "place_state", lambda sizes, _: StatePlacement({}, sizes, room, room))
+    most = []
+
+    def reads(optimizer: Any) -> None:
+        for state in optimizer.state.values():
+            assert state["exp_avg"].norm() + state["exp_avg_sq"].norm() > 0
+            values = [value for each in optimizer.state.values() for value in each.values() if value.dim()]
+            most.append(sum(value.nbytes for value in values if type(value) is Tensor))
+
+    strategy = on_disk(tmp_path)
+    ours = fit(made_with(OPTIMIZERS["AdamW"]), vectors(), strategy, callbacks=[Looks(reads)])
+    assert_same(ours, fit(made_with(OPTIMIZERS["AdamW"]), vectors(), callbacks=[Looks(reads)]))
+    ours_most = most[: len(most) // 2]
+    assert room // 2 < max(ours_most) <= room
+
+
+def test_a_view_that_somebody_holds_goes_on_seeing_the_updates(tmp_path: Path) -> None:
+    held: list[Tensor] = []
+
+    def holds(optimizer: Any) -> None:
+        if not held:
+            held.append(next(iter(optimizer.state.values()))["exp_avg"].view(-1)[:3])
+        held.append(held[0].clone())
+
+    ours = fit(made_with(OPTIMIZERS["AdamW"]), vectors(), on_disk(tmp_path), callbacks=[Looks(holds)])
+    mine = list(held)
+    held.clear()
+    assert_same(ours, fit(made_with(OPTIMIZERS["AdamW"]), vectors(), callbacks=[Looks(holds)]))
+    assert_equal(mine, held, "views")
+
+
+class Unfreezes(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net.blocks[:2])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net.blocks[:2], optimizer)
+
+
+def test_layers_that_are_unfrozen(tmp_path: Path) -> None:
+    ours = fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path), callbacks=[Unfreezes()], max_epochs=3)
+    assert_same(ours, fit(lambda: Module(Stack()), vectors(), callbacks=[Unfreezes()], max_epochs=3))
+
+
+def test_parameters_that_are_exchanged(tmp_path: Path) -> None:
+    class Exchanges(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:  # the engine is built anew
+                pl_module.net.extra = torch.nn.Linear(2, 2)
+
+    ours = fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path), callbacks=[Exchanges()])
+    assert_same(ours, fit(lambda: Module(Stack()), vectors(), callbacks=[Exchanges()]))
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+def test_files_are_plain_lightning_s_and_back(overlap: Any, tmp_path: Path) -> None:
+    make = fused(made_with(OPTIMIZERS["AdamW"]))
+
+    def two_halves(first: Any, second: Any, file: Path) -> Any:
+        half = fit(make, vectors(), first, recorded="nothing", max_epochs=1)
+        looks = away(half.trainer.optimizers[0])
+        half.trainer.save_checkpoint(file)
+        assert away(half.trainer.optimizers[0]) == looks
+        return fit(make, vectors(), second, recorded="losses", max_epochs=2, ckpt_path=file)
+
+    def disk() -> SuperpipelineStrategy:
+        return on_disk(tmp_path, optimizer_overlap=overlap)
+
+    plain = two_halves("auto", "auto", tmp_path / "plain.ckpt")
+    for first, second, name in ((disk(), disk(), "ours"), ("auto", disk(), "there"), (disk(), "auto", "back")):
+        assert_same(two_halves(first, second, tmp_path / f"{name}.ckpt"), plain)
+    theirs, ours = (torch.load(tmp_path / f"{name}.ckpt")["optimizer_states"] for name in ("plain", "back"))
+    assert_equal(ours, theirs, "optimizer_states")
+
+
+def test_a_checkpoint_is_written_tensor_by_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors stay away, and the file is the one that ``torch.save`` writes."""
+    strategy = on_disk(tmp_path)
+    files: list[bytes] = []
+
+    def saves(optimizer: Any) -> None:
+        count = away(optimizer)
+        save(optimizer.state_dict(), ours := io.BytesIO())
+        assert away(optimizer) == count > 0
+        torch.save(optimizer.state_dict(), theirs := io.BytesIO())
+        files.extend((ours.getvalue(), theirs.getvalue()))
+
+    fit(made_with(OPTIMIZERS["AdamW"]), vectors(1), strategy, callbacks=[Looks(saves)])
+    ours, theirs = (torch.load(io.BytesIO(file)) for file in files)
+    assert_equal(ours, theirs, "state")
+    assert len(files[0]) == len(files[1])
+
+
+# ---------------------------------------------------------------------- forks, refusals
+
+
+def test_a_forked_process_says_that_it_cannot_read_it(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def child(queue: Any, tensor: Tensor) -> None:
+        try:
+            tensor.norm()
+        except RuntimeError as error:
+            queue.put(str(error))
+
+    def forks(optimizer: Any) -> None:
+        context = multiprocessing.get_context("fork")
+        queue = context.SimpleQueue()
+        process = context.Process(target=child, args=(queue, next(iter(optimizer.state.values()))["exp_avg"]))
+        process.start()
+        said.append(queue.get())
+        process.join()
+
+    ours = fit(made_with(OPTIMIZERS["AdamW"]), vectors(), on_disk(tmp_path), callbacks=[Looks(forks)])
+    assert_same(ours, fit(made_with(OPTIMIZERS["AdamW"]), vectors(), callbacks=[Looks()]))
+    assert "a forked process cannot read it" in said[0].lower()
+
+
+def test_an_optimizer_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    class Mine(torch.optim.AdamW):
+        """It could do anything."""
+
+    with pytest.raises(ValueError, match="Mine is not known to step each layer by itself"):
+        fit(made_with(lambda p: Mine(p)), vectors(), on_disk(tmp_path))
+
+
+def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
+    class Sparse(Module):
+        def __init__(self) -> None:
+            super().__init__(Stack())
+            self.table = torch.nn.Embedding(8, 16, sparse=True)
+
+        def loss(self, batch: Any) -> Tensor:
+            return self.net(batch + self.table(torch.zeros(len(batch), dtype=torch.long))).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    with pytest.raises(RuntimeError, match="disk= updates layers one by one, but there are sparse gradients"):
+        fit(Sparse, vectors(), on_disk(tmp_path))
+
+
+def test_host_memory_that_does_not_suffice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "place_state", lambda sizes, _: place_state(sizes, 2**10))
+    with pytest.raises(MemoryError, match=r"of host memory are needed .* and 1\.0 KiB are left"):
+        fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path))
+
+
+def test_the_plan_says_what_is_where(tmp_path: Path) -> None:
+    strategy = on_disk(tmp_path)
+    trainer = trainer_for(strategy)
+    said: list[str] = []
+
+    class Asks(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            said.extend(strategy.remarks())
+
+    trainer.callbacks.append(Asks())
+    module = Module(Stack())
+    trainer.fit(module, torch.utils.data.DataLoader(vectors(), batch_size=None))  # type: ignore[arg-type]
+    assert any("of optimizer state, of 7 layers, are on the disk" in line for line in said)
+
+
+def test_nothing_is_read_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step reads and writes each layer's state once."""
+    made: list[StateOnDisk] = []
+    of = disk_tier.DiskTier.of
+
+    def noted(self: Any, optimizer: Any) -> Any:
+        made.append(of(self, optimizer))
+        return made[-1]
+
+    monkeypatch.setattr(disk_tier.DiskTier, "of", noted)
+    fit(made_with(OPTIMIZERS["AdamW"]), vectors(), on_disk(tmp_path), recorded="nothing")
+    state = made[-1]
+    whole = sum(stored.extent.nbytes for stored in state._stored.values())
+    steps = len(vectors())
+    assert state._file.written_bytes == whole * steps
+    assert whole * (steps - 1) <= state._file.read_bytes <= whole * steps  # and what was read ahead for a next step

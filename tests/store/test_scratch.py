@@ -1,0 +1,163 @@
+"""Scratch files: bytes come back as they were, on any file system, and nothing is left."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sp_lightning.store import scratch
+from sp_lightning.store.scratch import ScratchFile, aligned_memory, file_system
+from sp_lightning.store.staging_ring import StagingRing
+
+PAGES = 3 * 4096
+
+
+def numbers(nbytes: int) -> torch.Tensor:
+    memory = aligned_memory(nbytes)
+    return memory.copy_(torch.randint(0, 256, (memory.nbytes,), dtype=torch.uint8))
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, flag: int, code: int) -> None:
+    """Files cannot be opened with a flag."""
+    theirs = os.open
+
+    def opens(path: Any, flags: int, *more: Any) -> int:
+        if flags & flag == flag:
+            raise OSError(code, os.strerror(code))
+        return theirs(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", opens)
+
+
+@pytest.fixture(params=["as it is", "no direct I/O", "no files without names", "direct I/O in name only"])
+def file(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ScratchFile]:
+    if request.param == "no direct I/O":
+        refused(monkeypatch, os.O_DIRECT, errno.EINVAL)
+    elif request.param == "no files without names":
+        refused(monkeypatch, os.O_TMPFILE, errno.EOPNOTSUPP)
+    elif request.param == "direct I/O in name only":
+        monkeypatch.setattr(scratch, "_works", lambda _: False)
+    made = ScratchFile(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    if request.param.endswith(("I/O", "only")):
+        assert not made.direct
+    yield made
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bytes_come_back(file: ScratchFile) -> None:
+    extents = [file.allocate(PAGES), file.allocate(scratch._PIECE + 4096)]
+    values = [numbers(extent.nbytes) for extent in extents]
+    for extent, value in zip(extents, values, strict=True):
+        file.write(extent.offset, value).wait()
+    for extent, value in zip(extents, values, strict=True):
+        file.read(extent.offset, into := aligned_memory(extent.nbytes)).wait()
+        assert torch.equal(into, value)
+    assert file.read_bytes == file.written_bytes == sum(extent.nbytes for extent in extents)
+
+
+def test_extents_that_nobody_has_are_used_again(tmp_path: Path) -> None:
+    file = ScratchFile(tmp_path)
+    first, second = file.allocate(PAGES), file.allocate(PAGES)
+    assert second.offset == first.offset + PAGES
+    offset = first.offset
+    del first
+    gc.collect()
+    assert file.allocate(PAGES - 1).offset == offset
+
+
+def test_room_is_taken_at_once(tmp_path: Path) -> None:
+    file = ScratchFile(tmp_path)
+    file.reserve(2**20)
+    assert os.fstat(file._descriptor).st_blocks * 512 >= 2**20
+
+
+def test_short_reads_and_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv, pwritev = os.preadv, os.pwritev
+    monkeypatch.setattr(os, "preadv", lambda d, b, at: preadv(d, [b[0][:4096]], at))
+    monkeypatch.setattr(os, "pwritev", lambda d, b, at: pwritev(d, [b[0][:4096]], at))
+    file = ScratchFile(tmp_path)
+    extent, value = file.allocate(PAGES), numbers(PAGES)
+    file.write(extent.offset, value).wait()
+    file.read(extent.offset, into := aligned_memory(PAGES)).wait()
+    assert torch.equal(into, value)
+
+
+def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
+    file = ScratchFile(tmp_path)
+    with pytest.raises(OSError, match="ends 4096 bytes too early"):
+        file.read(2**30, aligned_memory(4096)).wait()
+
+
+def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = ScratchFile(tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"1\.0 GiB of scratch space are needed, and .* are free") as caught:
+        file.reserve(2**30)
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_file_system_that_cannot_promise_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuses)
+    file = ScratchFile(tmp_path)
+    extent, value = file.allocate(PAGES), numbers(PAGES)
+    file.write(extent.offset, value).wait()
+    file.read(extent.offset, into := aligned_memory(PAGES)).wait()
+    assert torch.equal(into, value)
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="in which no file can be created"):
+        ScratchFile(tmp_path / "none")
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="in which no file can be created"):
+        ScratchFile(tmp_path / "file")
+
+
+def test_a_folder_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(monkeypatch, os.O_RDWR, errno.EACCES)
+    with pytest.raises(PermissionError, match="in which no file can be created"):
+        ScratchFile(tmp_path)
+
+
+def test_the_kind_of_a_file_system() -> None:
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        pytest.skip("there is no tmpfs here")
+    assert file_system(shared) == "tmpfs"
+    assert file_system(Path("/proc")) == "proc"
+    assert file_system(Path("/not there")) == ""
+
+
+def test_the_ring_lends_no_more_than_its_limit() -> None:
+    ring = StagingRing(4 * 4096)
+    first, second = ring.take(2 * 4096), ring.take(5000)
+    assert first is not None
+    assert second is not None
+    assert ring.take(1) is None
+    ring.give_back(first)
+    assert ring.take(2 * 4096) is first
+    ring.give_back(first)
+    third = ring.take(4096)  # of another size, for which the idle one goes
+    assert third is not None
+    assert ring.nbytes == 3 * 4096
+    assert ring.peak_bytes == 4 * 4096
+
+
+def test_the_ring_lends_one_buffer_that_is_larger_than_its_limit() -> None:
+    ring = StagingRing(4096)
+    assert ring.take(3 * 4096) is not None
+    assert ring.take(1) is None

@@ -1,0 +1,36 @@
+"""Runs whose optimizers have their state on a disk, although host memory has room for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.optim import state_on_disk
+from sp_lightning.optim.away import Away
+from sp_lightning.plan.state_placement import place_state, staging_bytes
+from sp_lightning.trainer import disk_tier
+
+
+def without_room(monkeypatch: pytest.MonkeyPatch, more: int = 0) -> None:
+    """Leaves host memory for state on its way alone, and for so many bytes more."""
+
+    def place(sizes: Any, _: Any) -> Any:
+        return place_state(sizes, staging_bytes(sizes) + more)
+
+    monkeypatch.setattr(disk_tier, "place_state", place)
+    monkeypatch.setattr(state_on_disk, "LEAST", 64)
+
+
+def on_disk(folder: Path, **options: Any) -> SuperpipelineStrategy:
+    """A strategy with a disk; the optimizer is left as it is unless a mode is asked for that needs it fused."""
+    overlap = options.get("optimizer_overlap", "off")
+    fused = {} if overlap in ("forward", "backward") else {"fused_optimizer": False}
+    return SuperpipelineStrategy(**{"k": 1, "disk": folder, "optimizer_overlap": overlap, **fused, **options})
+
+
+def away(optimizer: Any) -> int:
+    """How many tensors of an optimizer's state are on the disk."""
+    return sum(type(value) is Away for state in optimizer.state.values() for value in state.values())

@@ -1,0 +1,159 @@
+"""Faults of the disk: each ends in one clear error, with the host's weights whole and the last checkpoint valid."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.store import scratch
+from sp_lightning.trainer import disk_tier
+from tests.support.models import Module, Stack, vectors
+from tests.support.on_disk import on_disk, without_room
+from tests.support.runs import assert_same, fit, fused, loader, trainer_for
+
+
+@pytest.fixture(autouse=True)
+def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_room(monkeypatch)
+
+
+def fails(call: Callable[..., int], at: int, error: Any) -> Callable[..., int]:
+    """A call of the system that fails for the state of layers from the ``at``-th time on."""
+    count = iter(range(10**9))
+
+    def called(*arguments: Any) -> int:
+        whole_layer = len(arguments[1][0]) > 4096  # a checkpoint reads tensor by tensor
+        if not whole_layer or next(count) < at:
+            return call(*arguments)
+        if isinstance(error, int):
+            raise OSError(error, os.strerror(error))
+        return 0
+
+    return called
+
+
+FAULTS: dict[str, tuple[str, Any, str]] = {
+    "full": ("pwritev", errno.ENOSPC, "A write to the scratch file failed: No space left on device"),
+    "write error": ("pwritev", errno.EIO, "A write to the scratch file failed: Input/output error"),
+    "read error": ("preadv", errno.EIO, "A read from the scratch file failed: Input/output error"),
+    "short read": ("preadv", None, "The scratch file ends .* bytes too early"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_ends_the_step_with_one_error(
+    fault: str, overlap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, error, said = FAULTS[fault]
+    scratch_folder, checkpoints = tmp_path / "scratch", tmp_path / "checkpoints"
+    scratch_folder.mkdir()
+    make = fused(lambda: Module(Stack()))
+    saver = ModelCheckpoint(checkpoints, every_n_train_steps=1, save_last=True)
+    module = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fails(getattr(os, call), 18, error))  # within the third step
+        trainer = trainer_for(
+            on_disk(scratch_folder, optimizer_overlap=overlap),
+            callbacks=[saver],
+            enable_checkpointing=True,
+            max_epochs=2,
+        )
+        torch.manual_seed(7)
+        with pytest.raises(OSError, match=said):
+            trainer.fit(module, loader(vectors()))
+        with pytest.raises(RuntimeError, match="not those of any whole step"):
+            trainer.save_checkpoint(tmp_path / "after.ckpt")
+    assert {type(parameter) for parameter in module.parameters()} == {nn.Parameter}
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+    assert list(scratch_folder.iterdir()) == []
+    last = checkpoints / "last.ckpt"
+    again = on_disk(scratch_folder, optimizer_overlap=overlap)
+    ours = fit(make, vectors(), again, recorded="losses", ckpt_path=last, max_epochs=2)
+    plain = fit(make, vectors(), recorded="losses", ckpt_path=last, max_epochs=2)
+    assert_same(ours, plain)
+
+
+def test_a_slow_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv, pwritev = os.preadv, os.pwritev
+
+    def slowly(call: Callable[..., int]) -> Callable[..., int]:
+        def called(*arguments: Any) -> int:
+            time.sleep(0.01)
+            return call(*arguments)
+
+        return called
+
+    monkeypatch.setattr(os, "preadv", slowly(preadv))
+    monkeypatch.setattr(os, "pwritev", slowly(pwritev))
+    make = fused(lambda: Module(Stack()))
+    ours = fit(make, vectors(), on_disk(tmp_path, optimizer_overlap="forward"))
+    assert_same(ours, fit(make, vectors()))
+
+
+def test_without_direct_io_and_files_without_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "_works", lambda _: False)
+    ours = fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path))
+    assert_same(ours, fit(lambda: Module(Stack()), vectors()))
+
+
+def test_a_folder_that_is_not_there_is_refused_before_work(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="disk= names a folder in which no file can be created"):
+        fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path / "none"))
+
+
+def test_memory_that_is_called_a_disk_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(disk_tier, "file_system", lambda _: "tmpfs")
+    log = logging.getLogger("lightning.pytorch.superpipeline")
+    with caplog.at_level(logging.INFO, logger=log.name):
+        fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path))
+    assert "is on a tmpfs, which is host memory and no disk" in caplog.text
+
+
+def test_several_devices_are_refused(tmp_path: Path) -> None:
+    from sp_lightning.trainer.options import Options
+    from sp_lightning.trainer.refusals import refuse_on_ranks
+
+    options: Options = SuperpipelineStrategy(disk=tmp_path)._options
+    with pytest.raises(ValueError, match="disk= is for one device"):
+        refuse_on_ranks(Module(Stack()), options, None)
+
+
+def test_host_memory_without_a_disk_is_refused() -> None:
+    with pytest.raises(ValueError, match="host_memory= says how much host memory to take before a disk is used"):
+        SuperpipelineStrategy(host_memory="8GiB")
+
+
+def _trains(folder: Path) -> None:
+    without_room(pytest.MonkeyPatch())
+    fit(fused(lambda: Module(Stack())), vectors(400), on_disk(folder, optimizer_overlap="forward"), recorded="nothing")
+    os._exit(0)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    for pause in (0.3, 0.6):
+        process = multiprocessing.get_context("fork").Process(target=_trains, args=(tmp_path,))
+        process.start()
+        time.sleep(pause)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        assert list(tmp_path.iterdir()) == []
