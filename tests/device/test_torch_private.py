@@ -580,24 +580,6 @@ def test_an_optimizer_that_is_constructed_fused_unscales_by_itself_and_one_that_
     assert not torch_private.unscales_by_itself(later)
 
 
-def test_what_is_written_for_a_storage_can_be_another_one() -> None:
-    content = {"one": torch.ones(3), "two": torch.zeros(2)}
-    torch.save(content, theirs := io.BytesIO())
-    torch_private.save_by_way_of(lambda storage: storage, content, ours := io.BytesIO())
-    assert ours.getvalue() == theirs.getvalue()
-    asked: list[Any] = []
-    other = torch.full((3,), 7.0).untyped_storage()
-
-    def notes(storage: Any) -> Any:
-        asked.append(storage)
-        return other
-
-    torch_private.save_by_way_of(notes, content, ours := io.BytesIO())
-    ours.seek(0)
-    assert {name: value.tolist() for name, value in torch.load(ours).items()} == {"one": [7.0] * 3, "two": [7.0] * 2}
-    assert [storage.nbytes() for storage in asked] == [12, 8]
-
-
 def test_a_gradient_scaler_tells_its_device_and_asks_its_own_method_to_unscale(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_private.scaler_device(torch.amp.GradScaler("cpu", enabled=False)) == "cpu"
     parameter = nn.Parameter(torch.ones(2))
