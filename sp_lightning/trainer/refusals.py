@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelPruning
 from torch import nn
 
 from sp_lightning.device.torch_private import accumulation_hooks
 from sp_lightning.optim.scaler import HostGradScaler
-from sp_lightning.trainer.compat import is_a, trainer_of
 from sp_lightning.trainer.options import Options
 
 _ONE = "Pass Trainer(devices=1)"
@@ -36,9 +34,6 @@ def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -
             f"{type(plugin.scaler).__name__} scales gradients in a way of its own, which several devices cannot do once for all. "
             f"{_ONE}, or torch.amp.GradScaler."
         )
-    trainer = trainer_of(module)
-    if trainer is not None and any(is_a(callback, ModelPruning) for callback in trainer.callbacks):
-        raise ValueError(f"ModelPruning gives other weights on several devices than under ddp, and is refused. {_ONE}.")
     for name, child in module.named_modules():
         if getattr(child, "sparse", False) and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             raise ValueError(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
 
 from sp_lightning.device.ranks import Ranks
 
 
 class Buffers:
     """Sends the primary's buffers to the others when DistributedDataParallel would: before a step, unless the last one was of
-    validation.
+    validation; in manual optimization before the first step alone.
 
     Args:
         ranks: the ranks.
@@ -19,7 +19,7 @@ class Buffers:
         phase: of the trainer. Outside of training the buffers are sent once.
     """
 
-    def __init__(self, ranks: Ranks, module: nn.Module, phase: TrainerFn | None) -> None:
+    def __init__(self, ranks: Ranks, module: pl.LightningModule, phase: TrainerFn | None) -> None:
         self._ranks = ranks
         self._module = module
         self._training = phase == TrainerFn.FITTING
@@ -34,4 +34,5 @@ class Buffers:
         """A step of a loop begins on all ranks."""
         if self._due:
             self.send()
-        self._due = self._training and torch.is_grad_enabled()
+        # In manual optimization Lightning's ddp has them sent once: its forward ends without a backward that sums.
+        self._due = self._training and torch.is_grad_enabled() and self._module.automatic_optimization
