@@ -38,6 +38,7 @@ from sp_lightning.engine.residency import Residency, needed_again
 from sp_lightning.engine.saved_tensors import SavedTensors, packs
 from sp_lightning.engine.step import Step
 from sp_lightning.weights.device_parameter import DeviceParameter, hides_stand_ins
+from sp_lightning.weights.expert_rows import Rows
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.slots import Staged
@@ -173,11 +174,16 @@ class Access:
         """Has these hooks pack what autograd saves in calls from now on."""
         self.saved_tensors = saved_tensors
 
-    def unpack(self, layer: StreamedLayer, view: Callable[[Lease], Tensor]) -> Tensor:
-        """Brings a layer for autograd, which unpacks a weight. The view is made under the lock and holds the slot."""
+    def unpack(self, layer: StreamedLayer, view: Callable[[Lease], Tensor], rows: Rows) -> Tensor:
+        """Brings a layer, or rows of it, for autograd, which unpacks a weight.
+
+        The view is made under the lock and holds the slot.
+        """
         self._backward.join()
         residency = self._residency
         with self._lock, no_modes():
+            if layer.experts is not None:
+                layer.experts.need(rows)
             new = residency.unpack(layer)
             saved = view(residency.used[layer].lease)  # (6)
         if new:
@@ -213,10 +219,15 @@ class Access:
             if residents:
                 self._residents.refresh()
                 self._residents.group.ask(before_use=False)
+            for layer in layers:
+                if layer.experts is not None:
+                    layer.experts.need(None)
             self._residency.begin_call(layers, backward=bool(self._backward.tasks))
-        for layer in layers:
+        for layer in layers if torch.is_grad_enabled() else ():
             if layer.table is not None:
-                layer.table.used_whole = layer.table.used_whole or torch.is_grad_enabled()
+                layer.table.used_whole = True
+            if layer.experts is not None:
+                layer.experts.read_whole()
         if self._backward.tasks:
             self._backward.sink.make_room(layers)
         try:

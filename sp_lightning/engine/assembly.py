@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -12,12 +13,14 @@ from torch import Tensor, nn
 from sp_lightning.device.device import Device
 from sp_lightning.model.found import Found
 from sp_lightning.model.wrapped import parts, stand_in
+from sp_lightning.observe.messages import say_once
 from sp_lightning.plan.plan import Plan
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import Allocate
 from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.weights.casts import Casts
 from sp_lightning.weights.embedding_rows import EmbeddingRows
+from sp_lightning.weights.expert_rows import ExpertRows
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.parameter_group import ParameterGroup
 
@@ -78,6 +81,20 @@ def make_tables(
         layer.parameters.look_up = table.look_up
         tables.append(table)
     return tables
+
+
+def make_experts(layers: Sequence[StreamedLayer], log: logging.Logger | None) -> list[ExpertRows]:
+    """Makes what knows the rows of each layer of stacked experts, and gives it to the layer."""
+
+    def say(layer: StreamedLayer, why: str) -> None:
+        line = f"Superpipeline: all experts of {layer.name!r} come with each call, because {why}."
+        say_once(log or logging.getLogger("lightning.pytorch"), line)
+
+    for layer in layers:
+        if layer.planned.rows:
+            layer.experts = ExpertRows(layer, partial(say, layer))
+            layer.parameters.come_by_rows(layer.experts)
+    return [layer.experts for layer in layers if layer.experts is not None]
 
 
 def stand_ins_for_wrapped(found: Found, layers: Sequence[StreamedLayer]) -> dict[nn.Parameter, Any]:

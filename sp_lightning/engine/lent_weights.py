@@ -12,6 +12,7 @@ from sp_lightning.device.lease import shared
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.weights.device_parameter import same_place
+from sp_lightning.weights.expert_rows import NOTHING
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.parameter_group import ParameterGroup
 from sp_lightning.weights.slots import Slot, Slots
@@ -107,6 +108,8 @@ class LentWeights:
         """Invalidates a layer that comes on demand after its use, unless somebody still views it."""
         if layer.masters is not None:
             layer.masters.parameters.casts = None
+        if layer.experts is not None:
+            layer.experts.needed = NOTHING
         if layer.on_demand:
             group = layer.parameters
             if slot.escaped:  # the weights may be written through a view at any time
@@ -129,6 +132,8 @@ class LentWeights:
         """Copies weights that were written on the device, or may have been, to the host."""
         group = layer.parameters
         for index, value in written:
+            if layer.experts is not None and value.untyped_storage().data_ptr() in self._slots.by_address:
+                value = layer.experts.completed(index, value)
             # The blocking copy in write() implies this wait. On a device where write() copies nothing, it is needed.
             self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
             self.write_backs += 1

@@ -95,6 +95,8 @@ class Residency:
     def unpack(self, layer: StreamedLayer) -> bool:
         """Makes a layer resident for autograd, which needs its weights. Returns whether it was not in use before."""
         if layer in self.used:
+            if layer.experts is not None:
+                self.require(layer, backward=True)
             return False
         released = self.release_unpinned()
         self.require(layer, backward=True)
@@ -111,6 +113,8 @@ class Residency:
             RuntimeError: the running backward has updated the layer already.
         """
         if layer in self.used:
+            if layer.experts is not None and not layer.experts.complete:
+                self._complete(layer)
             return self.used[layer]
         self._tenants.before_use(layer)
         self.slots.resume()
@@ -123,14 +127,27 @@ class Residency:
             self.fetch_ahead()
         if layer.slot is not None and not early and layer.outdated:
             layer.invalidate()
-        if layer.slot is None:
+        if layer.experts is not None:
+            layer.experts.count_use()
+        if layer.slot is None or (layer.experts is not None and not layer.experts.complete):
             if early:
                 raise RuntimeError(needed_again(layer, "its weights were needed again"))
             self.demand_fetches += 1
-            self._fetch([(layer, self.slots.find(layer, self.prefetch.trace.next_use))])
+            self._fetch([(layer, layer.slot or self.slots.find(layer, self.prefetch.trace.next_use))])
             self._noted()
         slot = self.used[layer] = self.slots.use(layer, backward=backward)  # (2)
         return slot
+
+    def _complete(self, layer: StreamedLayer) -> None:
+        """Brings the rows of stacked experts that are missing, into the slot that is in use."""
+        slot = self.used[layer]
+        if layer.owner.updated_early:
+            raise RuntimeError(needed_again(layer, "its weights were needed again"))
+        if layer.outdated:
+            layer.invalidate()
+        self.demand_fetches += 1
+        self._fetch([(layer, slot)])
+        self.slots.join(slot)
 
     def fetch_ahead(self) -> None:
         """Fetches the next layers of the trace for which there are slots."""

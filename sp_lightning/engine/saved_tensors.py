@@ -22,6 +22,7 @@ from sp_lightning.device.lease import Lease
 from sp_lightning.device.modes import never_compiled
 from sp_lightning.device.torch_private import top_saved_tensors_hooks
 from sp_lightning.weights.device_parameter import DeviceParameter
+from sp_lightning.weights.expert_rows import Rows
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.saved_values import SavedValues
 from sp_lightning.weights.slots import Slot
@@ -36,6 +37,7 @@ class _Packed(NamedTuple):
         offset: bytes from the start of the slot.
         values: the values of a view of a weight, or of a cast. None for a weight itself, which plain autograd follows if it
             is given other memory (``param.data = other``), whereas a view keeps the old memory.
+        rows: the experts that it needs, if they are stacked; None for all of them.
     """
 
     layer: StreamedLayer
@@ -46,6 +48,7 @@ class _Packed(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     values: SavedValues | None
+    rows: Rows = None
 
     def view(self, lease: Lease) -> Tensor:
         """The saved tensor, in the memory that its layer has now."""
@@ -100,7 +103,7 @@ class SavedTensors:
         slots: Mapping[int, Slot],
         offload: Offload,
         device: Device,
-        reach: Callable[[StreamedLayer, Callable[[Lease], Tensor]], Tensor],
+        reach: Callable[[StreamedLayer, Callable[[Lease], Tensor], Rows], Tensor],
     ) -> None:
         self._slots = slots
         self._offload = offload
@@ -146,7 +149,8 @@ class SavedTensors:
             version, values = group.version(which), group.present_values[which].now()
             if tensor._version != version:  # a view of .data, for example, whose writes autograd does not check
                 which = None
-        return _Packed(layer, which, version, offset, tensor.dtype, tensor.shape, tensor.stride(), values)
+        rows = None if layer.experts is None else layer.experts.saved_rows(group.at(offset), tensor, offset)
+        return _Packed(layer, which, version, offset, tensor.dtype, tensor.shape, tensor.stride(), values, rows)
 
     @never_compiled
     def _pack_weight(self, weight: Any) -> _Packed | _Kept:
@@ -157,7 +161,8 @@ class SavedTensors:
         version, span = group.version_once_fetched(index), group.spans[index]
         if weight.dtype is not span.dtype:  # param.data = other, for which the slot has no place
             return weight.detach(), weight._version
-        return _Packed(group.layer, index, version, span.offset, span.dtype, span.shape, span.stride, None)
+        rows = None if group.experts is None else group.experts.saved_stack_rows()
+        return _Packed(group.layer, index, version, span.offset, span.dtype, span.shape, span.stride, None, rows)
 
     def _unpack(self, packed: Any) -> Tensor:
         if type(packed) is tuple:  # most saved tensors are of this kind
@@ -181,7 +186,7 @@ class SavedTensors:
         if which is not None and (group.exposed or group.apart):
             group.refuse_exchanged(which)
         follows = values is None and which is not None
-        tensor = self._reach(packed.layer, packed.follow if follows else packed.view)
+        tensor = self._reach(packed.layer, packed.follow if follows else packed.view, packed.rows)
         version = packed.version if which is None else group.version(which)
         if values is not None and values.kept is not None:  # the layer has other values by now
             tensor = values.recall(self._device, packed.offset, packed.dtype, packed.shape, packed.stride)

@@ -103,6 +103,8 @@ class Step:
             layer.visits = 0
             if layer.table is not None:
                 layer.table.used_whole = False
+            if layer.experts is not None:
+                layer.experts.begin_step(training=training)
         if training:
             self._activations.begin()
         self.activate()

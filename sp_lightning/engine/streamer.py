@@ -13,7 +13,7 @@ from sp_lightning.activations.calls import Activations
 from sp_lightning.device.device import Device
 from sp_lightning.device.waits import Wait
 from sp_lightning.engine.access import Access
-from sp_lightning.engine.assembly import make_layers, make_tables, stand_ins_for_wrapped
+from sp_lightning.engine.assembly import make_experts, make_layers, make_tables, stand_ins_for_wrapped
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.exchange import Exchange
 from sp_lightning.engine.lent_weights import LentWeights
@@ -21,6 +21,7 @@ from sp_lightning.engine.module_hooks import attach_module_hooks
 from sp_lightning.engine.peak import Peak
 from sp_lightning.engine.placement import ONE_DEVICE, Placement
 from sp_lightning.engine.residency import Residency
+from sp_lightning.engine.routed_calls import attach_hooks
 from sp_lightning.engine.saved_tensors import SavedTensors
 from sp_lightning.engine.step import Step, StepKind
 from sp_lightning.engine.updating import Updating
@@ -31,6 +32,8 @@ from sp_lightning.plan.plan import Plan
 from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.store.host_ring import HostRing
 from sp_lightning.weights.buffers import OnTheDevice
+from sp_lightning.weights.embedding_rows import EmbeddingRows
+from sp_lightning.weights.expert_rows import ExpertRows
 from sp_lightning.weights.layer import Kind
 from sp_lightning.weights.prefetch import Prefetch
 from sp_lightning.weights.pruned import PrunedWeights
@@ -82,14 +85,14 @@ class Streamer:
         # Hooks in backward run on autograd's threads. The lock is never held while user code runs.
         self._lock = threading.RLock()
         self._closed = False
-        self._build_weights(pin, check_writes, placement)
+        self._build_weights(pin, check_writes, placement, log)
         self._build_activations(modes, HostRing(device, pin=pin, limit=host_room), log)
         self._build_step(averages, placement)
         self._open_doors(around_rerun)
 
     # ------------------------------------------------------------------ the parts, from below
 
-    def _build_weights(self, pin: bool, check_writes: bool, placement: Placement) -> None:
+    def _build_weights(self, pin: bool, check_writes: bool, placement: Placement, log: logging.Logger | None) -> None:
         """Builds host memory, slots, gradients and updates."""
         device, plan = self.device, self.plan
         self._staging = Staging(device, pin=pin)
@@ -100,6 +103,7 @@ class Streamer:
         self._slots = Slots(plan, self._moving, device)
         self._gradients = placement.gradients(device, self._staging, self._layers, plan.k_prime + 1)
         self._tables = make_tables(self.found, self._layers, device, pin=pin, compacted=self._gradients.compacted)
+        self._by_rows: list[EmbeddingRows | ExpertRows] = [*self._tables, *make_experts(self._moving, log)]
         self.updates = placement.updates(self._layers, device)
         self._lent = LentWeights(self._slots, device, self._stays, self._watch)
         self._source = placement.source(self._layers, self._slots, self.updates, device, self._watch)
@@ -170,9 +174,8 @@ class Streamer:
         )
         for layer in layers:
             layer.parameters.connect(layer, self._access)
-        self._module_hooks = attach_module_hooks(
-            self._access, {**visits, **{table.module: (table.layer,) for table in self._tables}}
-        )
+        visits.update((table.module, (table.layer,)) for table in self._tables)
+        self._module_hooks = attach_hooks(self._access, visits)
         for module, listener in self._averages.items():
             self._module_hooks += attach_module_hooks(listener, {module: ()})
 
@@ -317,7 +320,7 @@ class Streamer:
             demand_fetches=self._residency.demand_fetches,
             host_waits=self._lent.write_backs
             + self._gradients.host_waits
-            + sum(table.host_waits for table in self._tables),
+            + sum(each.host_waits for each in self._by_rows),
             extra_slots=self._slots.extra_slots,
             peak_device_bytes=self._peak.most,
             stored_bytes=offload.stored_bytes,

@@ -9,6 +9,7 @@ from torch import nn
 
 from sp_lightning.device.torch_private import is_compiled
 from sp_lightning.model.found import join_names
+from sp_lightning.model.stacks import stacked_rows
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -69,14 +70,12 @@ def experts_in(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         full = join_names(name, key)
         if is_compiled(child):
             continue
+        if stacked_rows(child):
+            yield full, child
+            continue
         if not are_experts(key, child):
             yield from experts_in(child, full)
             continue
         for inner, expert in child.named_children():
             if any(True for _ in expert.parameters()):
                 yield join_names(full, inner), expert
-
-
-def holds_stacked_experts(name: str, module: nn.Module) -> bool:
-    """Whether all experts are one parameter of it; the name alone says so."""
-    return "expert" in name.rpartition(".")[2] and any(p.dim() >= 3 for p in module.parameters(recurse=False))

@@ -2,7 +2,8 @@
 
 The tree is cut into units from the root down. Most units become layers: repeated blocks, and large modules beside them
 (embeddings, heads). Small units stay on the device. Inside a block, the experts of a mixture of experts are layers of their
-own. Of an embedding that is as large as a block, only the rows travel that are looked up.
+own, and so are experts that are stacked in one parameter, of which only rows travel. Of an embedding that is as large as a
+block, only the rows travel that are looked up.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from sp_lightning.model.checks import check_values, modules_moved_whole, parted_
 from sp_lightning.model.found import Found, Layer, NamedParameter, Place
 from sp_lightning.model.notes import advice_to_group, notes_on
 from sp_lightning.model.patterns import LayerChoice, chosen_layers, chosen_residents
+from sp_lightning.model.stacks import is_stack
 from sp_lightning.model.units import Unit, Walk
 from sp_lightning.model.wrapped import parts
 
@@ -45,7 +47,8 @@ def find_layers(
             returns names or modules; None finds them.
         resident: names or glob patterns of modules or parameters that are to stay on the device.
         autocast: the dtype that steps run autocast with, if they do.
-        whole_blocks: whether blocks move with their experts, as a second forward of a block in backward needs them.
+        whole_blocks: whether blocks move with those experts that are modules, as a second forward of a block in backward
+            needs them.
 
     Raises:
         ValueError: a pattern that matches nothing, overlapping layers, parameters without memory of their own.
@@ -64,7 +67,7 @@ def find_layers(
     moving = [unit for unit in units if unit not in small and any(p not in kept for _, p in unit.parameters)]
     looked_up = _looked_up(moving, places)
     streamed = [unit for unit in moving if unit not in looked_up]
-    found, tables = (tuple(_layer(unit, kept, lowered) for unit in each) for each in (streamed, looked_up))
+    found, tables = (tuple(_layer(unit, kept, lowered, places) for unit in each) for each in (streamed, looked_up))
     return Found(
         layers=found,
         residents=_residents(units, small, kept),
@@ -138,13 +141,20 @@ def _residents(units: Iterable[Unit], small: set[Unit], kept: set[nn.Parameter])
     return Layer("residents", _plain(named))
 
 
-def _layer(unit: Unit, kept: set[nn.Parameter], lowered: set[nn.Parameter]) -> Layer:
+def _layer(unit: Unit, kept: set[nn.Parameter], lowered: set[nn.Parameter], places: Places) -> Layer:
     parameters = [named for named in unit.parameters if named[1] not in kept]
     return Layer(
         unit.name,
         _plain(named for named in parameters if named[1] not in lowered),
         tuple(named for named in parameters if named[1] in lowered),
+        unit.rows if _comes_by_rows(unit, kept | lowered, places) else 0,
     )
+
+
+def _comes_by_rows(unit: Unit, otherwise: set[nn.Parameter], places: Places) -> bool:
+    """Whether nothing but the unit's own module has its stacks, and none of its parameters travels otherwise."""
+    own = all(place.module is unit.module for _, p in unit.parameters if is_stack(p, unit.rows) for place in places[p])
+    return own and all(parameter not in otherwise for _, parameter in unit.parameters)
 
 
 def _plain(parameters: Iterable[NamedParameter]) -> tuple[NamedParameter, ...]:

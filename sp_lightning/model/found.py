@@ -30,11 +30,13 @@ class Layer:
         name: the name of the module, or of the parameter if that belongs to no layer's module.
         parameters: the parameters that travel as they are. One that several layers share belongs to the first.
         lowered: the float32 parameters that travel as casts of a lower precision; they lie behind the others.
+        rows: how many experts are stacked in its parameters, if only those travel that something is routed to; otherwise 0.
     """
 
     name: str
     parameters: tuple[NamedParameter, ...]
     lowered: tuple[NamedParameter, ...] = ()
+    rows: int = 0
 
     @property
     def nbytes(self) -> int:

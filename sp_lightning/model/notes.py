@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from sp_lightning.device.torch_private import is_compiled, is_traceable_wrapper_subclass
-from sp_lightning.model.blocks import has_blocks, holds_stacked_experts
+from sp_lightning.model.blocks import has_blocks
 from sp_lightning.model.found import Layer, join_names, tensor_bytes
+from sp_lightning.model.stacks import stacked_rows
 from sp_lightning.model.units import Unit
 
 # A list of fewer bare modules has no two groups.
@@ -46,14 +47,19 @@ def _notes_on_units(units: Sequence[Unit]) -> list[str]:
     modules = [(unit.name, unit.module) for unit in units if unit.module is not None]
     compiled = [name for name, module in modules if is_compiled(module) and has_blocks(module)]
     notes = [f"{name!r} is compiled as a whole and moves as one. Compile its layers instead." for name in compiled]
-    experts = sum(unit.expert for unit in units)
+    experts = sum(unit.expert and not unit.rows for unit in units)
     if experts:
         notes.append(f"{experts} experts are layers of their own: each comes only when something is routed to it.")
-    stacked = [
-        name for name, module in modules if any(holds_stacked_experts(*named) for named in module.named_modules())
-    ]
-    if stacked:
-        notes.append(f"experts are one stacked parameter in {len(stacked)} layers, which move whole: {stacked[0]!r} …")
+    apart = {unit.name for unit in units if unit.rows}
+    inside = (
+        join_names(name, key)
+        for name, module in modules
+        for key, child in module.named_modules()
+        if stacked_rows(child)
+    )
+    whole = [full for full in inside if full not in apart]
+    if whole:
+        notes.append(f"experts are stacked in {len(whole)} modules that move whole: {whole[0]!r} …")
     kinds = {type(p).__name__ for unit in units for _, p in unit.parameters if is_traceable_wrapper_subclass(p)}
     return notes + [f"parameters of class {kind} travel as their packed bytes." for kind in sorted(kinds)]
 

@@ -23,6 +23,7 @@ from sp_lightning.model.blocks import (
     is_repeated,
 )
 from sp_lightning.model.found import NamedParameter, join_names, tensor_bytes
+from sp_lightning.model.stacks import stacked_rows
 from sp_lightning.model.torchscript import uses_torchscript
 
 # These read their children's weights without calling the children, so the children cannot come one by one.
@@ -42,6 +43,7 @@ class Unit:
         chosen: whether the user has chosen it.
         expert: whether it is used only when something is routed to it.
         within: whether another unit is around it.
+        rows: how many experts it holds in stacks, of which only those travel that something is routed to; otherwise 0.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Unit:
     chosen: bool = False
     expert: bool = False
     within: bool = False
+    rows: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +67,7 @@ class Walk:
         module: the root.
         chosen: the modules that the user wants to be layers.
         whole: the modules that are moved whole, which have no units.
-        whole_blocks: whether blocks move with their experts.
+        whole_blocks: whether blocks move with those experts that are modules.
 
     Attributes:
         above: the modules that were cut, in the order of the tree.
@@ -113,12 +116,21 @@ class Walk:
     def _uncut(self, module: nn.Module, name: str, is_expert: bool) -> Iterator[Unit]:
         """A module that is not cut, then the experts inside it."""
         chosen = module in self._chosen
-        experts = [] if chosen or is_compiled(module) or self._whole_blocks else [*experts_in(module, name)]
+        closed = chosen or is_compiled(module)
+        experts = {} if closed else {expert: key for key, expert in experts_in(module, name)}
+        if not closed and stacked_rows(module):
+            experts = {module: name}
+        if self._whole_blocks:
+            experts = {expert: key for expert, key in experts.items() if stacked_rows(expert)}
         if experts and any(map(uses_torchscript, module.modules())):
-            experts = []  # TorchScript reads memory without asking, so all weights have to be there
-        within = [Unit(key, expert, self._own(expert, key), expert=True, within=True) for key, expert in experts]
-        yield Unit(name, module, self._own(module, name), chosen, is_expert)
+            experts = {}  # TorchScript reads memory without asking, so all weights have to be there
+        within = [self._expert(expert, key, within=expert is not module) for expert, key in experts.items()]
+        if module not in experts:
+            yield Unit(name, module, self._own(module, name), chosen, is_expert)
         yield from within
+
+    def _expert(self, module: nn.Module, name: str, *, within: bool) -> Unit:
+        return Unit(name, module, self._own(module, name), expert=True, within=within, rows=stacked_rows(module))
 
     def _is_cut(self, module: nn.Module, *, is_block: bool) -> bool:
         if is_compiled(module):

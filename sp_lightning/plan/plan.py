@@ -37,6 +37,7 @@ class PlannedLayer:
         casts: where each cast lies, behind the parameters.
         masters: the index, in :attr:`Plan.moving`, of the parameters that the casts are made of.
         narrow_bytes: bytes, in the casts' dtype, of those gradients that may come in it.
+        rows: how many experts its stacks hold, if only those travel that something is routed to; otherwise 0.
     """
 
     name: str
@@ -47,6 +48,19 @@ class PlannedLayer:
     casts: tuple[Span, ...] = ()
     masters: int | None = None
     narrow_bytes: int = 0
+    rows: int = 0
+
+    @property
+    def stacks(self) -> tuple[int, ...]:
+        """The indices of the stacks among its spans."""
+        return tuple(
+            i for i, span in enumerate(self.spans) if self.rows and len(span.shape) == 3 and span.shape[0] == self.rows
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one expert."""
+        return sum(self.spans[index].nbytes // self.rows for index in self.stacks)
 
 
 @dataclass(frozen=True)
@@ -109,7 +123,8 @@ class Plan:
         if self.ranks > 1:
             return self._reduced_bytes
         largest = max((layer.gradient_bytes for layer in self.layers), default=0)
-        flying = min(self.k_prime + 1, len(self.layers)) * largest
+        # While the gradients of experts arrive, those of the block around them may be there in part.
+        flying = min(self.k_prime + 1 + bool(self.experts), len(self.layers)) * largest
         trained = (layer for layer in self.layers if layer.gradient_bytes)
         # A gradient that leaves in the dtype of the casts is on the device in both dtypes for a moment.
         twice = max((cast.nbytes for layer in trained for cast in layer.casts), default=0)
@@ -232,7 +247,7 @@ def make_plan(found: Found, *, k: int, k_prime: int, ranks: int = 1) -> Plan:
         rings=(*rings, *without_slots),
         residents=_planned(found.residents, ring=-1),
         order=_order(found),
-        notes=(*found.notes, *_table_notes(tables), *_wire_notes(found)),
+        notes=(*found.notes, *_table_notes(tables), *_stack_notes(layers), *_wire_notes(found)),
         masters=tuple(replace(each, ring=len(rings)) for each in masters),
         tables=tuple(replace(each, ring=len(rings) + bool(masters)) for each in tables),
         experts=found.experts,
@@ -276,7 +291,8 @@ def _planned(
     trained = [named for named in (*layer.parameters, *layer.lowered) if named[1].requires_grad]
     gradients = total_bytes(lay_out(trained))
     narrow = sum(cast.nbytes for cast, (_, p) in zip(casts, layer.lowered, strict=True) if p.requires_grad)
-    return PlannedLayer(layer.name, total_bytes(casts or spans), gradients, ring, spans, casts, masters, narrow)
+    nbytes = total_bytes(casts or spans)
+    return PlannedLayer(layer.name, nbytes, gradients, ring, spans, casts, masters, narrow, layer.rows)
 
 
 def _table_notes(tables: Iterable[PlannedLayer]) -> list[str]:
@@ -284,6 +300,18 @@ def _table_notes(tables: Iterable[PlannedLayer]) -> list[str]:
         f"of {table.name!r} ({human_bytes(table.nbytes)}) only the rows that are looked up travel; "
         f"layers=[{table.name!r}] would move it whole."
         for table in tables
+    ]
+
+
+def _stack_notes(layers: Iterable[PlannedLayer]) -> list[str]:
+    stacked = [layer for layer in layers if layer.rows]
+    if not stacked:
+        return []
+    first = stacked[0]
+    return [
+        f"experts are stacked in {len(stacked)} modules, of which only those travel that something is routed to: "
+        f"{first.name!r} … with {first.rows} of {human_bytes(first.row_bytes)} each. "
+        f"layers= with the blocks around them would move them whole."
     ]
 
 

@@ -160,6 +160,8 @@ class StandIn(DeviceParameter):
                 return func(*args, **kwargs)
         if func is torch.nn.functional.embedding and (output := _look_up(*args, **kwargs)) is not None:
             return output
+        if (output := _compute_by_rows(func, types, args, kwargs)) is not NotImplemented:
+            return output
         if func is torch.autograd.grad:
             return _grad_by_edges(*args, **kwargs)
         if func in (torch.autograd.backward, Tensor.backward):  # backward(inputs=…)
@@ -173,7 +175,8 @@ class StandIn(DeviceParameter):
                 "SuperpipelineStrategy(resident=[…])."
             )
         with away[0]._of.doors.on_demand(away):
-            if away[0]._of.shared or away[0]._of.doors.saves_raw():
+            stacked = any(each._of.experts is not None for each in away)  # these stay stand-ins
+            if stacked or away[0]._of.shared or away[0]._of.doors.saves_raw():
                 args, kwargs = tree_map_only(DeviceParameter, _alias, (args, kwargs))
             if func is Tensor.detach or func is torch.detach:
                 # state_dict() detaches. Writes through the .data of a detached tensor change no version.
@@ -205,6 +208,15 @@ def _look_up(indices: Any, weight: Any, *args: Any, **kwargs: Any) -> Tensor | N
     """Returns the result of ``embedding`` with the rows alone; None if that needs the whole weight."""
     look_up = weight._of.look_up if isinstance(weight, StandIn) else None
     return None if look_up is None else look_up(weight, indices, *args, **kwargs)
+
+
+def _compute_by_rows(func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Computes with stacked experts of which only rows may be there; NotImplemented if there are none, or all are needed."""
+    for at, argument in enumerate(args):
+        if issubclass(type(argument), StandIn):  # isinstance is slow: the metaclass of Parameter checks in Python
+            experts = argument._of.experts
+            return NotImplemented if experts is None else experts.compute(func, types, args, kwargs, at)
+    return NotImplemented
 
 
 def _call(casts: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

@@ -247,8 +247,15 @@ class Gradients:
                 span = block.planned.spans[index]
                 target = strided(staging.bytes, used, gradient.dtype, span.shape, span.stride)
                 used += aligned(gradient.nbytes)
-            targets.append(target)
-            sources.append(gradient)
+            rows = None if layer.experts is None else layer.experts.take_gradient_rows(index)
+            if rows is None:
+                targets.append(target)
+                sources.append(gradient)
+            else:
+                self._device.access(target, None, write=True)
+                target.zero_()
+                targets += [target[row] for row in sorted(rows)]
+                sources += [gradient[row] for row in sorted(rows)]
             landings.append(_Landing(parameter, target, own))
         return landings, staging, targets, sources
 

@@ -12,6 +12,7 @@ from sp_lightning.weights.narrow_gradient import widen
 if TYPE_CHECKING:
     from sp_lightning.weights.casts import WireFormat
     from sp_lightning.weights.embedding_rows import EmbeddingRows
+    from sp_lightning.weights.expert_rows import ExpertRows
     from sp_lightning.weights.parameter_group import ParameterGroup
     from sp_lightning.weights.slots import Slot
 
@@ -52,6 +53,7 @@ class StreamedLayer:
         owner: the layer that it is updated with, and whose gradients leave together with its own. Of masters this is the
             layer that they belong to, otherwise the layer itself.
         table: how rows are looked up, if the layer is an embedding table.
+        experts: which rows come, if the layer's parameters are stacked experts.
         slot: the slot that holds its weights as the host has them, or will hold them after the event ``transfer``.
         transfer: the event of its last transfer to the device.
         fetches: how often it was fetched.
@@ -87,6 +89,7 @@ class StreamedLayer:
         self.spans = (*planned.spans, *planned.casts)
         self.on_demand = kind in (Kind.MASTERS, Kind.TABLE)
         self.table: EmbeddingRows | None = None
+        self.experts: ExpertRows | None = None
         self.slot: Slot | None = None
         self.transfer: Any = None
         self.fetches = 0

@@ -31,6 +31,7 @@ from sp_lightning.weights.device_parameter import (
 from sp_lightning.weights.saved_values import PresentValues
 
 if TYPE_CHECKING:
+    from sp_lightning.weights.expert_rows import ExpertRows
     from sp_lightning.weights.layer import StreamedLayer
     from sp_lightning.weights.slots import Staged
 
@@ -76,6 +77,7 @@ class ParameterGroup:
         shared: whether several threads use the parameters.
         casts: the casts that functions are given in place of masters, while the layer is on the device and has them.
         look_up: ``embedding`` with the rows alone, if the parameter is that of an embedding table.
+        experts: the rows of the layer, if its parameters are stacked experts; set by :meth:`come_by_rows`.
         present_values: for each weight, the values that graphs have saved views of.
         exposed: indices of the weights whose ``.data`` was handed out. Nobody knows when they are written.
         apart: by index, the weights that were given another dtype; they have device memory of their own.
@@ -86,6 +88,7 @@ class ParameterGroup:
 
     layer: StreamedLayer
     doors: Doors
+    experts: ExpertRows | None = None
 
     def __init__(
         self,
@@ -127,6 +130,12 @@ class ParameterGroup:
             self._counters = [parameter.detach() for parameter in self.all]
         self._versions, self._host_versions = versions(self._counters), versions(hosts)
         self._addresses = addresses(hosts)
+
+    def come_by_rows(self, experts: ExpertRows) -> None:
+        """Has every use of a stack noticed although its layer is on the device, because some of its rows may be away."""
+        self.experts = experts
+        for index in experts.stacks:
+            self._present[index] = self._absent[index]
 
     def connect(self, layer: StreamedLayer, doors: Doors) -> None:
         """Sets the layer, and the engine that is asked for it. The parameters can be used from now on."""

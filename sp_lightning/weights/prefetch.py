@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from sp_lightning.plan.plan import Plan, schedule
+from sp_lightning.weights.expert_rows import NOTHING
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.slots import Slot, Slots
 from sp_lightning.weights.trace import Trace
@@ -79,8 +80,10 @@ class Prefetch:
         """Whether a layer is worth a fetch ahead of time.
 
         An expert is in training only: the many tokens of such a batch make it likely that it is used again. The few
-        tokens of a step of generation do not.
+        tokens of a step of generation do not. Of stacked experts the last calls show which rows are.
         """
+        if layer.experts is not None:
+            return layer.experts.ahead != NOTHING and _absent(ring, layer)
         return (self._training or not layer.expert) and _absent(ring, layer)
 
     def _next(self, ring: int) -> tuple[list[tuple[StreamedLayer, Slot]], bool]:

@@ -166,14 +166,22 @@ class Slots:
             if staged is not None:
                 self._device.wait(Stream.UPLOAD, staged, Wait.FETCH_AFTER_UPDATE)
             begun = self._device.mark(Stream.UPLOAD)
-            target = slot.memory if slot.memory.nbytes == source.nbytes else slot.memory[: source.nbytes]
-            self._device.copy((target,), (source,), Stream.UPLOAD)
-            self._device.note("fetch", layer.index, begun, Stream.UPLOAD, source.nbytes)
+            nbytes = source.nbytes
+            pieces = None if layer.experts is None else layer.experts.take(fresh=slot.layer is not layer)
+            if pieces is None:
+                target = slot.memory if slot.memory.nbytes == nbytes else slot.memory[:nbytes]
+                self._device.copy((target,), (source,), Stream.UPLOAD)
+            else:
+                nbytes = sum(piece.stop - piece.start for piece in pieces)
+                self._device.copy(
+                    [slot.memory[each] for each in pieces], [source[each] for each in pieces], Stream.UPLOAD
+                )
+            self._device.note("fetch", layer.index, begun, Stream.UPLOAD, nbytes)
             slot.layer = layer
             slot.escaped = False
             layer.slot = slot
             layer.fetches += 1
-            self.fetched_bytes += source.nbytes
+            self.fetched_bytes += nbytes
         filled = self._latest = self._device.record(Stream.UPLOAD)
         for layer, slot, _ in transfer:
             slot.filled = layer.transfer = filled
@@ -190,6 +198,11 @@ class Slots:
         slot.begun = self._device.mark(Stream.COMPUTE)
         slot.backward = backward
         return slot
+
+    def join(self, slot: Slot) -> None:
+        """Lets compute wait for what was fetched into a slot that is in use."""
+        self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
+        self._device.access(slot.memory, Stream.COMPUTE, write=False)
 
     def resume(self) -> None:
         """Ends the interval between layers in the timeline: compute has come to a layer, and may have to wait for it."""

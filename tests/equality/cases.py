@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sp_lightning.plan.plan import Plan
-from tests.support import experts, models, quantised, tables
+from tests.support import experts, models, quantised, stacked, tables
 from tests.support.runs import Batches, Make
 
 
@@ -151,6 +151,28 @@ CASES |= {
     f"experts/{name}": Case(make, batches, OF_EXPERTS[name], name == "mixture", shown_by=lambda plan: plan.experts)
     for name, (make, batches) in experts.CASES.items()
 }
+OF_STACKED = {
+    "qwen3": "a real model with experts that are stacked in one parameter: rows of it come, and come again in backward",
+    "gpt-oss": "the same with another layout of the stacks, and with biases",
+    "mixtral-eager": "the same, where a loop reads the experts one by one",
+    "olmoe-batched": "the same, where an index reads them all at once; a loss of the router",
+    "own": "experts of a user's own class",
+    "few": "experts that nothing is routed to, and that get no gradient",
+    "called-twice": "two calls in one forward, for which other experts come into the slot that is in use",
+    "penalised": "all experts are read outside of their module, too: their gradients leave whole",
+    "kept-views": "a view of one expert is read in a call that is routed to others",
+    "written": "experts that are written in place and through .data while others are away",
+    "dense": "a forward that reads all experts whatever is routed",
+    "frozen": "experts without gradients",
+    "hooked": "a hook that writes gradients of experts that nothing was routed to",
+}
+CASES |= {
+    f"stacked/{name}": Case(
+        make, batches, OF_STACKED[name], name == "called-twice",
+        shown_by=lambda plan: any(layer.rows for layer in plan.layers),
+    )
+    for name, (make, batches) in stacked.CASES.items()
+}  # fmt: skip
 OF_QUANTISED = {
     "int8": "trainable adapters on a frozen base of 8 bits: a weight travels as the parts that it consists of",
     "int4": "the same with 4 bits, whose parts have other shapes",

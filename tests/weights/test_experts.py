@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-import transformers
 from torch import Tensor, nn
 
 from sp_lightning.device.timeline import Interval
@@ -90,16 +89,6 @@ def test_chosen_blocks_move_whole() -> None:
     found = find_layers(Mixture(), layers="layers.*")
     assert not found.experts
     assert len(found.layers) == 3
-
-
-def test_stacked_experts_move_with_their_layer_and_the_plan_says_so() -> None:
-    config = transformers.MixtralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4,
-    )  # fmt: skip
-    plan = make_plan(find_layers(transformers.MixtralForCausalLM(config)), k=1, k_prime=1)
-    assert not plan.experts
-    assert "experts are one stacked parameter in 3 layers, which move whole: 'model.layers.0'" in str(plan)
 
 
 def test_an_experts_time_is_not_its_blocks() -> None:

@@ -1,0 +1,287 @@
+"""Stacked experts of which only those travel that something is routed to.
+
+A stack is one parameter for all experts of a module; an expert is a row of it. The layer's slot is as large as the whole
+layer, and of it only rows are filled: each expert lies where it always lies, so that kernels find it under its number and
+choose as they always do. What lies in the other rows must not be read. Therefore the stacks' device parameters stay
+stand-ins even while the layer is on the device. An operation in a routed call goes on if it is known to read routed rows
+alone; any other operation, wherever it happens, brings the whole layer first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.device.layout import part
+from sp_lightning.device.torch_private import gradient_hooks
+from sp_lightning.weights.device_parameter import DeviceParameter, Untouched
+
+if TYPE_CHECKING:
+    from sp_lightning.weights.layer import StreamedLayer
+
+Rows = frozenset[int] | None
+"""The numbers of experts; None for all of them."""
+
+NOTHING: frozenset[int] = frozenset()
+# From this share of the experts on the layer moves whole, in one piece, and ahead of time if its last call was like that.
+_NEARLY_ALL = 3 / 4
+# The experts of the last call come ahead of time if that share of them was asked for again.
+_STEADY = 1 / 2
+# The weight of the latest call in that share.
+_LATEST = 1 / 4
+_ALONG_ROWS = (torch.select, Tensor.select, torch.index_select, Tensor.index_select)
+_BY_GROUPS = frozenset({"transpose", "grouped_mm", "grouped_mm_fallback"})
+
+
+@dataclass(frozen=True)
+class RoutedCall:
+    """A call of a module of stacked experts.
+
+    Attributes:
+        rows: the experts that something is routed to.
+        trusted: whether what is called is known to read those rows alone, whatever views of a stack it makes.
+    """
+
+    rows: Rows
+    trusted: bool = False
+
+
+class ExpertRows:
+    """Which rows of a layer are asked for, which are in its slot, and which get a gradient.
+
+    Args:
+        layer: the layer, whose stacks hold ``layer.planned.rows`` experts.
+        say: told why experts of the layer come whole, once.
+
+    Attributes:
+        needed: the rows that the present use of the layer may read.
+        present: the rows that are in the slot that the layer is in, or was in last.
+        asked, found: how many rows calls have asked for, and how many of those were on the device.
+        sent_bytes: bytes of the rows that were sent, those of whole layers included.
+        host_waits: how often the host has waited for indices.
+        comes_whole: why all experts come whatever is routed; empty while that is not so.
+    """
+
+    def __init__(self, layer: StreamedLayer, say: Callable[[str], None]) -> None:
+        self.layer = layer
+        self.count = layer.planned.rows
+        self.stacks = frozenset(layer.planned.stacks)
+        self.needed: Rows = NOTHING
+        self.present: Rows = NOTHING
+        self.asked = self.found = self.sent_bytes = self.host_waits = 0
+        self.comes_whole = ""
+        self._say = say
+        self._calls: dict[int, list[RoutedCall]] = {}  # by thread, those that are running
+        self._last: Rows = NOTHING  # of the latest call
+        self._training = False
+        self._this_step = False  # whether the latest call was in the running step
+        self._steadiness = 0.0
+        self._read_whole = False  # whether graphs may have been built of anything but routed rows
+        self._gradient_rows: dict[int, set[int] | None] = {}  # by index of the parameter, in the running backward
+
+    # ------------------------------------------------------------------ calls
+
+    def begin_step(self, *, training: bool) -> None:
+        """A step begins."""
+        self._training = training
+        self._this_step = False
+        self._calls.clear()
+
+    def begin(self, call: RoutedCall) -> None:
+        """A call of the module begins in this thread."""
+        rows = call.rows
+        if rows is not None and len(rows) >= _NEARLY_ALL * self.count:
+            call = RoutedCall(None)
+        self._calls.setdefault(threading.get_ident(), []).append(call)
+        last, self._last = self._last, call.rows
+        if last and rows is not None and not (self._training and self._this_step):  # a recompute routes as before
+            self._steadiness += _LATEST * (len(last & rows) / len(last) - self._steadiness)
+        self._this_step = True
+        self.need(call.rows)
+
+    def end(self) -> None:
+        """The latest call in this thread has returned or raised."""
+        if calls := self._calls.get(threading.get_ident()):
+            calls.pop()
+
+    def _call(self) -> RoutedCall | None:
+        calls = self._calls.get(threading.get_ident())
+        return calls[-1] if calls else None
+
+    # ------------------------------------------------------------------ rows come
+
+    def need(self, rows: Rows) -> None:
+        """The use of the layer that begins, or goes on, may read these rows."""
+        self.needed = None if rows is None or self.needed is None else self.needed | rows
+
+    @property
+    def complete(self) -> bool:
+        """Whether the rows that are needed are in the layer's slot."""
+        return self.present is None or (self.needed is not None and self.needed <= self.present)
+
+    @property
+    def ahead(self) -> Rows:
+        """The rows that are worth a fetch before anybody asks: in backward, those of forward; otherwise, if calls are alike."""
+        certain = self._last is None or (self._training and self._this_step)
+        return self._last if certain or self._steadiness >= _STEADY else NOTHING
+
+    def take(self, *, fresh: bool) -> list[slice] | None:
+        """Marks the rows as present that are needed, or worth a fetch if none is.
+
+        Args:
+            fresh: whether nothing of the layer is in the slot yet.
+
+        Returns:
+            The bytes of the layer's memory that are to be fetched for that; None for all of them.
+        """
+        wanted = self.ahead if self.needed == NOTHING else self.needed
+        before = NOTHING if fresh else self.present
+        self.present = None if wanted is None or before is None else before | wanted
+        if before is None:
+            return []
+        if wanted is None and not before:
+            self.sent_bytes += self.layer.planned.nbytes
+            return None
+        missing = sorted(set(range(self.count) if wanted is None else wanted) - before)
+        pieces = [*self._beside_stacks()] if fresh else []
+        for first, last in _runs(missing):
+            for index in self.stacks:
+                span = self.layer.planned.spans[index]
+                row = span.nbytes // self.count
+                pieces.append(slice(span.offset + first * row, span.offset + last * row))
+        self.sent_bytes += sum(piece.stop - piece.start for piece in pieces)
+        return pieces
+
+    def _beside_stacks(self) -> Iterator[slice]:
+        for index, span in enumerate(self.layer.planned.spans):
+            if index not in self.stacks:
+                yield slice(span.offset, span.offset + span.nbytes)
+
+    def count_use(self) -> None:
+        """Counts the rows of the use that begins, and those of them that are on the device."""
+        slot = self.layer.slot
+        present = NOTHING if slot is None else self.present
+        wanted = frozenset(range(self.count)) if self.needed is None else self.needed
+        self.asked += len(wanted)
+        self.found += len(wanted if present is None else wanted & present)
+
+    # ------------------------------------------------------------------ rows are read
+
+    def compute(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: dict[str, Any], at: int
+    ) -> Any:
+        """Computes with a stack that is the argument ``at``, in a call that may do so.
+
+        Returns:
+            What the function returns; NotImplemented if the whole layer has to come for it.
+        """
+        call, parameter = self._call(), args[at]
+        group = parameter._of
+        foreign = any(kind not in (Tensor, nn.Parameter) and not issubclass(kind, DeviceParameter) for kind in types)
+        if call is None or group.shared or foreign or not group.attached:
+            return NotImplemented
+        whole = self.present is None
+        if not whole and not self._reads_rows(call, func, args, kwargs):
+            self.fall_back(f"it computes {getattr(func, '__name__', func)} with all of them")
+            return NotImplemented
+        with Untouched():
+            output = func(*args, **kwargs)
+        if torch.is_grad_enabled() and parameter.host.requires_grad:
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(partial(self._note_gradient, parameter._index, call.rows))
+            else:
+                self._read_whole = True
+        return output
+
+    def _reads_rows(self, call: RoutedCall, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether a function reads no rows of a stack but those of a call, all of which are there."""
+        if call.rows is None or self.present is None or not call.rows <= self.present:
+            return False
+        if call.trusted and (func is Tensor.__getitem__ or getattr(func, "__name__", "").lstrip("_") in _BY_GROUPS):
+            return True
+        if func is Tensor.__getitem__:
+            return _numbers(args[1], self.count) <= call.rows
+        along_rows = func in _ALONG_ROWS and len(args) == 3 and not kwargs and args[1] == 0
+        return along_rows and _numbers(args[2], self.count) <= call.rows
+
+    def fall_back(self, why: str) -> None:
+        """From now on all experts of the layer come with each call. Users are told once."""
+        if not self.comes_whole:
+            self.comes_whole = why
+            self._say(why)
+
+    def saved_rows(self, index: int | None, tensor: Tensor, offset: int) -> Rows:
+        """The rows that a saved tensor needs in backward.
+
+        Args:
+            index: of the parameter in which it begins.
+            tensor: a view of the slot's memory, or a stack itself.
+            offset: bytes from the start of the slot.
+        """
+        if index is None or index not in self.stacks:
+            return NOTHING if index is not None else None
+        call, span = self._call(), self.layer.planned.spans[index]
+        row = span.nbytes // self.count
+        extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * tensor.element_size()
+        first, last = (offset - span.offset) // row, (offset - span.offset + extent) // row
+        if first == last:
+            return frozenset({first})
+        return call.rows if call is not None and call.trusted else self.present
+
+    def saved_stack_rows(self) -> Rows:
+        """The rows of a stack that was saved itself."""
+        call = self._call()
+        return call.rows if call is not None and call.trusted else None
+
+    # ------------------------------------------------------------------ rows go back
+
+    def completed(self, index: int, value: Tensor) -> Tensor:
+        """A weight's value on the device, with the host's rows where the device has none."""
+        if self.present is None or index not in self.stacks:
+            return value
+        whole, rows = part(self.layer.block.weights, self.layer.planned.spans[index]).clone(), sorted(self.present)
+        whole[rows] = value[rows].to("cpu")
+        return whole
+
+    def read_whole(self) -> None:
+        """Anything but a routed call has computed with the weights, and its graph may reach any row."""
+        self._read_whole = True
+
+    def _note_gradient(self, index: int, rows: Rows, gradient: Tensor) -> None:
+        noted = self._gradient_rows.get(index, NOTHING)
+        self._gradient_rows[index] = None if rows is None or noted is None else {*noted, *rows}
+
+    def take_gradient_rows(self, index: int) -> Rows:
+        """The rows of a gradient that has arrived which may be other than zero."""
+        rows = self._gradient_rows.pop(index, None)
+        if self._read_whole or rows is None or gradient_hooks(self.layer.block.parameters[index]):
+            return None
+        return frozenset(rows) if len(rows) < _NEARLY_ALL * self.count else None
+
+
+def _numbers(index: Any, count: int) -> frozenset[int]:
+    """The rows that an index takes; an impossible one if that cannot be told."""
+    if type(index) is int:
+        return frozenset({index + count * (index < 0)})
+    if type(index) is Tensor and index.dtype in (torch.int32, torch.int64):
+        return frozenset(number + count * (number < 0) for number in index.reshape(-1).tolist())
+    return frozenset({-1})
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ascending numbers as runs: the first number of each, and the one behind its last."""
+    first = last = -1
+    for number in numbers:
+        if number != last:
+            if first >= 0:
+                yield first, last
+            first = number
+        last = number + 1
+    if first >= 0:
+        yield first, last

@@ -1,0 +1,221 @@
+"""Models whose experts are stacked in one parameter, of transformers and of a user's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from tests.support.models import Module, Transformer
+
+EXPERTS = 8
+
+
+def tokens(count: int = 3, length: int = 2) -> list[Any]:
+    """Few tokens, so that most experts are not routed to."""
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(0, 64, (1, length), generator=generator) for _ in range(count)]
+    return [{"input_ids": each, "labels": each} for each in ids]
+
+
+_SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3Moe", {"num_experts": EXPERTS, "moe_intermediate_size": 24, "head_dim": 8}),
+    "mixtral": ("Mixtral", {"num_local_experts": EXPERTS}),
+    "gpt-oss": ("GptOss", {"num_local_experts": EXPERTS, "head_dim": 8, "layer_types": ["full_attention"] * 2}),
+    "olmoe": ("Olmoe", {"num_experts": EXPERTS}),
+    "granite": ("GraniteMoe", {"num_local_experts": EXPERTS}),
+    "deepseek": (
+        "DeepseekV3",
+        {"n_routed_experts": EXPERTS, "moe_intermediate_size": 24, "first_k_dense_replace": 0, "n_group": 2, "topk_group": 1,
+         "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+         "num_key_value_heads": 4},
+    ),
+    "qwen2": ("Qwen2Moe", {"num_experts": EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16}),
+    "phi": ("Phimoe", {"num_local_experts": EXPERTS}),
+    "flex-olmo": ("FlexOlmo", {"num_experts": EXPERTS, "pad_token_id": 0}),
+    "glm4": (
+        "Glm4Moe",
+        {"n_routed_experts": EXPERTS, "moe_intermediate_size": 24, "first_k_dense_replace": 0, "head_dim": 8, "n_group": 1,
+         "topk_group": 1},
+    ),
+}  # fmt: skip
+
+
+def transformer(name: str, implementation: str = "grouped_mm", **more: Any) -> Transformer:
+    """A small model of transformers with stacked experts."""
+    kind, own = CONFIGS[name]
+    config = getattr(transformers, f"{kind}Config")(**{**_SIZES, **own, **more})
+    net = getattr(transformers, f"{kind}ForCausalLM")(config)
+    net.set_experts_implementation(implementation)
+    return Transformer(net)
+
+
+# ---------------------------------------------------------------------- experts of a user's own
+
+
+class Stack(nn.Module):
+    """Experts in one parameter, read one by one."""
+
+    def __init__(self, count: int = EXPERTS, width: int = 16) -> None:
+        super().__init__()
+        self.inner = nn.Parameter(torch.randn(count, width, width) / 4)
+        self.outer = nn.Parameter(torch.randn(count, width, width) / 4)
+        self.bias = nn.Parameter(torch.randn(count, width))
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number in indices.unique().tolist():
+            rows, place = torch.where(indices == number)
+            hidden = torch.tanh(x[rows] @ self.inner[number]) @ self.outer[number] + self.bias[number]
+            out = out.index_add(0, rows, (hidden * weights[rows, place, None]).to(out.dtype))
+        return out
+
+
+class Router(nn.Module):
+    """A block: a linear layer and experts, of which each row of the input goes to two."""
+
+    stack: type[Stack] = Stack
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(16, 16)
+        self.gate = nn.Linear(16, EXPERTS)
+        self.experts = self.stack()
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, indices = self.gate(x).softmax(-1).topk(2)
+        return indices, weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.before(x))
+        indices, weights = self.route(x)
+        return x + self.experts(x, indices, weights)
+
+
+class Routers(nn.Module):
+    """Three such blocks."""
+
+    def __init__(self, block: type[Router] = Router) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class CalledTwice(Router):
+    """Other rows go to other experts: two calls in a forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.before(x))
+        indices, weights = self.route(x)
+        return x + self.experts(x[:1], indices[:1], weights[:1]) + self.experts(x[1:], indices[1:], weights[1:]).sum()
+
+
+class Penalised(Router):
+    """The forward of a block reads all its experts after their call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.01 * self.experts.inner.square().sum()
+
+
+class Few(Router):
+    """All rows go to two experts, and the others get no gradient."""
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, indices = self.gate(x)[:, 2:4].softmax(-1).topk(2)
+        return indices + 2, weights
+
+
+class KeepsOne(Stack):
+    """A view of one expert is kept from one call to the next, in which something may be routed to others."""
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        kept, self.kept = getattr(self, "kept", None), None
+        out = super().forward(x, indices, weights)
+        if kept is None:
+            self.kept = self.inner[int(indices[0, 0])]
+            return out
+        return out + 0.1 * torch.tanh(x @ kept).to(out.dtype)
+
+
+class KeptViews(CalledTwice):
+    stack = KeepsOne
+
+
+class WritesOne(Stack):
+    """Experts that are written in their forward, in place."""
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        out = super().forward(x, indices, weights)
+        if not torch.is_grad_enabled():
+            self.inner[int(indices[0, 0])].mul_(0.5)
+            self.outer.data[1].mul_(0.5)
+        return out
+
+
+class Written(Router):
+    stack = WritesOne
+
+
+class Everything(Stack):
+    """Each expert computes for each row, and what is not routed to counts nothing."""
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        shares = torch.zeros(len(x), EXPERTS, dtype=weights.dtype).scatter(1, indices, weights)
+        hidden = torch.tanh(torch.einsum("ti,eij->etj", x, self.inner)) @ self.outer + self.bias[:, None]
+        return torch.einsum("te,etj->tj", shares, hidden)
+
+
+class Dense(Router):
+    stack = Everything
+
+
+def own(block: type[Router] = Router) -> Module:
+    return Module(Routers(block))
+
+
+def frozen() -> Module:
+    module = own()
+    for layer in module.net.layers:
+        layer.experts.requires_grad_(False)
+    return module
+
+
+def hooked() -> Module:
+    """A hook on a stack's gradient writes rows that nothing was routed to."""
+    module = own(Few)
+    for layer in module.net.layers:
+        layer.experts.inner.register_hook(lambda gradient: gradient + 1.0)
+    return module
+
+
+def rows() -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, 16, generator=generator) for _ in range(3)]
+
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "qwen3": (lambda: transformer("qwen3"), tokens),
+    "gpt-oss": (lambda: transformer("gpt-oss"), tokens),
+    "mixtral-eager": (lambda: transformer("mixtral", "eager"), tokens),
+    "olmoe-batched": (lambda: transformer("olmoe", "batched_mm", output_router_logits=True), tokens),
+    "own": (own, rows),
+    "few": (lambda: own(Few), rows),
+    "called-twice": (lambda: own(CalledTwice), rows),
+    "penalised": (lambda: own(Penalised), rows),
+    "kept-views": (lambda: own(KeptViews), rows),
+    "written": (lambda: own(Written), rows),
+    "dense": (lambda: own(Dense), rows),
+    "frozen": (frozen, rows),
+    "hooked": (hooked, rows),
+}

@@ -1,0 +1,228 @@
+"""Experts that are stacked in one parameter come by rows: what is not routed to does not travel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from sp_lightning.model.find import find_layers
+from sp_lightning.model.stacks import Reading, how_it_reads
+from sp_lightning.observe import messages
+from sp_lightning.plan.plan import make_plan
+from tests.support import stacked
+from tests.support.models import Module
+from tests.support.poison import poisoned
+from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
+from tests.support.stacked import EXPERTS, Router, Routers, Stack
+from tests.support.tiers import first
+
+IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+
+
+def predictions(make: Any, strategy: Any = "auto", precision: Any = "32-true") -> Any:
+    torch.manual_seed(5)
+    return trainer_for(strategy, precision=precision).predict(make(), loader(stacked.tokens()))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "name", first(stacked.CONFIGS, "qwen3", "gpt-oss", why="other models with the same kind of experts")
+)
+def test_predictions_are_bitwise_equal_and_few_rows_come(name: str, implementation: str, precision: Any) -> None:
+    strategy = superpipeline(k=1)
+    with poisoned():
+        ours = predictions(lambda: stacked.transformer(name, implementation), strategy, precision)
+    assert_equal(ours, predictions(lambda: stacked.transformer(name, implementation), precision=precision), name)
+    stacks = [layer for layer in strategy.plan.layers if layer.rows]
+    rest = sum(layer.nbytes for layer in strategy.plan.layers if not layer.rows)
+    beside = sum(span.nbytes for each in stacks for i, span in enumerate(each.spans) if i not in each.stacks)
+    tokens, of_each = 2, 2
+    most = 3 * (rest + beside + sum(tokens * of_each * layer.row_bytes for layer in stacks))
+    assert strategy.stats().fetched_bytes <= most, "for three batches"
+
+
+def test_an_expert_comes_alone_and_its_gradient_goes_alone() -> None:
+    strategy = superpipeline(k=1)
+    make, batches = stacked.CASES["few"]
+    with poisoned():
+        ours = fit(make, batches(), strategy)
+    assert_same(ours, fit(make, batches()))
+    stacks = [layer for layer in strategy.plan.layers if layer.rows]
+    assert len(stacks) == 3
+    drained = strategy.stats().drained_bytes
+    whole = sum(parameter.nbytes for parameter in ours.module.parameters())
+    unrouted = sum((EXPERTS - 2) * layer.row_bytes for layer in stacks)
+    assert drained == len(batches()) * (whole - unrouted)
+
+
+def test_the_plan_says_what_it_found() -> None:
+    found = find_layers(stacked.transformer("mixtral").net)
+    plan = make_plan(found, k=1, k_prime=1)
+    stacks = [layer for layer in plan.layers if layer.rows]
+    assert [layer.name for layer in stacks] == [f"model.layers.{number}.mlp.experts" for number in range(2)]
+    assert all(layer.rows == EXPERTS and layer.row_bytes * EXPERTS == layer.nbytes for layer in stacks)
+    assert "experts are stacked in 2 modules, of which only those travel that something is routed to" in str(plan)
+
+
+def test_the_user_decides() -> None:
+    net = Routers()
+    assert not any(layer.rows for layer in find_layers(net, layers="layers.*").layers)
+    kept = find_layers(net, resident=["layers.0.experts.inner"])
+    assert [layer.rows for layer in kept.layers if "experts" in layer.name] == [0, EXPERTS, EXPERTS]
+    assert "experts are stacked in 3 modules that move whole" in str(
+        make_plan(find_layers(net, layers="layers.*"), k=1, k_prime=1)
+    )
+
+
+def test_a_stack_that_another_module_has_as_well_moves_whole() -> None:
+    net = Routers()
+    first_experts, second_experts = (net.get_submodule(f"layers.{number}.experts") for number in range(2))
+    first_experts.outer = second_experts.outer
+    assert [layer.rows for layer in find_layers(net).layers if "experts" in layer.name] == [0, EXPERTS, EXPERTS]
+
+
+# ---------------------------------------------------------------------- what comes whole, and why
+
+
+class OutOfRange(Router):
+    """What nothing is routed to has a number of its own, as with expert parallelism."""
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        indices, weights = super().route(x)
+        return torch.cat([indices, torch.full_like(indices[:, :1], -1)], 1), torch.cat([weights, weights[:, :1]], 1)
+
+
+class ByScript(Stack):
+    """A kernel that torch sees nothing of."""
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        return kernel(super().forward(x, indices, weights), self.inner)
+
+
+def kernel(x: Tensor, stack: Tensor) -> Tensor:
+    with torch.DisableTorchFunctionSubclass():
+        return x + stack.sum()
+
+
+kernel.__module__ = "elsewhere"
+
+
+class Unseen(Router):
+    stack = ByScript
+
+
+class AllKept(Router):
+    """Too many indices to wait for."""
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        indices, weights = super().route(x)
+        return indices.repeat(1, 20 * EXPERTS), weights.repeat(1, 20 * EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("block", "why"),
+    [
+        (OutOfRange, "indices from -1 to"),
+        (Unseen, "nobody knows how its forward reads them"),
+        (stacked.Dense, "it computes einsum with all of them"),
+        (AllKept, ""),
+    ],
+)
+def test_what_is_not_certain_comes_whole_and_is_said(
+    block: type[Router], why: str, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "_SAID", set())
+    caplog.set_level("INFO", "lightning.pytorch")
+    strategy = superpipeline(k=1)
+
+    def results(strategy: Any) -> Any:
+        torch.manual_seed(5)
+        return trainer_for(strategy).predict(Module(Routers(block)), loader(stacked.rows()))
+
+    with poisoned():
+        ours = results(strategy)
+    assert_equal(ours, results("auto"), "predictions")
+    said = [record.message for record in caplog.records if "come with each call" in record.message]
+    assert len(said) == 3 * bool(why), "once for each layer"
+    assert all(why in line for line in said)
+    assert strategy.stats().fetched_bytes >= 3 * sum(layer.nbytes for layer in strategy.plan.layers)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_hook_that_routes_otherwise_is_heeded(implementation: str, everywhere: bool) -> None:
+    def otherwise(module: nn.Module, args: Any) -> Any:
+        return (args[0], (args[1] + 3) % EXPERTS, args[2]) if type(module).__name__ == "Qwen3MoeExperts" else None
+
+    def make() -> Any:
+        module = stacked.transformer("qwen3", implementation)
+        for layer in module.net.model.layers if not everywhere else ():
+            layer.mlp.experts.register_forward_pre_hook(otherwise)
+        return module
+
+    handle = register_module_forward_pre_hook(otherwise) if everywhere else None
+    with poisoned():
+        ours = predictions(make, superpipeline(k=1))
+    assert_equal(ours, predictions(make), "predictions")
+    if handle is not None:
+        handle.remove()
+
+
+def test_what_is_known_of_forwards() -> None:
+    experts = stacked.transformer("qwen3", "grouped_mm").net.model.layers[0].mlp.experts
+    assert how_it_reads(experts) is Reading.ROUTED_ROWS
+    experts.config._experts_implementation = "eager"
+    assert how_it_reads(experts) is Reading.BY_TORCH
+    for kernels in ("sonicmoe", "deepgemm"):
+        experts.config._experts_implementation = kernels
+        assert how_it_reads(experts) is Reading.UNKNOWN
+    assert how_it_reads(Stack()) is Reading.BY_TORCH
+    assert how_it_reads(ByScript()) is Reading.UNKNOWN
+    exchanged = Stack()
+    vars(exchanged)["forward"] = lambda *args: args[0]
+    assert how_it_reads(exchanged) is Reading.UNKNOWN
+
+
+# ---------------------------------------------------------------------- gradients by rows
+
+
+class Remembers(Module):
+    """The graph of the first call is kept for the next step's loss, and is routed otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__(Routers(stacked.Few))
+        self.automatic_optimization = False
+        self.kept: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss = self.net(batch).square().mean()
+        held, self.kept = self.kept, loss if batch_idx % 2 == 0 else None
+        if batch_idx % 2 == 0:
+            for layer in self.net.layers:
+                layer.gate.weight.requires_grad_(False)
+            return loss.detach()
+        optimizer.zero_grad()
+        self.manual_backward(loss + held)
+        return loss.detach()
+
+
+def test_gradients_of_an_older_graph_are_those_of_its_rows() -> None:
+    with poisoned():
+        ours = fit(Remembers, [*stacked.rows(), *stacked.rows()], superpipeline(k=1))
+    assert_same(ours, fit(Remembers, [*stacked.rows(), *stacked.rows()]))
+
+
+def test_gradients_of_whole_layers_and_of_rows_are_added_up() -> None:
+    """A large batch and a small one give one sum, of which all rows are to be seen."""
+    generator = torch.Generator().manual_seed(3)
+    batches = [torch.randn(size, 16, generator=generator) for size in (1, 400, 400, 1, 1, 1)]
+    strategy = superpipeline(k=1)
+    with poisoned():
+        ours = fit(stacked.own, batches, strategy, accumulate_grad_batches=2)
+    assert_same(ours, fit(stacked.own, batches, accumulate_grad_batches=2))
