@@ -15,14 +15,15 @@ from torch import Tensor
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def sum_in_order(parts: Iterable[Tensor]) -> Tensor:
-    """Returns the sum of tensors, added one after the other. Half precision is added in float32 and rounded once."""
+def sum_in_order(parts: Iterable[Tensor], out: Tensor) -> None:
+    """Writes the sum of tensors, added one after the other. Half precision is added in float32 and rounded once."""
     others = iter(parts)
     first = next(others)
-    total = first.float() if first.dtype in _HALF else first.clone()
+    total = first.float() if first.dtype in _HALF else out.copy_(first)
     for each in others:
         total += each
-    return total.to(first.dtype)
+    if total is not out:
+        out.copy_(total)
 
 
 def rank_order_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -44,7 +45,8 @@ def rank_order_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) ->
     torch.mul(flat, 1 / size, out=sent[: flat.numel()])
     received = torch.empty_like(sent)
     dist.all_to_all_single(_bytes(received), _bytes(sent), group=group)
-    own = sum_in_order(received.view(size, step).unbind())
+    own = flat.new_empty(step)
+    sum_in_order(received.view(size, step).unbind(), own)
     dist.all_gather_into_tensor(_bytes(sent), _bytes(own), group=group)
     flat.copy_(sent[: flat.numel()])
     future: torch.futures.Future[Tensor] = torch.futures.Future()

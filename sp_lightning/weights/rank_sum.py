@@ -133,11 +133,12 @@ def _found(family: Family, place: Place) -> list[Tensor]:
 
 def _pack(device: Device, family: Family, spans: Mapping[Place, Span], sent: Tensor) -> None:
     """Writes what this rank adds to the tensor that is sent."""
-    sent.zero_()
     for place, span in spans.items():
         target, found = part(sent, span), _found(family, place)
         if found:
             target.copy_(found[0])
+        else:
+            target.zero_()
         for each in found[1:]:
             target.add_(each.to(target.device))
         if place in family.waiting:
@@ -159,9 +160,9 @@ def _own_part(device: Device, ranks: Ranks, runs: Sequence[_Run], received: Tens
         begin, end = max(run.begin, first), min(run.end, first + nbytes)
         if begin < end:
             wider = run.summed.itemsize // run.sent.itemsize
-            memory = device.empty((end - begin) * wider)
             rows = received[:, begin - first : end - first].view(run.sent).unbind()
-            memory.view(run.summed).copy_(sum_in_order(row.to(run.summed).mul_(1 / ranks.size) for row in rows))
+            memory = device.empty((end - begin) * wider)
+            sum_in_order((row.to(run.summed).mul_(1 / ranks.size) for row in rows), memory.view(run.summed))
             device.access(memory, Stream.REDUCE, write=True)
             totals.append(_Total(begin, end, wider, memory))
     return totals
