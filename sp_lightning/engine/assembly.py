@@ -83,7 +83,7 @@ def make_tables(
     return tables
 
 
-def make_experts(layers: Sequence[StreamedLayer], log: logging.Logger | None) -> list[ExpertRows]:
+def make_experts(layers: Sequence[StreamedLayer], log: logging.Logger | None) -> None:
     """Makes what knows the rows of each layer of stacked experts, and gives it to the layer."""
 
     def say(layer: StreamedLayer, why: str) -> None:
@@ -94,7 +94,6 @@ def make_experts(layers: Sequence[StreamedLayer], log: logging.Logger | None) ->
         if layer.planned.rows:
             layer.experts = ExpertRows(layer, partial(say, layer))
             layer.parameters.come_by_rows(layer.experts)
-    return [layer.experts for layer in layers if layer.experts is not None]
 
 
 def stand_ins_for_wrapped(found: Found, layers: Sequence[StreamedLayer]) -> dict[nn.Parameter, Any]:

@@ -143,6 +143,8 @@ class LentWeights:
                 group.unversioned_writes[index] += 1
                 group.written_back()
                 group.casts = None
+                if layer.experts is not None and layer.experts.cache is not None:
+                    layer.experts.cache.drop(layer)
                 if self._watch is not None:
                     self._watch.look_at(layer.block, index)
 

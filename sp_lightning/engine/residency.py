@@ -125,7 +125,7 @@ class Residency:
         if not early and not self._source.ready(layer):
             self._source.wait(layer)
             self.fetch_ahead()
-        if layer.slot is not None and not early and layer.outdated:
+        if (layer.slot is not None or layer.experts is not None) and not early and layer.outdated:
             layer.invalidate()
         if layer.experts is not None:
             layer.experts.count_use()

@@ -32,8 +32,7 @@ from sp_lightning.plan.plan import Plan
 from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.store.host_ring import HostRing
 from sp_lightning.weights.buffers import OnTheDevice
-from sp_lightning.weights.embedding_rows import EmbeddingRows
-from sp_lightning.weights.expert_rows import ExpertRows
+from sp_lightning.weights.expert_rows import counted, waits_for_indices
 from sp_lightning.weights.layer import Kind
 from sp_lightning.weights.prefetch import Prefetch
 from sp_lightning.weights.pruned import PrunedWeights
@@ -100,10 +99,10 @@ class Streamer:
         *self._moving, self._resident_layer = self._layers
         self._watch = WeightWatch([layer.block for layer in self._layers]) if check_writes else None
         self._stays: set[int] = set()
+        make_experts(self._moving, log)
         self._slots = Slots(plan, self._moving, device)
         self._gradients = placement.gradients(device, self._staging, self._layers, plan.k_prime + 1)
         self._tables = make_tables(self.found, self._layers, device, pin=pin, compacted=self._gradients.compacted)
-        self._by_rows: list[EmbeddingRows | ExpertRows] = [*self._tables, *make_experts(self._moving, log)]
         self.updates = placement.updates(self._layers, device)
         self._lent = LentWeights(self._slots, device, self._stays, self._watch)
         self._source = placement.source(self._layers, self._slots, self.updates, device, self._watch)
@@ -318,9 +317,7 @@ class Streamer:
             drained_bytes=self._gradients.drained_bytes,
             transfers=self._slots.transfers,
             demand_fetches=self._residency.demand_fetches,
-            host_waits=self._lent.write_backs
-            + self._gradients.host_waits
-            + sum(each.host_waits for each in self._by_rows),
+            host_waits=self._lent.write_backs + self._gradients.host_waits + waits_for_indices(self._moving),
             extra_slots=self._slots.extra_slots,
             peak_device_bytes=self._peak.most,
             stored_bytes=offload.stored_bytes,
@@ -330,6 +327,7 @@ class Streamer:
             update_stall_seconds=stalled(Wait.FETCH_AFTER_UPDATE, Wait.READ_AFTER_UPDATE),
             activation_stall_seconds=stalled(Wait.REUSE_AFTER_STORE, Wait.USE_AFTER_RETURN),
             step_seconds=self.updating.step_seconds,
+            **counted(self._moving),
         )
 
     def fetches(self) -> dict[str, int]:

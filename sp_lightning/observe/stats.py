@@ -26,6 +26,9 @@ class Stats:
         activation_stall_seconds: seconds that compute waited for activations to leave and to come back.
         step_seconds: seconds that optimizers' steps took on the host while the device waited; 0 where the model computes on
             the host, too.
+        expert_hits, expert_misses: how many stacked experts uses of their layers have asked for that were on the device, and
+            how many had to come.
+        expert_bytes: bytes of stacked experts copied to the device. They are among ``fetched_bytes``.
     """
 
     fetched_layers: int
@@ -43,6 +46,9 @@ class Stats:
     update_stall_seconds: float
     activation_stall_seconds: float
     step_seconds: float
+    expert_hits: int = 0
+    expert_misses: int = 0
+    expert_bytes: int = 0
 
     @property
     def waited_seconds(self) -> float:

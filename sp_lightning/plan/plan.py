@@ -82,6 +82,7 @@ class Plan:
         plain: bytes of the weights, and of the gradients, that plain training has on the device; the optimizer's state
             comes on top.
         ranks: how many devices sum their gradients, each with slots of its own.
+        cache_bytes: device memory that keeps stacked experts which were used.
     """
 
     k: int
@@ -96,6 +97,7 @@ class Plan:
     experts: frozenset[int] = frozenset()
     plain: tuple[int, int] = (0, 0)
     ranks: int = 1
+    cache_bytes: int = 0
 
     @property
     def moving(self) -> tuple[PlannedLayer, ...]:
@@ -144,7 +146,12 @@ class Plan:
     @property
     def peak_device_bytes(self) -> int:
         """The most device memory that weights and gradients take."""
-        return self.slot_bytes + self.resident_bytes + self.gradient_bytes
+        return self.slot_bytes + self.resident_bytes + self.gradient_bytes + self.cache_bytes
+
+    @property
+    def stack_bytes(self) -> int:
+        """Bytes of all stacked experts that come by rows."""
+        return sum(layer.rows * layer.row_bytes for layer in self.layers if layer.rows)
 
     @property
     def host_bytes(self) -> int:
@@ -173,6 +180,7 @@ class Plan:
         totals = {
             "slots": (self.slot_bytes, slots),
             "resident": (self.resident_bytes, ""),
+            **({"experts kept": (self.cache_bytes, self._kept())} if self.cache_bytes else {}),
             **({"gradients in flight": (self.gradient_bytes, "")} if training else {}),
             "peak on the device": (peak, f"{what}; plain {plain}" if plain else what),
             "host": (host, what),
@@ -185,6 +193,9 @@ class Plan:
                 *(f"  note: {note}" for note in self.notes),
             ]
         )
+
+    def _kept(self) -> str:
+        return f"{self.cache_bytes / self.stack_bytes:.0%} of {human_bytes(self.stack_bytes)}"
 
     def sentence(self, *, training: bool = True, state: int | None = None) -> str:
         """The plan in one line: layers, window, and device memory beside that of plain Lightning.

@@ -204,7 +204,8 @@ class Run:
         )
         self._parted += found.parted
         self.tuner = None
-        if self._window.auto or self._balanced:
+        keeps_experts = self._window.room is not None and plan.stack_bytes > 0
+        if self._window.auto or self._balanced or keeps_experts:
             self.tuner = Tuner(self._window, self.streamer, device, self._log, balanced=self._balanced)
 
     @property

@@ -181,7 +181,9 @@ class Tuner:
     def _choose(self, why: str) -> None:
         window, before = self._window, self._streamer.plan
         plan = window.choose(self._seconds)
-        if (plan.k, plan.k_prime) != (before.k, before.k_prime):
+        if not self._balanced:  # otherwise activations are given what weights leave
+            plan = window.with_experts(plan)
+        if (plan.k, plan.k_prime) != (before.k, before.k_prime) or _differ(plan.cache_bytes, before.cache_bytes):
             self._resize(plan)
         plan, modes = self._streamer.plan, self._modes_for(self._streamer.plan)
         if self._balanced:
@@ -253,3 +255,8 @@ class Tuner:
             visits = self._balance.visited(modes)
         mode = "off" if self._overlap == "auto" else self._overlap
         return predict(plan, visits, rates, overlap=mode, batches=2)
+
+
+def _differ(cache: int, before: int) -> bool:
+    """Whether another size of the cache is worth the loss of what is in it."""
+    return cache < before or cache > before + before // 8

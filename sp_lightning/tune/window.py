@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from sp_lightning.device.device import Device
 from sp_lightning.model.found import Found
@@ -91,7 +92,7 @@ class Window:
     def needs(self, plan: Plan) -> int:
         """Bytes of device memory that a plan takes, together with everything else that was measured."""
         gradients = max(0, plan.gradient_bytes - self.rest_gradients)
-        return plan.slot_bytes + plan.resident_bytes + gradients + self.rest
+        return plan.slot_bytes + plan.resident_bytes + plan.cache_bytes + gradients + self.rest
 
     def fits(self, plan: Plan, more: int = 0) -> bool:
         """Whether a plan, everything else that was measured and ``more`` bytes stay within the budget."""
@@ -117,6 +118,13 @@ class Window:
                 break
             plan = smaller
         return plan
+
+    def with_experts(self, plan: Plan) -> Plan:
+        """The plan, with as many stacked experts kept on the device as the budget leaves room for."""
+        if self.room is None or not plan.stack_bytes:
+            return plan
+        most = max(0, min(self.room - self.needs(replace(plan, cache_bytes=0)), plan.stack_bytes))
+        return replace(plan, cache_bytes=most)
 
     def smallest(self) -> Plan:
         """The smallest plan, for when the device has run out of memory."""

@@ -10,7 +10,7 @@ alone; any other operation, wherever it happens, brings the whole layer first.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from sp_lightning.device.torch_private import gradient_hooks
 from sp_lightning.weights.device_parameter import DeviceParameter, Untouched
 
 if TYPE_CHECKING:
+    from sp_lightning.weights.expert_cache import ExpertCache
     from sp_lightning.weights.layer import StreamedLayer
 
 Rows = frozenset[int] | None
@@ -62,7 +63,8 @@ class ExpertRows:
     Attributes:
         needed: the rows that the present use of the layer may read.
         present: the rows that are in the slot that the layer is in, or was in last.
-        asked, found: how many rows calls have asked for, and how many of those were on the device.
+        cache: keeps experts on the device that were used; None without.
+        asked, found: how many rows uses have asked for, and how many of those were on the device.
         sent_bytes: bytes of the rows that were sent, those of whole layers included.
         host_waits: how often the host has waited for indices.
         comes_whole: why all experts come whatever is routed; empty while that is not so.
@@ -76,6 +78,9 @@ class ExpertRows:
         self.present: Rows = NOTHING
         self.asked = self.found = self.sent_bytes = self.host_waits = 0
         self.comes_whole = ""
+        self.cache: ExpertCache | None = None
+        self._kept: frozenset[int] = NOTHING  # the rows of the last fetch that the cache has
+        self._sent: list[int] = []  # the rows of it that are sent, and that the cache is to have
         self._say = say
         self._calls: dict[int, list[RoutedCall]] = {}  # by thread, those that are running
         self._last: Rows = NOTHING  # of the latest call
@@ -145,18 +150,33 @@ class ExpertRows:
         self.present = None if wanted is None or before is None else before | wanted
         if before is None:
             return []
-        if wanted is None and not before:
+        if wanted is None and not before and (self.cache is None or not self.cache.rows(self.layer)):
+            self._kept, self._sent = NOTHING, []
             self.sent_bytes += self.layer.planned.nbytes
             return None
-        missing = sorted(set(range(self.count) if wanted is None else wanted) - before)
+        missing = set(range(self.count) if wanted is None else wanted) - before
+        self._kept = NOTHING if self.cache is None else self.cache.rows(self.layer) & missing
+        self._sent = sorted(missing - self._kept)
         pieces = [*self._beside_stacks()] if fresh else []
-        for first, last in _runs(missing):
+        for first, last in _runs(self._sent):
             for index in self.stacks:
                 span = self.layer.planned.spans[index]
                 row = span.nbytes // self.count
                 pieces.append(slice(span.offset + first * row, span.offset + last * row))
         self.sent_bytes += sum(piece.stop - piece.start for piece in pieces)
         return pieces
+
+    def from_cache(self, slot: Tensor) -> None:
+        """Copies those rows to a slot that the cache has."""
+        kept, self._kept = self._kept, NOTHING
+        if self.cache is not None and kept:
+            self.cache.bring(self.layer, kept, slot)
+
+    def to_cache(self, slot: Tensor) -> None:
+        """Has the cache keep the rows that were sent to a slot, once compute has waited for them."""
+        sent, self._sent = self._sent, []
+        if self.cache is not None and sent:
+            self.cache.keep(self.layer, sent, slot)
 
     def _beside_stacks(self) -> Iterator[slice]:
         for index, span in enumerate(self.layer.planned.spans):
@@ -167,6 +187,10 @@ class ExpertRows:
         """Counts the rows of the use that begins, and those of them that are on the device."""
         slot = self.layer.slot
         present = NOTHING if slot is None else self.present
+        if self.cache is not None:
+            if self.needed is not None:
+                self.cache.use(self.layer, self.needed)
+            present = None if present is None else present | self.cache.rows(self.layer)
         wanted = frozenset(range(self.count)) if self.needed is None else self.needed
         self.asked += len(wanted)
         self.found += len(wanted if present is None else wanted & present)
@@ -263,6 +287,19 @@ class ExpertRows:
         if self._read_whole or rows is None or gradient_hooks(self.layer.block.parameters[index]):
             return None
         return frozenset(rows) if len(rows) < _NEARLY_ALL * self.count else None
+
+
+def counted(layers: Iterable[StreamedLayer]) -> dict[str, int]:
+    """The counters of a run that are about stacked experts."""
+    experts = [layer.experts for layer in layers if layer.experts is not None]
+    found = sum(each.found for each in experts)
+    missing = sum(each.asked for each in experts) - found
+    return {"expert_hits": found, "expert_misses": missing, "expert_bytes": sum(each.sent_bytes for each in experts)}
+
+
+def waits_for_indices(layers: Iterable[StreamedLayer]) -> int:
+    """How often the host has waited for the indices of rows, of embeddings and of experts."""
+    return sum(each.host_waits for layer in layers for each in (layer.table, layer.experts) if each is not None)
 
 
 def _numbers(index: Any, count: int) -> frozenset[int]:

@@ -121,6 +121,8 @@ class StreamedLayer:
 
     def invalidate(self) -> None:
         """Marks the device's copy as out of date, because the host's weights were or may have been written."""
+        if self.experts is not None and self.experts.cache is not None:
+            self.experts.cache.drop(self)
         slot, self.slot = self.slot, None
         if slot is not None:
             slot.layer = None

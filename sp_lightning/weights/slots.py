@@ -22,6 +22,7 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.lease import Lease
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.plan.plan import Plan, PlannedLayer
+from sp_lightning.weights.expert_cache import ExpertCache
 from sp_lightning.weights.layer import StreamedLayer
 
 
@@ -109,12 +110,23 @@ class Slots:
         self._latest: Any = None  # the event of the last transfer
         self.by_address: dict[int, Slot] = {}
         """Every slot that has memory, by its address."""
-        self._planned = [[self._make(index) for _ in range(ring.slots)] for index, ring in enumerate(plan.rings)]
+        self._make_planned()
         self.fetched_bytes = 0
         self.transfers = 0
         self.extra_slots = 0
         self.idle_since: Any = None
         """The mark in the timeline since which compute has used no layer; None at the beginning of a batch."""
+
+    def _make_planned(self) -> None:
+        """Allocates what the plan says."""
+        rings = enumerate(self._plan.rings)
+        self._planned = [[self._make(index) for _ in range(ring.slots)] for index, ring in rings]
+        stacked = [layer for layer in self._layers if layer.experts is not None]
+        self.cache = ExpertCache(self._device, self._plan.cache_bytes, stacked)
+        self.device_bytes += self.cache.nbytes
+        for layer in stacked:
+            assert layer.experts is not None
+            layer.experts.cache = self.cache if self.cache.nbytes else None
 
     def _make(self, ring: int, *, extra: bool = False) -> Slot:
         memory = self._device.empty(self._plan.rings[ring].nbytes)
@@ -167,8 +179,9 @@ class Slots:
                 self._device.wait(Stream.UPLOAD, staged, Wait.FETCH_AFTER_UPDATE)
             begun = self._device.mark(Stream.UPLOAD)
             nbytes = source.nbytes
-            pieces = None if layer.experts is None else layer.experts.take(fresh=slot.layer is not layer)
-            if pieces is None:
+            experts = layer.experts
+            pieces = None if experts is None else experts.take(fresh=slot.layer is not layer)
+            if experts is None or pieces is None:
                 target = slot.memory if slot.memory.nbytes == nbytes else slot.memory[:nbytes]
                 self._device.copy((target,), (source,), Stream.UPLOAD)
             else:
@@ -176,6 +189,8 @@ class Slots:
                 self._device.copy(
                     [slot.memory[each] for each in pieces], [source[each] for each in pieces], Stream.UPLOAD
                 )
+                self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)  # of what was fetched there before
+                experts.from_cache(slot.memory)
             self._device.note("fetch", layer.index, begun, Stream.UPLOAD, nbytes)
             slot.layer = layer
             slot.escaped = False
@@ -191,8 +206,7 @@ class Slots:
         """Lends a fetched layer's memory to compute, which waits for the transfer."""
         slot = layer.slot
         assert slot is not None
-        self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
-        self._device.access(slot.memory, Stream.COMPUTE, write=False)
+        self.join(slot)
         slot.lent = True
         slot.idle = None
         slot.begun = self._device.mark(Stream.COMPUTE)
@@ -200,9 +214,11 @@ class Slots:
         return slot
 
     def join(self, slot: Slot) -> None:
-        """Lets compute wait for what was fetched into a slot that is in use."""
+        """Lets compute wait for what was fetched into a slot that is, or is to be, in use."""
         self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
+        if slot.layer is not None and slot.layer.experts is not None:
+            slot.layer.experts.to_cache(slot.memory)
 
     def resume(self) -> None:
         """Ends the interval between layers in the timeline: compute has come to a layer, and may have to wait for it."""
@@ -255,7 +271,7 @@ class Slots:
         for slot in held:
             slot.extra = True
             self._keep(slot)
-        self._planned[:] = [[self._make(index) for _ in range(ring.slots)] for index, ring in enumerate(plan.rings)]
+        self._make_planned()
 
     def close(self) -> None:
         """Frees all slots."""
@@ -264,6 +280,7 @@ class Slots:
             self._device.access(slot.memory, Stream.COMPUTE, write=True)
         for layer in self._layers:
             layer.slot = None
+        self.cache.close()
         self.by_address.clear()
         self._planned.clear()
         self.all.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -226,3 +227,21 @@ def test_gradients_of_whole_layers_and_of_rows_are_added_up() -> None:
     with poisoned():
         ours = fit(stacked.own, batches, strategy, accumulate_grad_batches=2)
     assert_same(ours, fit(stacked.own, batches, accumulate_grad_batches=2))
+
+
+@pytest.mark.parametrize("stacks", [False, True])
+def test_adapters_on_frozen_experts(stacks: bool) -> None:
+    """Those on the stacks themselves are added to all experts, so all come; beside them experts come by rows."""
+    targets = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]} if stacks else {}
+
+    def make() -> Any:
+        module = stacked.transformer("qwen3")
+        module.net = peft.get_peft_model(module.net, peft.LoraConfig(r=2, target_modules=["q_proj"], **targets))
+        return module
+
+    strategy = superpipeline(k=1)
+    with poisoned():
+        ours = fit(make, stacked.tokens(), strategy)
+    assert_same(ours, fit(make, stacked.tokens()))
+    whole = 3 * 2 * strategy.plan.stack_bytes
+    assert strategy.stats().expert_bytes < whole or stacks
