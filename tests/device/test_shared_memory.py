@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import socket
+import struct
+import threading
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from sp_lightning.device import ranks as ranks_module
 from sp_lightning.device import shared_memory
 from sp_lightning.device.layout import PAGE
+from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.shared_memory import SharedMemory, create, settle
 
 PAGES = 16
@@ -141,3 +150,49 @@ def test_nothing_is_left(memory: SharedMemory) -> None:
     gc.collect()
     assert mapped() == before
     assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_processes_that_are_forked_have_no_common_memory(memory: SharedMemory) -> None:
+    """Workers of a DataLoader could write the weights of all ranks. What they inherit is the view of their own."""
+    assert "dc" in flags(memory.common)  # "do not copy on fork", of Documentation/filesystems/proc.rst
+    assert "dc" not in flags(memory.own.bytes)
+
+
+def flags(tensor: torch.Tensor) -> list[str]:
+    """What the system says of the mapping that a tensor is in."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if found:
+            inside = int(found[1], 16) <= tensor.data_ptr() < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("there is no such mapping")
+
+
+def test_a_process_of_another_user_gets_no_memory() -> None:
+    """Whoever guesses the name of the socket may connect to it."""
+    ranks: Any = object.__new__(Ranks)
+    ranks.size, ranks._pids = 2, {}
+    answers: list[list[int]] = []
+
+    def connect(token: str) -> None:
+        for _ in range(2):
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(f"\0{token}")
+                connection.sendall(struct.pack("q", 1))
+                with suppress(ConnectionResetError):
+                    answers.append(list(socket.recv_fds(connection, 1, 1)[1]))
+
+    def broadcast(token: str, name: str) -> None:
+        threading.Thread(target=connect, args=(token,)).start()
+
+    peers = [(1, os.getuid() + 1, 0), (2, os.getuid(), 0)]
+    descriptor = create(PAGE, "test")
+    with (
+        mock.patch.object(ranks_module, "_peer", side_effect=peers),
+        mock.patch.object(Ranks, "_broadcast_object", side_effect=broadcast),
+    ):
+        ranks._hand_out(descriptor, "test")
+    assert ranks._pids == {1: 2}
+    assert sum(map(len, answers)) <= 1

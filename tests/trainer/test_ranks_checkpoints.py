@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import sleep
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.store.block_memory import SharedStore
 from tests.equality.on_ranks import EveryBatch, seen
 from tests.support.models import Module, Stack, vectors
-from tests.support.ranks import in_ranks
+from tests.support.ranks import in_ranks, rank
 from tests.support.runs import assert_equal, fit
 
 BATCHES = 12
@@ -54,9 +58,9 @@ def test_another_number_of_devices_goes_on(devices: tuple[int, ...], tmp_path: P
     (tmp_path / "ours").mkdir()
     plain, theirs = chain(True, tmp_path / "plain", devices)
     ours, mine = chain(False, tmp_path / "ours", devices)
-    for rank, (a, b) in enumerate(zip(ours, plain, strict=True)):
-        optimizers = [{**each, "state": {}} for each in b["optimizers"]] if rank else b["optimizers"]
-        assert_equal(a, {**b, "optimizers": optimizers}, f"rank {rank}")
+    for number, (a, b) in enumerate(zip(ours, plain, strict=True)):
+        optimizers = [{**each, "state": {}} for each in b["optimizers"]] if number else b["optimizers"]
+        assert_equal(a, {**b, "optimizers": optimizers}, f"rank {number}")
     for name in ("state_dict", "optimizer_states"):
         files = [torch.load(file, weights_only=True)[name] for file in (mine, theirs)]
         assert_equal(files[0], files[1], name)
@@ -68,6 +72,48 @@ def test_plain_lightning_goes_on_from_ours(tmp_path: Path) -> None:
     plain = train(1, True, 2, save, str(tmp_path / "plain.ckpt"))
     ours = train(1, False, 2, save, str(tmp_path / "ours.ckpt"))
     assert_equal(ours, plain, "resumed")
+
+
+class Loads(Callback):
+    """Loads a state in the middle of training. Rank 1 comes late to it; rank 0 is late in making it everybody's."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[torch.Tensor]] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 1:
+            return
+        state = {name: torch.full_like(value, 0.5) for name, value in pl_module.state_dict().items()}
+        sleep(3 * SECONDS * rank())
+        self._look(pl_module)
+        merge = SharedStore.merge
+
+        def late(store: Any) -> int:
+            sleep(SECONDS * (rank() == 0))
+            return merge(store)
+
+        with mock.patch.object(SharedStore, "merge", late):
+            trainer.strategy.load_model_state_dict({"state_dict": state})
+        self._look(pl_module)
+
+    def _look(self, module: Any) -> None:
+        self.seen.append([parameter.detach().clone() for parameter in module.parameters()])
+
+
+SECONDS = 0.4
+
+
+def train_and_load(plain: bool) -> Any:
+    loads = Loads()
+    strategy: Any = EveryBatch() if plain else SuperpipelineStrategy(k=1, fused_optimizer=False)
+    fit(Net, vectors(8), strategy, devices=2, callbacks=[loads])
+    return loads.seen
+
+
+@pytest.mark.rest("ranks that are held up; the first tier loads states before training")
+def test_a_state_that_is_loaded_in_the_middle() -> None:
+    """No rank sees it before it has loaded it, and each sees it afterwards."""
+    assert_equal(in_ranks(2, train_and_load, False), in_ranks(2, train_and_load, True), "seen")
 
 
 # ---------------------------------------------------------------------- loops without training
