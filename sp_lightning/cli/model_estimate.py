@@ -150,8 +150,6 @@ def estimate_model(question: Question) -> ModelEstimate:
         ValueError: the model is not known, cannot take what it is asked to take, or has nothing to stream or train.
         ImportError: a library is missing.
     """
-    if question.devices > 1 and question.overlap == "backward":
-        raise ValueError("--overlap backward is not there for several --devices. Use forward, or off.")
     dtype, autocast = PRECISIONS[question.precision]
     with _default_dtype(dtype), on_paper(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -240,7 +240,7 @@ def _less_host_memory(question: Question) -> str:
     if question.predict:
         return "Use a lower precision: --precision bf16-true."
     precision = "Use --precision bf16-true, or freeze" if question.precision != "bf16-true" else "Freeze"
-    overlap = "" if question.overlap == "backward" or question.devices > 1 else "; --overlap backward saves gradients"
+    overlap = "" if question.overlap == "backward" else "; --overlap backward saves gradients"
     return f"{precision} layers, or train adapters{overlap}."
 
 

@@ -37,6 +37,7 @@ class Wait(enum.Enum):
     STEP_AFTER_ARRIVAL = "the primary writes weights and gradients after all ranks have come to its turn"
     USE_AFTER_TURN = "the other ranks go on after the primary's turn"
     READ_AFTER_SHARED_UPDATE = "the other ranks read a layer after the primary's update in the background"
+    UPDATE_AFTER_LANDING = "the primary updates a layer in backward after the parts of all ranks are there"
     READ_AFTER_FILL = "weights are read after the primary has filled the memory of all ranks"
     REUSE_AFTER_DRAIN = "a gradient's device memory is used again after its copy"
     APPLY_AFTER_DRAIN = "the host reads a gradient after its copy"

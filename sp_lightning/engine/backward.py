@@ -14,7 +14,7 @@ from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.residency import Residency, needed_again
 from sp_lightning.engine.step import Step, StepKind
 from sp_lightning.weights.device_parameter import take_gradient
-from sp_lightning.weights.gradient_sink import GradientSink
+from sp_lightning.weights.gradient_sink import GradientSink, Wanted
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.source import BlockSource
 
@@ -32,6 +32,7 @@ class Backward:
     Attributes:
         tasks: the identifiers of the graph tasks under way, outermost first.
         on_complete: called in the backward that was announced, for each layer whose gradients are all in ``param.grad``.
+        wanted: says whether a step waits for a layer, to update it in that backward; None if none does.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Backward:
         self._noted = noted
         self.tasks: list[int] = []
         self.on_complete: Callable[[StreamedLayer], None] | None = None
+        self.wanted: Wanted | None = None
         self._nested = False  # whether a graph task has run inside another one
         self._announced = False  # whether the running backward is that of the loss
         self._accumulates = False  # whether gradients are accumulated; torch.autograd.grad only returns them
@@ -78,7 +80,7 @@ class Backward:
         self._announced = True
         self._accumulates = True
         self.join()
-        self.sink.expect()
+        self.sink.expect(None if self.wanted is None else self._wants)
         with self._lock:
             residency = self._residency
             for layer in [layer for layer in residency.used if not layer.pins and layer.outdated]:
@@ -144,6 +146,10 @@ class Backward:
         # Nested backwards (a reentrant checkpoint's) may each give the same layer gradients, so none is the last.
         if self.on_complete is not None and self._announced and not self._nested:
             self.on_complete(layer)
+
+    def _wants(self, layer: StreamedLayer) -> bool:
+        """Whether :meth:`complete` would begin a layer's update now."""
+        return self.wanted is not None and not self._nested and self.wanted(layer)
 
     # ------------------------------------------------------------------ it ends
 

@@ -19,7 +19,7 @@ from sp_lightning.engine.step import Step
 from sp_lightning.engine.turns import Turns
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.weights.device_parameter import DeviceParameter, Untouched
-from sp_lightning.weights.gradient_sink import GradientSink
+from sp_lightning.weights.gradient_sink import GradientSink, Wanted
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.source import BlockSource
 
@@ -35,6 +35,7 @@ class Updating:
         device: the device.
 
     Attributes:
+        several: whether there are several devices.
         step_seconds: seconds that optimizers' steps took on the host while the device had nothing to do.
     """
 
@@ -64,6 +65,7 @@ class Updating:
         self.device = device
         self.step_seconds = 0.0
         self._turns = turns
+        self.several = turns is not None
         self._layer_of = {id(p): layer for layer in layers for p in layer.block.parameters}
 
     @property
@@ -74,6 +76,15 @@ class Updating:
     @on_complete.setter
     def on_complete(self, call: Callable[[StreamedLayer], None] | None) -> None:
         self._backward.on_complete = call
+
+    @property
+    def wanted(self) -> Wanted | None:
+        """Says whether :attr:`on_complete` would begin a layer's update. Several devices have to agree on that before."""
+        return self._backward.wanted
+
+    @wanted.setter
+    def wanted(self, ask: Wanted | None) -> None:
+        self._backward.wanted = ask
 
     def layer_of(self, parameter: nn.Parameter) -> StreamedLayer | None:
         """The layer that a host parameter is updated with; None if the parameter is not one of the module's."""

@@ -101,6 +101,7 @@ class LayerwiseStep:
             def closed() -> Any:
                 if self._early:
                     self._engine.on_complete = self._update_early
+                    self._engine.wanted = lambda layer: layer in self._early_groups()
                 result = closure() if closure is not None else None
                 self._take()  # from here to its end torch's step finds no groups, and so has nothing to do
                 return result
@@ -120,7 +121,7 @@ class LayerwiseStep:
             with _method(self._optimizer, "step", deferred), _zeroing_narrow(self._optimizer):
                 yield
         finally:
-            self._engine.on_complete = None
+            self._engine.on_complete = self._engine.wanted = None
             self._engine.keep_narrow(False)
             self._measured, self._norms = {}, Norms()
             self._armed = None
@@ -180,9 +181,7 @@ class LayerwiseStep:
 
     def _update_early(self, layer: StreamedLayer) -> None:
         """Submits the update of a layer whose gradients backward has completed."""
-        if self._armed is None:
-            self._armed = self._groups_by_layer() or {}
-        groups = self._armed.pop(layer, None)
+        groups = self._early_groups().pop(layer, None)
         if groups is not None:
             for parameter in _parameters_of(layer):
                 gradient = stored(parameter)
@@ -196,16 +195,23 @@ class LayerwiseStep:
             self._submit(layer, groups)
             self._updates.bound(1)  # this bounds the memory of gradients that wait, too
 
+    def _early_groups(self) -> dict[StreamedLayer, list[dict[str, Any]]]:
+        """The groups of the layers that are updated as soon as their gradients are complete, and have not been yet."""
+        if self._armed is None:
+            self._armed = self._groups_by_layer() or {}
+        return self._armed
+
     def _take(self) -> None:
         """Submits the layers that are not updated yet, after backward and clipping."""
-        self._engine.on_complete = None
+        self._engine.on_complete = self._engine.wanted = None
         self._engine.before(deferred=bool(self._begun))  # a forward without a backward may have left transfers
         self._engine.gather()
         by_layer = self._groups_by_layer()
         if by_layer is None and self._begun:
             raise RuntimeError(_NOT_ALL.format(what="there are sparse gradients, or groups have changed in backward"))
-        if by_layer is None and self._by_layers_alone:
-            raise RuntimeError(_NOT_ON_DISK)
+        if by_layer is None and (self._by_layers_alone or self._engine.several):
+            who = "disk= updates" if self._by_layers_alone else "Several devices update"
+            raise RuntimeError(_NEVER_WHOLE.format(who=who))
         if by_layer is None:
             self._clip_at_once()
         else:
@@ -356,9 +362,9 @@ _NOT_ALL = (
     'Use SuperpipelineStrategy(optimizer_overlap="forward").'
 )
 
-_NOT_ON_DISK = (
-    "disk= updates layers one by one, but there are sparse gradients, or the optimizer has parameters that are not the "
-    "module's. Make embeddings with sparse=False, and give such parameters an optimizer step of their own, or leave disk= out."
+_NEVER_WHOLE = (
+    "{who} layers one by one, but there are sparse gradients, parameters that are not the module's, or momentum for some alone. "
+    "Make embeddings with sparse=False and such parameters the module's, or leave disk= out and pass optimizer_overlap='off'."
 )
 
 

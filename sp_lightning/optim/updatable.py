@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.device.device import Device
 from sp_lightning.optim.background import BackgroundUpdates
+from sp_lightning.weights.gradient_sink import Wanted
 from sp_lightning.weights.layer import StreamedLayer
 
 
@@ -20,6 +21,11 @@ class Updatable(Protocol):
     updates: BackgroundUpdates
     on_complete: Callable[[StreamedLayer], None] | None
     """Called in the backward that was announced, for each layer whose gradients are all in ``param.grad``."""
+
+    wanted: Wanted | None
+    """Says whether the step would update a layer at once when ``on_complete`` is called for it."""
+    several: bool
+    """Whether there are several devices, each of which runs the step."""
 
     def layer_of(self, parameter: nn.Parameter) -> StreamedLayer | None:
         """The layer of a host parameter; None if the parameter is not one of the module's."""

@@ -165,12 +165,11 @@ class _Bytes:
 
 def _gradient_bytes(plan: Plan, bytes_of: _Bytes, *, early: bool, sums: bool, narrow: bool) -> int:
     """Host memory of gradients, those on their way included."""
-    if plan.ranks > 1:  # those of several devices are added up before they leave, in the parameters' dtypes
-        return bytes_of.kept
     layers = plan.trained
     # Gradients that are added to others, or widened, are staged: those of k' + 1 transfers, and of one that has landed.
     staging = (layer.gradient_bytes if sums else layer.narrow_bytes * (not narrow) for layer in layers)
-    staged = (plan.k_prime + 2) * max(staging)
+    # Those of several devices are added up before they leave, in the parameters' dtypes.
+    staged = (plan.k_prime + 2) * max(staging) * (plan.ranks == 1)
     if not early:
         return bytes_of.kept + staged
     # Those of k' + 1 transfers, of one that has landed, and of one whose update is under way.

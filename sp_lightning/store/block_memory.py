@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from torch import Tensor
@@ -110,9 +110,7 @@ class SharedStore:
         Returns:
             The bytes that this rank had written.
         """
-        for block in self._blocks:
-            block.written = False
-        return settle([block.area for block in self._blocks], commit=self._primary)
+        return merge(self._blocks)
 
 
 class SharedBlockMemory:
@@ -127,6 +125,7 @@ class SharedBlockMemory:
 
     Attributes:
         view: this rank's view of the block, and of more.
+        primary: whether what this rank writes counts.
         written: whether this rank has written pages of its own, as far as :meth:`look` has seen.
     """
 
@@ -134,6 +133,7 @@ class SharedBlockMemory:
         self, memory: SharedMemory, begin: int, nbytes: int, device: Device, *, pin: bool, primary: bool
     ) -> None:
         self._memory = memory
+        self.primary = primary
         self._begin, self._pages = begin, whole_pages(nbytes)
         self._nbytes = nbytes
         self._offset = begin  # in the view
@@ -171,6 +171,14 @@ class SharedBlockMemory:
     def unpin(self) -> None:
         self._lock.unpin()
         self.pinned = False
+
+
+def merge(blocks: Iterable[BlockMemory]) -> int:
+    """Does for some blocks what :meth:`SharedStore.merge` does for all."""
+    shared = [block for block in blocks if isinstance(block, SharedBlockMemory)]
+    for block in shared:
+        block.written = False
+    return settle([block.area for block in shared], commit=any(block.primary for block in shared))
 
 
 def pages_of(planned: PlannedLayer) -> int:

@@ -24,16 +24,14 @@ def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -
         raise ValueError(f"check_writes=True looks at the weights of one process. {_ONE} while you look.")
     if options.disk is not None:
         raise ValueError(f"disk= is for one device: several have their memory in common. {_ONE}, or leave disk= out.")
-    if options.optimizer_overlap == "backward":
-        raise ValueError(
-            'optimizer_overlap="backward" updates a layer as soon as one device has its gradients. With several use '
-            'SuperpipelineStrategy(optimizer_overlap="forward"), or pass Trainer(devices=1).'
-        )
     if not isinstance(getattr(plugin, "scaler", None), HostGradScaler | None):
         raise ValueError(
             f"{type(plugin.scaler).__name__} scales gradients in a way of its own, which several devices cannot do once for all. "
             f"{_ONE}, or torch.amp.GradScaler."
         )
+    # The bits of ddp could be had: with gloo each row is divided by the number of ranks, a rank's rows are added up, and then
+    # those of the ranks in their order. But how many rows there are is not known before, so such a gradient has no place in the
+    # memory that all ranks have, and the others would not see what the primary's unscaling and clipping make of it.
     for name, child in module.named_modules():
         if getattr(child, "sparse", False) and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             raise ValueError(

@@ -315,7 +315,8 @@ class Walk:
         device, nbytes = self.device, layer.planned.gradient_bytes
         if self._ranks > 1:
             device.wait(Stream.REDUCE, device.record(Stream.COMPUTE), Wait.REDUCE_AFTER_GRADIENT)
-            device.spend(Stream.REDUCE, nbytes / self._rates.links, "reduce", layer.index, nbytes)
+            sent = nbytes - layer.planned.narrow_bytes  # casts' gradients are sent in half as many bytes
+            device.spend(Stream.REDUCE, sent / self._rates.links, "reduce", layer.index, sent)
             device.wait(Stream.DOWNLOAD, device.record(Stream.REDUCE), Wait.DRAIN_AFTER_REDUCE)
         else:
             device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)

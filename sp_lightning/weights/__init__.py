@@ -5,7 +5,8 @@
 hold in a step, ``swap`` puts them there; ``residents`` stay on the device, of ``embedding_rows`` only rows travel, ``casts``
 travel in place of float32 weights. ``gradients`` go back to the host, where a
 ``narrow_gradient`` keeps the dtype in which it came until somebody asks for it. ``gradient_sink`` is what the engine knows of
-that; with several devices ``reduced_gradients`` sums them on the way, into the ``gradient_places`` that all ranks have.
+that; with several devices ``reduced_gradients`` sums them on the way, each layer by a ``rank_sum``, into the
+``gradient_places`` that all ranks have.
 
 Host blocks (``store``) and a plan come in. Device parameters for modules and gradients in ``param.grad`` go out. The wing may
 import ``store``, ``observe``, ``plan``, ``model`` and ``device``. It knows neither steps nor backwards: what it needs of them

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from sp_lightning.device.lease import lend
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.shared_memory import OwnView, Page, settle
-from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.layer import Kind, StreamedLayer
 
 Place = tuple[StreamedLayer, int]
 """A layer and the index of one of its parameters."""
@@ -34,6 +36,8 @@ class Family:
         stashed: gradients on this rank's host that have not left yet.
         came: the parameters that have had a gradient in this backward.
         reduced: whether it has left in this backward.
+        slot: if it is updated in this backward, the memory that all ranks have for its gradients until then.
+        landed: then, the event after this rank's part has got there.
         lent: the storage that was lent for each ``param.grad``.
         kept: for parameters without a gradient on this rank, their present ``param.grad`` in this rank's part.
         pages: bytes of the shared memory, in whole pages.
@@ -48,12 +52,22 @@ class Family:
     stashed: dict[Place, Tensor] = field(default_factory=dict)
     came: set[Place] = field(default_factory=set)
     reduced: bool = False
+    slot: Tensor | None = None
+    landed: Any = None
     lent: dict[Place, StorageWeakRef] = field(default_factory=dict)
     kept: list[tuple[Place, Tensor, Tensor]] = field(default_factory=list)
     pages: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.pages = whole_pages(total_bytes(tuple(self.places.values())))
+
+    def end_backward(self) -> None:
+        """Forgets what belonged to this backward."""
+        self.waiting.clear()
+        self.stashed.clear()
+        self.came.clear()
+        self.kept.clear()
+        self.reduced, self.slot = False, None
 
     @property
     def area(self) -> tuple[OwnView, Page]:
@@ -92,6 +106,7 @@ class GradientPlaces:
 
     Attributes:
         families: the gradients of each layer that owns some.
+        slots: how many layers that are updated in backward have gradients at once; 0 if none is.
     """
 
     def __init__(self, ranks: Ranks, layers: Sequence[StreamedLayer]) -> None:
@@ -103,14 +118,46 @@ class GradientPlaces:
             spans = dict(zip(places, lay_out(like), strict=True))
             laid.append((owner, begin, spans))
             begin += whole_pages(total_bytes(tuple(spans.values())))
-        self._primary = ranks.primary
+        self._ranks = ranks
         self._memory = ranks.share(begin, "gradients")
+        self.slots = self._taken = self._slot_bytes = 0
         self.families = {owner: Family(owner, at, spans, self._memory.own, at) for owner, at, spans in laid}
 
     def common(self, family: Family, place: Place, begin: int, nbytes: int) -> Tensor:
         """A part of what all ranks see of a parameter's gradient, flat ``uint8``."""
-        at = family.begin + family.places[place].offset + begin
-        return self._memory.common[at : at + nbytes]
+        at = family.places[place].offset + begin
+        if family.slot is not None:
+            return family.slot[at : at + nbytes]
+        return self._memory.common[family.begin + at : family.begin + at + nbytes]
+
+    def whole(self, family: Family, place: Place) -> Tensor:
+        """What all ranks see of a parameter's gradient, as a tensor of its shape."""
+        span = family.places[place]
+        return part(self.common(family, place, 0, span.nbytes), replace(span, offset=0))
+
+    def make_slots(self, count: int) -> None:
+        """Makes memory for the gradients of so many layers that are updated in backward. Collective.
+
+        Args:
+            count: of layers. The largest of all ranks counts, since each may have chosen a window of its own.
+        """
+        largest = torch.tensor([count])
+        self._ranks.largest(largest)
+        moving = [family.pages for owner, family in self.families.items() if owner.kind is not Kind.RESIDENTS]
+        self.slots, self._slot_bytes = int(largest), max(moving, default=0)
+        self._passing = self._ranks.share(self.slots * self._slot_bytes, "passing gradients").common
+
+    def take_slot(self, family: Family) -> None:
+        """Gives a layer the next slot. The layer that had it so many layers ago has been updated."""
+        begin = self._taken % self.slots * self._slot_bytes
+        self._taken += 1
+        family.slot = self._passing[begin : begin + family.pages]
+
+    def end_backward(self) -> None:
+        """The next backward begins with the first slot, so that a layer mostly finds the same pages."""
+        self._taken = 0
+        for family in self.families.values():
+            family.end_backward()
 
     def keep_held(self, family: Family) -> None:
         """If somebody holds a gradient of an earlier step, leaves it to them and takes another view for this step's."""
@@ -159,7 +206,7 @@ class GradientPlaces:
         for family in self.families.values():
             for place in family.places:
                 self._take_over(family, place)
-        settle([family.area for family in self.families.values()], commit=self._primary)
+        settle([family.area for family in self.families.values()], commit=self._ranks.primary)
 
     def _take_over(self, family: Family, place: Place) -> None:
         gradient = _gradient(place)
@@ -187,9 +234,7 @@ class GradientPlaces:
         gradients = [_gradient(place) for _, place in shown]
         with no_inference_mode():
             for family, (layer, index) in shown:
-                span = family.places[layer, index]
-                common = self.common(family, (layer, index), 0, span.nbytes)
-                layer.block.parameters[index].grad = part(common, replace(span, offset=0))
+                layer.block.parameters[index].grad = self.whole(family, (layer, index))
         try:
             yield
         finally:
@@ -198,10 +243,10 @@ class GradientPlaces:
 
     def _show_again(self, family: Family, place: Place, gradient: Tensor | None) -> None:
         """After a turn: what an optimizer has put into ``param.grad`` everybody sees, unless it is None."""
-        now, span = _gradient(place), family.places[place]
+        now = _gradient(place)
         if now is None:
             return
-        common = part(self.common(family, place, 0, span.nbytes), replace(span, offset=0))
+        common = self.whole(family, place)
         if now.data_ptr() != common.data_ptr():
             if not _alike(now, common):
                 return
@@ -222,3 +267,24 @@ def _alike(gradient: Tensor, place: Tensor) -> bool:
 
 def _gradient(place: Place) -> Tensor | None:
     return place[0].block.parameters[place[1]].grad
+
+
+def present(family: Family, place: Place, begin: int, nbytes: int) -> Tensor:
+    """A copy of a part of ``param.grad``, which stays as it is if no rank has a gradient for it."""
+    gradient, shown = family.of(place), _gradient(place)
+    if shown is not None and shown.data_ptr() != gradient.data_ptr():
+        gradient = torch.empty_like(gradient).copy_(shown)
+    flat = gradient.as_strided((gradient.numel(),), (1,)).view(torch.uint8)
+    return flat[begin : begin + nbytes].clone()
+
+
+def compare_trained(ranks: Ranks, families: Collection[Family]) -> None:
+    """Ranks match what they send by order and size, so all of them must send the gradients of the same parameters."""
+    trained = [parameter.requires_grad for family in families for parameter in family.parameters()]
+    if not ranks.same(crc32(bytes(trained)), "backward"):
+        ranks.must_agree(
+            "trained parameters",
+            {span.name: "trained" for family in families for span in family.trainable_spans()},
+            "With several devices set requires_grad of the same parameters on all of them: what it is drawn from must not depend "
+            "on the rank.",
+        )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from sp_lightning.weights.layer import StreamedLayer
+
+Wanted = Callable[[StreamedLayer], bool]
 
 
 class GradientSink(Protocol):
@@ -39,8 +41,13 @@ class GradientSink(Protocol):
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Sends off what is left of other layers' gradients, because the backward of ``layers`` begins."""
 
-    def expect(self) -> None:
-        """The backward of a loss begins."""
+    def expect(self, wanted: Wanted | None = None) -> None:
+        """The backward of a loss begins.
+
+        Args:
+            wanted: says of a layer whether an optimizer's step waits for it, to update it in this backward. None if no step
+                waits for any.
+        """
 
     def end(self, *, last: bool) -> None:
         """Brings every gradient to its place, because a graph task ends; ``last`` if it is the outermost one."""

@@ -23,7 +23,7 @@ from sp_lightning.device.pinned import PinnedMemory
 from sp_lightning.device.torch_private import accumulation_hooks, coalesced, sparse_indices, sparse_values
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.gradient_memory import Staging
-from sp_lightning.weights.gradient_sink import refuse_graph
+from sp_lightning.weights.gradient_sink import Wanted, refuse_graph
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.narrow_gradient import keep_narrow
 
@@ -285,8 +285,8 @@ class Gradients:
             if layer not in owners and layer.kind is not Kind.RESIDENTS:
                 self.drain(layer)
 
-    def expect(self) -> None:
-        """The backward of a loss begins."""
+    def expect(self, wanted: Wanted | None = None) -> None:
+        """The backward of a loss begins. Its layers are complete in any case, whether a step waits for them or not."""
 
     def end(self, *, last: bool) -> None:
         """Brings every gradient to ``param.grad``."""

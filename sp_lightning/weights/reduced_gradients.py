@@ -8,11 +8,12 @@ with zeros for what it lacks, so ranks that took different paths stay together.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import enum
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Stream, Wait
-from sp_lightning.weights.gradient_places import Family, GradientPlaces, Place
-from sp_lightning.weights.gradient_sink import refuse_graph
+from sp_lightning.weights.gradient_places import Family, GradientPlaces, Place, compare_trained, present
+from sp_lightning.weights.gradient_sink import Wanted, refuse_graph
 from sp_lightning.weights.gradients import Drains, each_row_once
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.rank_sum import RankSum, is_narrow, sum_over_ranks
@@ -41,6 +42,15 @@ class _Drain:
     device: list[Tensor]
     nbytes: int
     landed: Any
+
+
+class _Agreed(enum.IntFlag):
+    """What holds of a layer's gradients on all ranks."""
+
+    NARROW = enum.auto()
+    """They may be sent in the dtype of casts."""
+    EARLY = enum.auto()
+    """They are complete, and a step waits for them."""
 
 
 class ReducedGradients:
@@ -67,6 +77,7 @@ class ReducedGradients:
         self._arriving: dict[Family, None] = {}
         self._ready: dict[Family, None] = {}
         self._begun = False  # whether gradients have come in this backward
+        self._wanted: Wanted | None = None  # in this backward
         self._drains: Drains[_Drain] = Drains(device, in_flight, self._free, lambda drain: None)
         self.compacted: set[StreamedLayer] = set()
         self.keep_narrow = False
@@ -167,12 +178,17 @@ class ReducedGradients:
 
     # ------------------------------------------------------------------ a layer is summed
 
-    def expect(self) -> None:
+    def expect(self, wanted: Wanted | None = None) -> None:
         """The backward of a loss begins: all ranks will sum their gradients, whether this one has any or not."""
         if self._begun:
             return
+        self._wanted = wanted
         self.make_places()
-        _compare_trained(self._ranks, self._families.values())
+        compare_trained(self._ranks, self._families.values())
+        if wanted is not None and not self.slots:
+            assert self._places is not None
+            # For those of k' + 1 transfers, of one that has landed, and of one whose update is under way.
+            self._places.make_slots(self._drains.in_flight + 2)
         self._begun = True
 
     def make_places(self) -> None:
@@ -181,6 +197,11 @@ class ReducedGradients:
             self._places = GradientPlaces(self._ranks, self._layers)
             self._families = self._places.families
             self._order = sorted(self._families, key=lambda owner: (owner.kind is Kind.RESIDENTS, -owner.index))
+
+    @property
+    def slots(self) -> int:
+        """How many layers that are updated in backward have gradients at once; 0 if none is."""
+        return 0 if self._places is None else self._places.slots
 
     def _next(self) -> None:
         """Sends the layer whose turn it is, and receives this rank's part of all ranks' gradients of it."""
@@ -194,13 +215,52 @@ class ReducedGradients:
         self._make_way()
         self._places.keep_others(family)
         self._places.keep_held(family)
-        casts = family.owner.masters is not None  # such a layer's gradients mostly come in 16 bits
-        narrow = casts and bool(self._ranks.all_have(is_narrow(family), "a layer's gradients"))
-        summed = sum_over_ranks(self._device, self._ranks, family, narrow=narrow)
+        agreed = self._agree_on(family)
+        if _Agreed.EARLY in agreed:
+            self._places.take_slot(family)
+        summed = sum_over_ranks(self._device, self._ranks, family, narrow=_Agreed.NARROW in agreed)
         self.device_bytes += sum(each.nbytes for each in summed.device)
         self._drain(family, summed)
         self._gone(family)
         family.stashed.clear()
+        if family.slot is not None:
+            self._hand_over(family)
+
+    def _agree_on(self, family: Family) -> _Agreed:
+        """Asks what holds of a layer's gradients on all ranks, where anything of it might."""
+        casts = family.owner.masters is not None  # such a layer's gradients mostly come in 16 bits
+        if not casts and self._wanted is None:
+            return _Agreed(0)
+        mine = _Agreed.NARROW * (casts and is_narrow(family)) | _Agreed.EARLY * self._may_be_early(family)
+        return _Agreed(self._ranks.all_have(mine, "what holds of a layer's gradients"))
+
+    def _may_be_early(self, family: Family) -> bool:
+        """Whether a step waits for a layer all of whose gradients are here, and none of which is added to another one."""
+        there = (
+            place in family.came and place[0].block.parameters[place[1]].grad is None for place in family.trainable()
+        )
+        wanted = self._wanted if family.owner.kind is not Kind.RESIDENTS else None
+        return wanted is not None and all(there) and wanted(family.owner)
+
+    def _hand_over(self, family: Family) -> None:
+        """Gives a layer to the optimizer's step, which waits until all ranks' parts of its gradients have landed."""
+        assert self._places is not None
+        family.landed = self._device.record(Stream.DOWNLOAD)
+        if self._ranks.primary:
+            with no_inference_mode():
+                for layer, index in family.trainable():
+                    layer.block.parameters[index].grad = self._places.whole(family, (layer, index))
+        family.owner.parameters.doors.gradients_complete(family.owner)
+
+    def landing(self, owner: StreamedLayer) -> Callable[[], None] | None:
+        """Waits until this rank's part of the gradients has landed, of a layer that is updated in backward.
+
+        None for any other layer, whose gradients are all there.
+        """
+        family = self._families.get(owner)
+        if family is None or family.slot is None:
+            return None
+        return partial(self._device.synchronize, family.landed, Wait.APPLY_AFTER_DRAIN)
 
     def _drain(self, family: Family, summed: RankSum) -> None:
         """Copies this rank's part of a sum to where everybody sees it."""
@@ -210,7 +270,7 @@ class ReducedGradients:
             targets.append(self._places.common(family, place, begin, source.nbytes))
             sources.append(source)
             if place not in family.came and place[0].block.parameters[place[1]].grad is not None:
-                family.kept.append((place, targets[-1], self._present(family, place, begin, source.nbytes)))
+                family.kept.append((place, targets[-1], present(family, place, begin, source.nbytes)))
         device.wait(Stream.DOWNLOAD, device.record(Stream.REDUCE), Wait.DRAIN_AFTER_REDUCE)
         begun = device.mark(Stream.DOWNLOAD)
         device.copy(targets, sources, Stream.DOWNLOAD)
@@ -218,15 +278,6 @@ class ReducedGradients:
         self.drained_bytes += summed.nbytes
         alive = [*family.waiting.values(), *summed.device]
         self._drains.add(_Drain(alive, sum(each.nbytes for each in alive), device.record(Stream.DOWNLOAD)))
-
-    def _present(self, family: Family, place: Place, begin: int, nbytes: int) -> Tensor:
-        """A copy of a part of ``param.grad``, which stays as it is if no rank has a gradient for it."""
-        gradient = family.of(place)
-        present = place[0].block.parameters[place[1]].grad
-        if present is not None and present.data_ptr() != gradient.data_ptr():
-            gradient = torch.empty_like(gradient).copy_(present)
-        flat = gradient.as_strided((gradient.numel(),), (1,)).view(torch.uint8)
-        return flat[begin : begin + nbytes].clone()
 
     # ------------------------------------------------------------------ backward ends
 
@@ -243,7 +294,8 @@ class ReducedGradients:
         while self._turn < len(self._order):
             self._next()
         self._drains.flush()
-        places = [(family, place) for family in self._families.values() for place in family.places]
+        late = [family for family in self._families.values() if family.slot is None]
+        places = [(family, place) for family in late for place in family.places]
         bits = self._agree(places)
         assert self._places is not None
         self._places.forget_writes()
@@ -285,12 +337,8 @@ class ReducedGradients:
         self._ready.clear()
         self.compacted.clear()
         self.device_bytes = 0
-        for family in self._families.values():
-            family.waiting.clear()
-            family.stashed.clear()
-            family.came.clear()
-            family.kept.clear()
-            family.reduced = False
+        if self._places is not None:
+            self._places.end_backward()
 
     def written_in_common(self, *owners: StreamedLayer) -> AbstractContextManager[None]:
         """A context in which what is written to ``param.grad`` of these layers is written for all ranks."""
@@ -312,15 +360,3 @@ class ReducedGradients:
             self._device.access(tensor, Stream.COMPUTE, write=True)  # compute may put anything there next
         drain.device.clear()
         self.device_bytes -= drain.nbytes
-
-
-def _compare_trained(ranks: Ranks, families: Collection[Family]) -> None:
-    """Ranks match what they send by order and size, so all of them must send the gradients of the same parameters."""
-    trained = [parameter.requires_grad for family in families for parameter in family.parameters()]
-    if not ranks.same(crc32(bytes(trained)), "backward"):
-        ranks.must_agree(
-            "trained parameters",
-            {span.name: "trained" for family in families for span in family.trainable_spans()},
-            "With several devices set requires_grad of the same parameters on all of them: what it is drawn from must not depend "
-            "on the rank.",
-        )

@@ -37,6 +37,11 @@ def test_gradients_of_several_devices_are_as_wide_as_parameters(capsys: pytest.C
     assert several["host_bytes"] - one["host_bytes"] == pytest.approx(casts, rel=0.02), (
         "half of these weights' gradients"
     )
+    (window,) = several["windows"][:1]
+    sent = (WEIGHTS - casts) * (DEVICES - 1) / DEVICES
+    assert window["busy_seconds"]["links"] == pytest.approx(sent / (200 * GIGA), rel=0.01), (
+        "between devices they are narrow"
+    )
 
 
 @pytest.mark.rest("two plans of a whole model; the first tier has one of them")
@@ -85,7 +90,7 @@ def test_the_text_says_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> No
     assert f"SuperpipelineStrategy(k=1, k_prime=1) in Trainer(devices={DEVICES})" in text
 
 
-def test_updates_in_backward_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["plan", *MODEL, "--devices", "2", "--overlap", "backward"])
-    assert "--overlap backward is not there for several --devices" in capsys.readouterr().err
+@pytest.mark.rest("two plans of a whole model; the first tier has one of them")
+def test_updates_in_backward_keep_few_gradients(capsys: pytest.CaptureFixture[str]) -> None:
+    late, early = (plan(capsys, *MODEL, "--devices", "2", "--overlap", each) for each in ("forward", "backward"))
+    assert 0.6 * WEIGHTS < late["host_bytes"] - early["host_bytes"] < WEIGHTS

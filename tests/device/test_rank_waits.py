@@ -9,6 +9,7 @@ held up where it matters, so that the other one comes too early:
 | STEP_AFTER_ARRIVAL | rank 1, in a hook before the step that then looks at weights |
 | USE_AFTER_TURN | rank 0, in its optimizer's step |
 | READ_AFTER_SHARED_UPDATE | rank 0, in its update in the background |
+| UPDATE_AFTER_LANDING | rank 1, before its part of the gradients is copied |
 | READ_AFTER_FILL | rank 0, before it has cast the weights |
 """
 
@@ -127,8 +128,16 @@ HELD_UP: dict[Wait, Callable[[], Any]] = {
     Wait.STEP_AFTER_ARRIVAL: ExitStack,
     Wait.USE_AFTER_TURN: lambda: held_up(torch.optim.Adam, "_init_group", 0),
     Wait.READ_AFTER_SHARED_UPDATE: late_work,
+    Wait.UPDATE_AFTER_LANDING: lambda: held_up(Device, "copy", 1, drains),
     Wait.READ_AFTER_FILL: lambda: held_up(Turns, "cast", 0),
 }
+
+
+IN_THE_BACKGROUND: dict[Wait, Any] = {
+    Wait.READ_AFTER_SHARED_UPDATE: "forward",
+    Wait.UPDATE_AFTER_LANDING: "backward",
+}
+"""The modes of updates in which a wait is needed at all."""
 
 
 @contextmanager
@@ -202,8 +211,9 @@ def train(why: str, omit: bool, late: bool) -> dict[str, Any]:
     options: dict[str, Any] = {"callbacks": [looks]}
     strategy = SuperpipelineStrategy(k=1, fused_optimizer=False)
     make: Make = Net
-    if wait is Wait.READ_AFTER_SHARED_UPDATE:
-        options, strategy, make = {}, SuperpipelineStrategy(k=1, optimizer_overlap="forward"), fused(make)
+    if wait in IN_THE_BACKGROUND:
+        options, make = {}, fused(make)
+        strategy = SuperpipelineStrategy(k=1, optimizer_overlap=IN_THE_BACKGROUND[wait])
     with ExitStack() as stack:
         if late:
             stack.enter_context(HELD_UP[wait]())

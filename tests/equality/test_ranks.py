@@ -84,11 +84,14 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"k": 1, "optimizer_overlap": "forward"},
         {"precision": "16-mixed", "gradient_clip_val": 0.1},
     ),
+    "in backward": ({"k": 1, "optimizer_overlap": "backward"}, {}),
+    "mixed in backward": ({"k": 2, "k_prime": 2, "optimizer_overlap": "backward"}, {"precision": "bf16-mixed"}),
+    "added up in backward": ({"k": 1, "optimizer_overlap": "backward"}, {"accumulate_grad_batches": 2}),
     "clipped by value": ({"k": 1}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
 }
 
 
-OF_RANKS_ALONE = (("conditional", "all under forward"), ("conditional", "scaled"))
+OF_RANKS_ALONE = (("conditional", "all under forward"), ("conditional", "scaled"), ("conditional", "in backward"))
 LARGE = ("resnet50", "gpt2-tied")
 
 
@@ -112,6 +115,13 @@ LARGE = ("resnet50", "gpt2-tied")
 def test_modes(name: str, mode: str) -> None:
     strategy, options = MODES[mode]
     compare(name, strategy=strategy, options=options, reference=reference(name, 2))
+
+
+@pytest.mark.rest("two ranks in the first tier take the same way")
+@pytest.mark.parametrize("name", ["conditional", "llama-dropout", "experts/mixture"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_three_ranks_in_backward(name: str, precision: str) -> None:
+    compare(name, 3, {"k": 1, "optimizer_overlap": "backward"}, {"precision": precision}, reference(name, 3))
 
 
 @pytest.mark.long("two and three ranks take the same way")

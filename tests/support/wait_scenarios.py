@@ -209,6 +209,7 @@ OF_RANKS = (
     Wait.STEP_AFTER_ARRIVAL,
     Wait.USE_AFTER_TURN,
     Wait.READ_AFTER_SHARED_UPDATE,
+    Wait.UPDATE_AFTER_LANDING,
     Wait.READ_AFTER_FILL,
 )
 """Waits that several devices alone have: ``tests/device/test_rank_waits.py`` leaves them out."""

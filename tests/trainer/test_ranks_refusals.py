@@ -39,7 +39,6 @@ def train(strategy: dict[str, Any]) -> None:
     ("strategy", "message"),
     [
         ({"check_writes": True}, "check_writes=True looks at the weights of one process"),
-        ({"optimizer_overlap": "backward"}, 'optimizer_overlap="backward" updates a layer as soon as one device'),
     ],
 )
 def test_what_is_refused(strategy: dict[str, Any], message: str) -> None:

@@ -7,10 +7,11 @@ from unittest import mock
 
 import pytest
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.ranks import Ranks
-from tests.equality.on_ranks import EveryBatch, seen
+from tests.equality.on_ranks import Averages, EveryBatch, seen
 from tests.support.models import Module, Stack, vectors
 from tests.support.ranks import in_ranks, rank
 from tests.support.runs import Make, assert_equal, fit
@@ -28,8 +29,22 @@ class Twice(Stack):
         return self.blocks[2](x) if rank() == 1 else x
 
 
+class Thrice(Stack):
+    """Three reentrant checkpoints give the same weights a gradient each, of 16 bits. Their sum has more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for _ in range(3):
+            x = checkpoint(self.blocks[1], x, use_reentrant=True)
+        return self.head(x)
+
+
 def make_alike() -> Module:
     return Module(Stack())
+
+
+def make_thrice() -> Module:
+    return Module(Thrice())
 
 
 def make_twice() -> Module:
@@ -37,7 +52,8 @@ def make_twice() -> Module:
 
 
 def plain(make: Make, precision: Any, **options: Any) -> dict[str, Any]:
-    return seen(fit(make, vectors(8), EveryBatch(), devices=RANKS, precision=precision, **options))
+    strategy = Averages() if make is make_thrice else EveryBatch()  # ddp refuses a gradient that comes in parts
+    return seen(fit(make, vectors(8), strategy, devices=RANKS, precision=precision, **options))
 
 
 def ours(make: Make, precision: Any, **options: Any) -> tuple[dict[str, Any], int]:
@@ -79,6 +95,10 @@ def test_a_layer_that_comes_wide_on_one_rank_is_sent_wide_by_all() -> None:
 def one_block_wider() -> int:
     block, batches = Stack().blocks[2], len(vectors(8)) // RANKS
     return batches * sum(p.numel() * 2 for name, p in block.named_parameters() if name.endswith("weight"))
+
+
+def test_gradients_of_16_bits_that_come_in_parts_are_added_in_32() -> None:
+    compared(make_thrice, "bf16-mixed")
 
 
 def test_what_is_added_to_a_sum_is_sent_wide() -> None:
