@@ -34,7 +34,7 @@ STALLS = {  # counters of superpipeline, and their columns
     "update_stall_seconds": "wait for updates, s",
     "activation_stall_seconds": "wait for activations, s",
 }
-MODULES = ("limits", "overhead", "compiled", "update", "ranks")  # kinds of rows that no contestant has
+MODULES = ("limits", "overhead", "compiled", "update", "ranks", "experts")  # kinds of rows that no contestant has
 NO_PICTURES = "No pictures: they need device memory figures of training, that is, an accelerator."
 
 
@@ -94,6 +94,7 @@ def render(found: Sequence[Row], drawn: Sequence[Picture] = ()) -> str:
     visit = "Host time per visit of a layer, beyond the layer itself"
     sections += [section(visit, row, _overhead(row)) for row in _measured(found, "overhead")]
     sections += [section("Layers that are compiled", row, _compiled(row)) for row in _measured(found, "compiled")]
+    sections += [section("Stacked experts in generation", row, by_routing(row)) for row in _measured(found, "experts")]
     sections += [section("Updates on the host", row, _update(row)) for row in _measured(found, "update")]
     together = _measured(found, "ranks")
     for run in dict.fromkeys(row["run"] for row in together):
@@ -251,6 +252,19 @@ def _compiled(row: Row) -> str:
         for way, found in row["ways"].items()
     ]
     return _markdown(["way", "step, s", "times as fast as plain", "first steps, s"], lines)
+
+
+def by_routing(row: Row) -> str:
+    """Stacked experts in generation, for each kind of routing and each contestant."""
+    lines = []
+    for kind, found in row["routing"].items():
+        least = f"{found['least'] / 1024:.0f}"
+        for way, each in found["ways"].items():
+            kib = [f"{each[key] / 1024:.0f}" if key in each else "" for key in ("bytes", "expert_bytes")]
+            hits = f"{each['hits']:.0%}" if "hits" in each else ""
+            lines.append([kind, way, *kib, least, hits, f"{1000 * each['seconds']:.1f}"])
+    head = ["routing", "way", "KiB per token", "of that experts", "routed to", "hits", "ms per token"]
+    return _markdown(head, lines)
 
 
 def _update(row: Row) -> str:

@@ -33,7 +33,7 @@ NOTHING: frozenset[int] = frozenset()
 # From this share of the experts on the layer moves whole, in one piece, and ahead of time if its last call was like that.
 _NEARLY_ALL = 3 / 4
 # The experts of the last call come ahead of time if that share of them was asked for again.
-_STEADY = 1 / 2
+_STEADY = 3 / 4
 # The weight of the latest call in that share.
 _LATEST = 1 / 4
 _ALONG_ROWS = (torch.select, Tensor.select, torch.index_select, Tensor.index_select)

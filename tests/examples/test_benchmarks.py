@@ -24,6 +24,7 @@ from examples.benchmarks import (
     compiled,
     contest,
     contestants,
+    experts,
     foresight,
     forks,
     limits,
@@ -355,6 +356,17 @@ def test_compiled_layers_are_measured_and_told(tmp_path: Path) -> None:
         ["2", "2.00"],
         ["3.2", "1.25"],
     ]
+
+
+def test_experts_are_measured_and_told(tmp_path: Path) -> None:
+    """Without a cache just what is routed to travels, and what was guessed; of whole blocks all, and with a cache less."""
+    row = {**rows.origin(), **experts.measure(experts=16, routed=2, tokens=3, width=32, batches=1)}
+    for kind, found in row["routing"].items():
+        ways = found["ways"]
+        assert 1 <= ways["by rows, 0%"]["expert_bytes"] / found["least"] < 1.3
+        assert ways["whole blocks"]["bytes"] > found["stacks"]
+        assert ways["by rows, 50%"]["expert_bytes"] < found["least"]
+        assert cells(report.write([row], tmp_path).read_text(), kind)[1] == "plain"
 
 
 def test_updates_are_measured_and_told(tmp_path: Path) -> None:
