@@ -43,6 +43,18 @@ class Span:
     dtype: torch.dtype
 
 
+class Elsewhere:
+    """Marks tensors whose values are in no memory, but in a file: their address says nothing, their ``span`` has the strides."""
+
+    __slots__ = ()
+    span: Span
+
+
+def strides(tensor: Tensor) -> tuple[int, ...]:
+    """A tensor's strides, or those that it has when it is in memory."""
+    return tensor.span.stride if isinstance(tensor, Elsewhere) else tensor.stride()
+
+
 def aligned(nbytes: int) -> int:
     """``nbytes`` rounded up to a multiple of :data:`ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -83,7 +95,8 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:
     """Where the first element of each tensor lies."""
-    return list(map(_data_ptr, tensors))
+    with torch.DisableTorchFunctionSubclass():  # a stand-in itself is asked
+        return list(map(_data_ptr, tensors))
 
 
 _version: Callable[[Tensor], int] = attrgetter("_version")

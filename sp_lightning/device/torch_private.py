@@ -266,8 +266,7 @@ def second_level_cache() -> int:
     """Bytes of a core's second-level cache; 0 if torch does not know. torch 2.10 has no public way to ask."""
     if hasattr(torch.cpu, "get_capabilities"):
         return int(torch.cpu.get_capabilities().get("l2_cache_size", 0))
-    size: Callable[[], int] = getattr(torch._C._cpu, "_L2_cache_size", lambda: 0)
-    return size()
+    return int(getattr(torch._C._cpu, "_L2_cache_size", lambda: 0)())
 
 
 def fused_sgd_step(weight: Tensor, gradient: Tensor) -> None:
@@ -389,10 +388,13 @@ def unscales_by_itself(optimizer: Any) -> bool:
 def save_by_way_of(value: Callable[[Any], Any], content: Any, stream: Any) -> None:
     """``torch.save``, which writes ``value(storage)`` for each storage. It asks for one after the other; torch has all."""
     with serialization._open_zipfile_writer_buffer(stream) as file:
-        write = partial(_write_value, file, value)
+
+        def write(name: str, data: Any, nbytes: int) -> None:
+            file.write_record(name, value(data) if torch.is_storage(data) else data, nbytes)
+
         writer = SimpleNamespace(write_record=write, write_record_metadata=file.write_record_metadata)
         serialization._save(content, writer, pickle, serialization.DEFAULT_PROTOCOL, False)
 
 
-def _write_value(file: Any, value: Callable[[Any], Any], name: str, data: Any, nbytes: int) -> None:
-    file.write_record(name, value(data) if torch.is_storage(data) else data, nbytes)
+copies_shallowly: Callable[[Tensor, Tensor], bool] = torch._has_compatible_shallow_copy_type
+"""What ``module.to()`` asks before it gives a parameter other data."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,14 @@ from sp_lightning.weights.parameter_group import ParameterGroup
 
 
 def make_layers(
-    found: Found, plan: Plan, device: Device, staging: Staging, allocate: Allocate, *, pin: bool
+    found: Found,
+    plan: Plan,
+    device: Device,
+    staging: Staging,
+    allocate: Allocate,
+    make_block: Callable[..., HostBlock],
+    *,
+    pin: bool,
 ) -> list[StreamedLayer]:
     """Makes the layers of a plan, in the order of :attr:`Plan.moving`; the residents come last.
 
@@ -38,12 +45,15 @@ def make_layers(
         device: allocates memory.
         staging: host memory for gradients.
         allocate: returns host memory for weights.
+        make_block: makes a layer's block, as the class :class:`~sp_lightning.store.block.HostBlock` does.
         pin: whether host memory is page-locked.
     """
     kinds = list(_kinds(plan))
     found_layers = (*found.layers, *found.masters, *found.tables, found.residents)
     blocks = [
-        HostBlock(layer, planned, device, staging, allocate, pin=pin, fetched_seldom=kind in (Kind.MASTERS, Kind.TABLE))
+        make_block(
+            layer, planned, device, staging, allocate, pin=pin, fetched_seldom=kind in (Kind.MASTERS, Kind.TABLE)
+        )
         for layer, planned, kind in zip(found_layers, (*plan.moving, plan.residents), kinds, strict=True)
     ]
     if pin:

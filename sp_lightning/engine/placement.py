@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Wait
+from sp_lightning.engine.file_source import FileSource
 from sp_lightning.engine.host_source import HostSource
 from sp_lightning.engine.shared_source import SharedSource
 from sp_lightning.engine.step import Step
 from sp_lightning.engine.turns import Turns
+from sp_lightning.model.found import Layer
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.optim.shared_updates import SharedUpdates
-from sp_lightning.plan.plan import Plan
+from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.plan.units import human_bytes
+from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import Allocate, PrivateMemory, SharedStore, pages_of
+from sp_lightning.store.file_block import FileBlock
 from sp_lightning.store.gradient_memory import Staging
+from sp_lightning.store.weight_reader import FilePlace, WeightReader
 from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.gradients import Gradients
 from sp_lightning.weights.layer import StreamedLayer
@@ -33,6 +39,10 @@ class Placement:
     def allocate(self, device: Device, plan: Plan) -> Allocate:
         """Returns what allocates the host memory of the plan's layers, in their order."""
         return lambda nbytes, pin: PrivateMemory(device, nbytes, pin)
+
+    def block(self, layer: Layer, planned: PlannedLayer, *args: Any, **options: Any) -> HostBlock:
+        """Makes the block of a layer, as the class :class:`~sp_lightning.store.block.HostBlock` does."""
+        return HostBlock(layer, planned, *args, **options)
 
     def gradients(
         self, device: Device, staging: Staging, layers: Sequence[StreamedLayer], in_flight: int
@@ -97,6 +107,29 @@ class OnRanks(Placement):
             turns.cast()
         self._ranks.barrier(Wait.READ_AFTER_FILL)
         return turns
+
+
+class OnFiles(Placement):
+    """The parts of one device where weights of some layers stay in the files that a user has them in.
+
+    Args:
+        places: where the weights of these layers are, by the layers' names.
+    """
+
+    def __init__(self, places: Mapping[str, Sequence[FilePlace]]) -> None:
+        self._places = places
+        self.reader = WeightReader()
+        for place in {place.path: place for each in places.values() for place in each}.values():
+            self.reader.open(place)
+
+    def block(self, layer: Layer, planned: PlannedLayer, *args: Any, **options: Any) -> HostBlock:
+        if planned.name not in self._places:
+            return super().block(layer, planned, *args, **options)
+        return FileBlock(layer, planned, *args, reader=self.reader, places=self._places[planned.name], **options)
+
+    @property
+    def source(self) -> type[HostSource]:
+        return FileSource
 
 
 def update_threads(processes: int) -> int:

@@ -8,6 +8,7 @@ from types import FunctionType, MethodType
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.device.layout import Elsewhere
 from sp_lightning.device.torch_private import FakeTensor, is_traceable_wrapper_subclass
 from sp_lightning.model.found import Parted, join_names
 from sp_lightning.model.without_values import refuse_without_values
@@ -122,7 +123,7 @@ def parted_parameters(module: nn.Module, whole: Mapping[nn.Module, str]) -> tupl
                 f"Make it dense: parameter.to_dense()."
             )
         for part_name, part in parts(name, parameter):
-            if part.numel() and not isinstance(part, FakeTensor):
+            if part.numel() and not isinstance(part, (FakeTensor, Elsewhere)):
                 start = part.data_ptr()
                 spans.append((start, start + _extent(part), part_name, part))
     spans.sort(key=lambda span: span[:3])

@@ -29,6 +29,23 @@ def resident_bytes(root: Path = Path("/")) -> int:
     return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem") if name in fields)
 
 
+MARGIN = 1 / 16
+"""The share of ``host_memory`` that is left to batches, activations on the CPU, and the process itself."""
+
+
+def room_for(host_memory: int | float | None) -> int | None:
+    """Bytes of host memory that can be taken from now on. None if the system does not say.
+
+    Args:
+        host_memory: what the process may take in all, in bytes, or a share of what is free; None for all that is free.
+    """
+    available = available_bytes()
+    if isinstance(host_memory, int):
+        limit = int(host_memory * (1 - MARGIN)) - resident_bytes()
+        return limit if available is None else min(limit, available)
+    return None if available is None else int(available * (host_memory or 1) * (1 - MARGIN))
+
+
 def _of_groups(root: Path) -> list[int]:
     """What the process's control group and each group above it leave: the limit less what is taken and not reclaimable."""
     found = []

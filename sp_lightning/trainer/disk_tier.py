@@ -15,16 +15,13 @@ from sp_lightning.device.layout import whole_pages
 from sp_lightning.observe.messages import say_once
 from sp_lightning.optim import state_on_disk
 from sp_lightning.optim.state_on_disk import StateOnDisk
-from sp_lightning.plan.host_memory import available_bytes, resident_bytes
+from sp_lightning.plan.host_memory import room_for
 from sp_lightning.plan.ledger import has_known_state, state_tensors
 from sp_lightning.plan.state_placement import StatePlacement, place_state
 from sp_lightning.store.scratch import ScratchFile, file_system
 from sp_lightning.store.staging_ring import StagingRing
 from sp_lightning.trainer.compat import is_no_optimizer
 from sp_lightning.weights.layer import StreamedLayer
-
-_MARGIN = 1 / 16
-"""The share of ``host_memory`` that is left to batches, activations on the CPU, and the process itself."""
 
 
 class DiskTier:
@@ -96,14 +93,8 @@ class DiskTier:
 
     def _room(self, gradients: int, others: int) -> int | None:
         """Bytes of host memory for state that may go to the disk, beside gradients and state that may not."""
-        available = available_bytes()
-        if isinstance(self._host_memory, int):
-            taken = resident_bytes()
-            limit = int(self._host_memory * (1 - _MARGIN)) - taken
-            available = limit if available is None else min(limit, available)
-        elif available is not None:
-            available = int(available * (self._host_memory or 1) * (1 - _MARGIN))
-        return None if available is None else available - gradients - max(others, 0)
+        room = room_for(self._host_memory)
+        return None if room is None else room - gradients - max(others, 0)
 
     def of(self, optimizer: Any) -> StateOnDisk | None:
         """What brings an optimizer's state; None if all of it is in memory."""

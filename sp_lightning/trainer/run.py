@@ -6,7 +6,7 @@ It knows no strategy and no trainer: it is given the module, the options, the de
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.device import Device
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.timeline import Timeline
-from sp_lightning.engine.placement import ONE_DEVICE, OnRanks
+from sp_lightning.engine.placement import ONE_DEVICE, OnRanks, Placement
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.model.checks import refuse_cuda_graphs
 from sp_lightning.model.find import find_layers
@@ -34,12 +34,13 @@ from sp_lightning.observe.messages import (
 )
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.activation_policy import Activations, Mode, resolve, summary
-from sp_lightning.plan.host_memory import check_host, spare_bytes
+from sp_lightning.plan.host_memory import check_host, room_for, spare_bytes
 from sp_lightning.plan.options import Overlap
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.trainer.buffers import move_to_device
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.retry import Snapshot
+from sp_lightning.trainer.weights_in_place import place_weights
 from sp_lightning.tune.tuner import Tuner
 from sp_lightning.tune.window import Window
 from sp_lightning.weights.buffers import find_averages
@@ -74,6 +75,7 @@ class Run:
         autocast: the dtype that autocast casts to; None without.
         ranks: those who train the module together; None for one device alone.
         log: where a user's messages go.
+        is_from_file: whether a weight may stay in its file; None if none may.
 
     Raises:
         ValueError: the model or the options cannot be, or the model does not fit.
@@ -92,8 +94,11 @@ class Run:
         autocast: torch.dtype | None,
         ranks: Ranks | None,
         log: logging.Logger,
+        is_from_file: Callable[[torch.nn.Parameter], bool] | None = None,
     ) -> None:
         self._module = module
+        self._is_from_file = is_from_file
+        self._in_files = ""
         self._options = options
         self._device = device
         self._autocast = autocast
@@ -138,7 +143,7 @@ class Run:
 
     def remarks(self) -> list[str]:
         """What a user should know beside the plan, in sentences."""
-        remarks, k = [], self._options.k
+        remarks, k = [self._in_files] if self._in_files else [], self._options.k
         if self.tuner is not None:
             remarks.append("k and k' are chosen once two batches have been measured.")
         if isinstance(k, int) and k > self.plan.k:
@@ -194,7 +199,7 @@ class Run:
             plan,
             device,
             pin=self._options.pin_memory,
-            placement=ONE_DEVICE if self.ranks is None else OnRanks(self.ranks),
+            placement=self._place(found, plan),
             modes=modes,
             host_room=self._host_room,
             averages=averages,
@@ -207,6 +212,15 @@ class Run:
         keeps_experts = self._window.room is not None and plan.stack_bytes > 0
         if self._window.auto or self._balanced or keeps_experts:
             self.tuner = Tuner(self._window, self.streamer, device, self._log, balanced=self._balanced)
+
+    def _place(self, found: Found, plan: Plan) -> Placement:
+        """Makes the engine's parts that depend on where weights are."""
+        if self.ranks is not None:
+            return OnRanks(self.ranks)
+        if self._is_from_file is None:
+            return ONE_DEVICE
+        placement, self._in_files = place_weights(found, plan, self._is_from_file, room_for(self._options.host_memory))
+        return placement
 
     @property
     def _balanced(self) -> bool:

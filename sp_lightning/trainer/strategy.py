@@ -84,7 +84,8 @@ class StreamingStrategy(Readings):
             safetensors (as ``save_pretrained`` writes it), a checkpoint, or a state dictionary. They come from there into the
             host store, layer by layer.
         disk: a folder on a fast drive. What ``host_memory`` does not hold of the optimizers' state is in a scratch file there,
-            which is gone when the process is.
+            which is gone when the process is. Outside of training, weights that it does not hold are read in place from the
+            file of ``weights``.
         host_memory: with ``disk``, memory of the host for everything: bytes, a size (``"64GiB"``), or a share of what is free
             at set-up; None for all that is free.
         callback: attach a :class:`~sp_lightning.SuperpipelineCallback` while a run lasts, if the trainer has none.
@@ -154,6 +155,7 @@ class StreamingStrategy(Readings):
         assert self.model is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
+        self._given.stays = self._options.disk is not None and trainer.state.fn != TrainerFn.FITTING
         self._given.complete(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING and self.layer_sync is not None:
             self.model = self.layer_sync.apply(self.model)
@@ -177,7 +179,8 @@ class StreamingStrategy(Readings):
         if self.ranks is not None:
             refuse_on_ranks(self.lightning_module, self._options, self.precision_plugin)
             compare_models(self.ranks, self.lightning_module, self._options)
-        self._run = Run(self.lightning_module, self._options, self.root_device, autocast, self.ranks, self.log)
+        stays = self._given.untouched if self._given.stays else None
+        self._run = Run(self.lightning_module, self._options, self.root_device, autocast, self.ranks, self.log, stays)
         self._loops = Loops(self._run, self.lightning_module, self._options, self.log)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import DisableTorchFunctionSubclass, nn
 
+from sp_lightning.device.layout import strides
 from sp_lightning.model.found import Place
 from sp_lightning.model.wrapped import StandInForWrapped, parts
 from sp_lightning.weights.device_parameter import DeviceParameter
@@ -72,7 +73,7 @@ class Swap:
             return [
                 (
                     id(module),
-                    *((n, id(p), p.dtype, p.shape, p.stride()) for n, p in module._parameters.items() if p is not None),
+                    *((n, id(p), p.dtype, p.shape, strides(p)) for n, p in module._parameters.items() if p is not None),
                 )
                 for module in self._module.modules()
             ] + [(p.requires_grad, *(id(part) for _, part in parts("", p))) for p in self._wrapped]

@@ -1,0 +1,141 @@
+"""Files as the source of layers' bytes: a layer is read to staging memory when it is fetched, and the next ones before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from sp_lightning.device.pinned import PinnedMemory
+from sp_lightning.device.waits import Wait
+from sp_lightning.engine.host_source import HostSource
+from sp_lightning.store.file_block import FileBlock
+from sp_lightning.store.scratch import Transfer
+from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.slots import Staged
+
+WINDOW = 3
+"""Layers that are staged at once: one that is copied to the device, and those that are read meanwhile."""
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """Staging memory.
+
+    Attributes:
+        memory: of the largest layer's size.
+        layer: whose bytes it has, or will have.
+        transfer: of those from the file.
+        staged: how often the layer had been fetched when they were given to a transfer to the device; None before.
+    """
+
+    memory: PinnedMemory
+    layer: StreamedLayer | None = None
+    transfer: Transfer | None = None
+    staged: int | None = None
+
+    @property
+    def bytes(self) -> Tensor:
+        return self.memory.bytes
+
+    @property
+    def issued(self) -> bool:
+        """Whether the transfer to the device was issued."""
+        return self.staged is not None and self.layer is not None and self.layer.fetches > self.staged
+
+
+class FileSource(HostSource):
+    """The source of one device where some layers are in files. The order of the last fetches says which is read next."""
+
+    def __init__(self, layers: Sequence[StreamedLayer], *args: Any) -> None:
+        super().__init__(layers, *args)
+        self._buffers: list[_Buffer] = []
+        self._next: dict[StreamedLayer, StreamedLayer] = {}
+        self._last: StreamedLayer | None = None
+        self._largest = 0
+        self._pin = False
+        for layer in layers:
+            if isinstance(layer.block, FileBlock):
+                self._largest = max(self._largest, layer.planned.nbytes)
+                self._pin = layer.block.pin
+                layer.block.leave()
+                layer.parameters.adopted()
+
+    def ready(self, layer: StreamedLayer) -> bool:
+        if not _in_file(layer):
+            return super().ready(layer)
+        buffer = self._read(layer)
+        return buffer is not None and buffer.transfer is not None and buffer.transfer.done
+
+    def wait(self, layer: StreamedLayer) -> None:
+        if not _in_file(layer):
+            super().wait(layer)
+
+    def stage(self, layer: StreamedLayer) -> Staged:
+        if not _in_file(layer):
+            return super().stage(layer)
+        if self._last is not None:
+            self._next[self._last] = layer
+        self._last = layer
+        buffer = self._read(layer)
+        if buffer is None:
+            self._make_one_free()
+            buffer = self._read(layer)
+        assert buffer is not None
+        assert buffer.transfer is not None
+        try:
+            buffer.transfer.wait()
+        except OSError:
+            buffer.layer = buffer.transfer = None
+            raise
+        buffer.staged = layer.fetches
+        self._read_ahead(layer)
+        return buffer.bytes[: layer.planned.nbytes], None
+
+    def _read_ahead(self, layer: StreamedLayer) -> None:
+        following: StreamedLayer | None = layer
+        for _ in range(WINDOW - 1):
+            following = None if following is None else self._next.get(following)
+            if following is None or not _in_file(following) or self._read(following) is None:
+                return
+
+    def _read(self, layer: StreamedLayer) -> _Buffer | None:
+        """Returns the buffer with a layer's bytes, which may be on their way; None if there is none to spare."""
+        for buffer in self._buffers:
+            if buffer.layer is layer and buffer.staged is None:
+                return buffer
+        free = next((each for each in self._buffers if each.layer is None), None) or self._taken_back()
+        if free is None:
+            return None
+        assert isinstance(layer.block, FileBlock)
+        free.layer, free.transfer, free.staged = layer, layer.block.read(free.bytes), None
+        return free
+
+    def _taken_back(self) -> _Buffer | None:
+        """A new buffer, or the one that was given to the device first, once the device has its bytes."""
+        if len(self._buffers) < WINDOW:
+            return self._another()
+        first = next((buffer for buffer in self._buffers if buffer.issued), None)
+        if first is not None:
+            self._slots.synchronize(Wait.UPDATE_AFTER_FETCH, first.layer)
+            self._buffers.remove(first)
+            self._buffers.append(first)
+        return first
+
+    def _another(self) -> _Buffer:
+        buffer = _Buffer(PinnedMemory(self._device, self._largest, pin=self._pin))
+        self._buffers.append(buffer)
+        return buffer
+
+    def _make_one_free(self) -> None:
+        """Takes a buffer that was read in vain, or, if all of them leave in one transfer, another one."""
+        buffer = next((each for each in self._buffers if each.staged is None), None) or self._another()
+        if buffer.transfer is not None:
+            buffer.transfer.settle()
+        buffer.layer = buffer.transfer = None
+
+
+def _in_file(layer: StreamedLayer) -> bool:
+    return isinstance(layer.block, FileBlock) and layer.block.in_file

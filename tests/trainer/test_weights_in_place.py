@@ -1,0 +1,322 @@
+"""Weights that are read in place from the user's files while a model predicts: results are plain Lightning's."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch import Callback
+from safetensors.torch import save_file
+from torch import nn
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.store import weight_reader
+from sp_lightning.store.file_block import FileBlock, InFile
+from sp_lightning.trainer import run
+from tests.support.models import Module, Stack, llama, vectors
+from tests.support.runs import assert_equal, fit, loader, trainer_for
+
+ROOM = 30_000
+
+
+@pytest.fixture(autouse=True)
+def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "room_for", lambda _: ROOM)
+
+
+@pytest.fixture
+def brought(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The layers that came to memory."""
+    names: list[str] = []
+    bring = FileBlock.bring
+
+    def noted(self: FileBlock) -> None:
+        if self.in_file:
+            names.append(self.planned.name)
+        bring(self)
+
+    monkeypatch.setattr(FileBlock, "bring", noted)
+    return names
+
+
+def made(make: Callable[[], pl.LightningModule] = lambda: Module(Stack())) -> pl.LightningModule:
+    pl.seed_everything(3, verbose=False)
+    return make().eval()
+
+
+def without_values(make: Callable[[], pl.LightningModule] = lambda: Module(Stack())) -> pl.LightningModule:
+    with torch.device("meta"):
+        return make().eval()
+
+
+def written(module: pl.LightningModule, folder: Path, kind: str) -> Path:
+    """Files of a module's weights."""
+    state = {name: value.contiguous() for name, value in module.state_dict().items()}
+    if kind == "checkpoint":
+        torch.save({"state_dict": state}, folder / "model.ckpt")
+        return folder / "model.ckpt"
+    if kind == "one file":
+        save_file(state, folder / "model.safetensors")
+        return folder / "model.safetensors"
+    names = sorted(state)
+    parts = {f"part-{i}.safetensors": names[i::2] for i in range(2)}
+    for file, own in parts.items():
+        save_file({name: state[name] for name in own}, folder / file)
+    index = {"weight_map": {name: file for file, own in parts.items() for name in own}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def in_place(file: Path, folder: Path, **options: Any) -> SuperpipelineStrategy:
+    return SuperpipelineStrategy(**{"k": 1, "disk": folder, "weights": file, **options})
+
+
+def predict(module: pl.LightningModule, strategy: Any = "auto", **options: Any) -> Any:
+    return trainer_for(strategy, **options).predict(module, loader(vectors()))
+
+
+@pytest.mark.parametrize("kind", ["one file", "several files", "checkpoint"])
+@pytest.mark.parametrize("options", [{}, {"k": 2, "k_prime": 2}, {"k": 1, "k_prime": 5}], ids=str)
+def test_predictions_are_plain_lightning_s(kind: str, options: Any, tmp_path: Path, brought: list[str]) -> None:
+    file, scratch = written(made(), tmp_path, kind), tmp_path / "scratch"
+    scratch.mkdir()
+    strategy = in_place(file, scratch, **options)
+    module = without_values()
+    assert_equal(predict(module, strategy), predict(made()), "predictions")
+    assert brought == []
+    assert {type(p) for p in module.parameters()} == {InFile}
+    assert list(scratch.iterdir()) == []
+    assert_equal(dict(module.state_dict()), dict(made().state_dict()), "state")  # whoever asks for weights has them
+    assert len(brought) == 7
+    assert {type(p) for p in module.parameters()} == {nn.Parameter}
+
+
+def test_offsets_in_a_file_are_aligned_to_nothing(tmp_path: Path) -> None:
+    """Kernels compute other last bits on other alignments, so weights are copied to where they would be otherwise."""
+    file = written(made(), tmp_path, "one file")
+    module = without_values()
+    predict(module, in_place(file, tmp_path))
+    offsets = [place.offset % 64 for p in module.parameters() for place in p._block.places]  # type: ignore[attr-defined]
+    assert any(offsets)
+
+
+def test_layers_that_fit_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "room_for", lambda _: 40_000)
+    strategy = in_place(written(made(), tmp_path, "one file"), tmp_path)
+    module = without_values()
+    assert_equal(predict(module, strategy), predict(made()), "predictions")
+    assert {type(p) for p in module.parameters()} == {InFile, nn.Parameter}
+
+
+def test_nothing_is_in_place_where_all_of_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "room_for", lambda _: 10**9)
+    module = without_values()
+    predict(module, in_place(written(made(), tmp_path, "one file"), tmp_path))
+    assert {type(p) for p in module.parameters()} == {nn.Parameter}
+
+
+def test_a_second_run_reads_in_place_again(tmp_path: Path, brought: list[str]) -> None:
+    strategy = in_place(written(made(), tmp_path, "one file"), tmp_path)
+    module, trainer = without_values(), trainer_for(strategy)
+    for _ in range(2):
+        assert_equal(trainer.predict(module, loader(vectors())), predict(made()), "predictions")
+    assert brought == []
+
+
+def test_half_precision(tmp_path: Path, brought: list[str]) -> None:
+    file = written(made().bfloat16(), tmp_path, "one file")
+
+    def make() -> pl.LightningModule:
+        return Module(Stack()).bfloat16()
+
+    ours = predict(without_values(make), in_place(file, tmp_path), precision="bf16-true")
+    assert_equal(ours, predict(made().bfloat16(), precision="bf16-true"), "predictions")
+    assert brought == []
+
+
+def test_validation_and_tests(tmp_path: Path, brought: list[str]) -> None:
+    file = written(made(), tmp_path, "one file")
+    for phase in ("validate", "test"):
+        ours, plain = (
+            getattr(trainer_for(strategy), phase)(module, loader(vectors()), verbose=False)
+            for module, strategy in ((without_values(), in_place(file, tmp_path)), (made(), "auto"))
+        )
+        assert ours == plain
+    assert brought == []
+
+
+class Generates(Module):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net.generate(batch["input_ids"][:, :4], max_new_tokens=6, do_sample=False)  # type: ignore[operator]
+
+
+def test_generation(tmp_path: Path) -> None:
+    def make() -> pl.LightningModule:
+        return Generates(llama(dropout=0.0, tie_word_embeddings=False).net)
+
+    batches = [{"input_ids": torch.randint(0, 64, (2, 8))} for _ in range(2)]
+    reference = made(make)
+    file = written(reference, tmp_path, "one file")
+    plain = trainer_for("auto").predict(reference, loader(batches))
+    module = made(make)  # its rotary embedding has buffers that no file has
+    for name, parameter in list(module.named_parameters()):
+        owner, _, own = name.rpartition(".")
+        module.get_submodule(owner).register_parameter(own, nn.Parameter(parameter.detach().to("meta")))
+    strategy = in_place(file, tmp_path, layers=["net.model.layers.*"])
+    run_room = ROOM * 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "room_for", lambda _: run_room)
+        ours = trainer_for(strategy).predict(module, loader(batches))
+    assert_equal(ours, plain, "tokens")
+    assert any(type(p) is InFile for p in module.parameters())
+
+
+class Touches(Callback):
+    """Reads or writes a weight between two batches."""
+
+    def __init__(self, touch: Callable[[nn.Parameter], Any]) -> None:
+        self.touch = touch
+        self.found: list[Any] = []
+
+    def on_predict_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+        if batch_idx == 1:
+            self.found.append(self.touch(pl_module.net.blocks[2].inner.weight))
+
+
+def _writes(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+def _writes_data(weight: nn.Parameter) -> None:
+    weight.data[0] = 1.0
+
+
+def _replaces_data(weight: nn.Parameter) -> None:
+    weight.data = torch.ones_like(weight)
+
+
+TOUCHES = {
+    "reads": lambda weight: weight.detach().clone(),
+    "looks at it": lambda weight: (weight.shape, weight.dtype, weight.stride(), weight.requires_grad, weight.numel()),
+    "writes": _writes,
+    "writes its data": _writes_data,
+    "replaces its data": _replaces_data,
+    "numpy": lambda weight: weight.detach().numpy().tolist(),
+}
+
+
+@pytest.mark.parametrize("touch", TOUCHES)
+def test_user_code_finds_the_weights(touch: str, tmp_path: Path, brought: list[str]) -> None:
+    file = written(made(), tmp_path, "one file")
+    mine, theirs = Touches(TOUCHES[touch]), Touches(TOUCHES[touch])
+    ours = predict(without_values(), in_place(file, tmp_path), callbacks=[mine])
+    assert_equal(ours, predict(made(), callbacks=[theirs]), "predictions")
+    assert_equal(mine.found, theirs.found, "found")
+    assert brought == ([] if touch == "looks at it" else ["net.blocks.2"])
+
+
+def test_training_has_weights_in_memory(tmp_path: Path) -> None:
+    file = written(made(), tmp_path, "one file")
+
+    def from_file() -> pl.LightningModule:
+        module = made()
+        module.load_state_dict(made().state_dict())
+        return module
+
+    strategy = in_place(file, tmp_path, fused_optimizer=False)
+    ours = fit(without_values, vectors(), strategy, recorded="losses")
+    plain = fit(from_file, vectors(), recorded="losses")
+    assert_equal(ours.state, plain.state, "state")
+
+
+# ---------------------------------------------------------------------- faults
+
+
+class Meanwhile(Callback):
+    """Something happens to the file between two batches."""
+
+    def __init__(self, happens: Callable[[], Any]) -> None:
+        self.happens = happens
+
+    def on_predict_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+        if batch_idx == 1:
+            self.happens()
+
+
+def test_a_file_that_is_replaced_changes_nothing(tmp_path: Path) -> None:
+    file = written(made(), tmp_path, "one file")
+
+    def replaced() -> None:
+        (tmp_path / "other").write_bytes(b"another model")
+        (tmp_path / "other").replace(file)
+
+    ours = predict(without_values(), in_place(file, tmp_path), callbacks=[Meanwhile(replaced)])
+    assert_equal(ours, predict(made()), "predictions")
+
+
+def test_a_file_that_is_replaced_between_two_runs_is_refused(tmp_path: Path) -> None:
+    file = written(made(), tmp_path, "one file")
+    module, trainer = without_values(), trainer_for(in_place(file, tmp_path))
+    trainer.predict(module, loader(vectors()))
+    written(made(lambda: Module(Stack())), tmp_path, "one file")
+    os.utime(file, (1, 1))
+    with pytest.raises(OSError, match="was changed while a run reads it"):
+        trainer.predict(module, loader(vectors()))
+
+
+@pytest.mark.parametrize("how", ["cut off", "written"])
+def test_a_file_that_is_changed_ends_in_an_error(how: str, tmp_path: Path) -> None:
+    file = written(made(), tmp_path, "one file")
+    length = file.stat().st_size
+
+    def changed() -> None:
+        if how == "cut off":
+            os.truncate(file, length // 2)
+        else:
+            os.utime(file, (1, 1))
+
+    with pytest.raises(OSError, match="was changed while a run reads it") as caught:
+        predict(without_values(), in_place(file, tmp_path), callbacks=[Meanwhile(changed)])
+    assert caught.value.filename == str(file)
+
+
+@pytest.mark.parametrize("fault", ["read error", "too short"])
+def test_a_read_that_fails_ends_in_an_error(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = written(made(), tmp_path, "one file")
+
+    def fails(*_: Any) -> int:
+        if fault == "too short":
+            return 0
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    module = without_values()
+    happens = Meanwhile(lambda: monkeypatch.setattr(os, "preadv", fails))
+    with pytest.raises(OSError, match=r"Weights could not be read: Input|ends .* bytes too early"):
+        predict(module, in_place(file, tmp_path), callbacks=[happens])
+    monkeypatch.undo()
+    assert_equal(dict(module.state_dict()), dict(made().state_dict()), "state")  # the next read may succeed
+
+
+def test_short_reads_go_on_and_files_without_direct_io_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(made(), tmp_path, "one file")
+    theirs, preadv = os.open, os.preadv
+
+    def opens(path: Any, flags: int, *more: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return theirs(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", opens)
+    monkeypatch.setattr(os, "preadv", lambda d, b, at: preadv(d, [b[0][:5000]], at))
+    monkeypatch.setattr(weight_reader, "_PIECE", 4096)
+    assert_equal(predict(without_values(), in_place(file, tmp_path)), predict(made()), "predictions")
