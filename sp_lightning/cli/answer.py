@@ -54,7 +54,8 @@ class Answer:
     @property
     def host_fits(self) -> bool:
         """Whether the host has the memory, if the question says how much it has."""
-        return self.question.host_memory is None or self.estimate.host_bytes <= self.question.host_memory
+        below, limit = self.estimate.below, self.question.host_memory
+        return limit is None or (self.estimate.host_bytes <= limit and (below is None or below.placement is not None))
 
     @property
     def best(self) -> Row | None:

@@ -58,6 +58,7 @@ class Question(argparse.Namespace):
     pcie: float
     links: float
     dram: float
+    disk: float | None
     json: bool
     plot: Path | None
 
@@ -136,6 +137,12 @@ def _add_machine(plan: argparse.ArgumentParser) -> None:
         "--links", type=_rate, default=200, help="from each device to the others, and back, GB/s (%(default)s)"
     )
     plan.add_argument("--host-tflops", type=_rate, default=1, help="of the host, for Muon (%(default)s)")
+    plan.add_argument(
+        "--disk",
+        type=_disk_rate,
+        metavar="SPEED",
+        help="of a drive below --host-memory, for example 7GB/s, as SuperpipelineStrategy(disk=…) (no disk)",
+    )
     plan.add_argument("--dram", type=_rate, default=60, help="of host memory, GB/s (%(default)s)")
 
 
@@ -144,6 +151,14 @@ def _size(text: str) -> int:
         return parse_bytes("it", text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _disk_rate(text: str) -> float:
+    """Bytes per second, from ``7GB/s`` or from a number of GB/s."""
+    try:
+        return float(parse_bytes("it", text.removesuffix("/s")))
+    except ValueError:
+        return _rate(text) * 1e9
 
 
 def _count(text: str) -> int:

@@ -7,12 +7,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import nn
 
 from sp_lightning.cli.arguments import PRECISIONS, Question
+from sp_lightning.cli.below_memory import BelowMemory, place_inference, place_training
 from sp_lightning.cli.host_step import HostStep, host_step
 from sp_lightning.cli.model_source import load_model
 from sp_lightning.cli.model_with_batch import FORWARD_WANTED, ModelWithBatch, has_forward
@@ -69,9 +71,23 @@ class ModelEstimate:
         offloads = self.work is not None and self.question.activations == "offload"
         return self.question.devices * self.work.offloaded if self.work is not None and offloads else 0
 
+    @cached_property
+    def below(self) -> BelowMemory | None:
+        """What is on the disk; None without one."""
+        if self.question.disk is None:
+            return None
+        if self.ledger is None:
+            return place_inference(self.smallest_plan, self._all_host_bytes, self.question.host_memory)
+        return place_training(self.smallest_plan, self.ledger, self.offloaded_bytes, self.question.host_memory)
+
     @property
     def host_bytes(self) -> int:
         """Host memory of everything, on the node."""
+        return self._all_host_bytes if self.below is None else self.below.host_bytes
+
+    @property
+    def _all_host_bytes(self) -> int:
+        """The same without a disk."""
         if self.ledger is not None:
             return self.ledger.nbytes + self.offloaded_bytes
         plan = self.smallest_plan
@@ -98,7 +114,8 @@ class ModelEstimate:
         others = self.question.devices - 1  # each device keeps its own part of a gradient, and sends the others theirs
         links = self.question.links * 1e9 * self.question.devices / others if others else math.inf
         update = self._update_rate(memory)
-        return Rates(upload=transfers, download=transfers, update=update, host_memory=memory, links=links)
+        disk = self.question.disk or math.inf
+        return Rates(upload=transfers, download=transfers, update=update, host_memory=memory, links=links, disk=disk)
 
     def _update_rate(self, memory: float) -> float:
         """Bytes of gradients that the optimizer consumes in a second, if it reads and writes ``memory`` bytes in that."""
@@ -122,7 +139,8 @@ class ModelEstimate:
         """The time of a batch with a window; by default on the machine that the question describes."""
         rates = rates or self.rates
         visits = self._visits(plan, rates)
-        return predict(plan, visits, rates, overlap=self.overlap, host_traffic=self._update_traffic)
+        on_disk = {} if self.below is None else self.below.by_index(plan)
+        return predict(plan, visits, rates, overlap=self.overlap, host_traffic=self._update_traffic, on_disk=on_disk)
 
     def _visits(self, plan: Plan, rates: Rates) -> list[Visit]:
         flops = self.question.tflops * 1e12
@@ -150,6 +168,8 @@ def estimate_model(question: Question) -> ModelEstimate:
         ValueError: the model is not known, cannot take what it is asked to take, or has nothing to stream or train.
         ImportError: a library is missing.
     """
+    if question.devices > 1 and question.disk is not None:
+        raise ValueError("--disk is for one device: several have their memory in common. Leave out one of them.")
     dtype, autocast = PRECISIONS[question.precision]
     with _default_dtype(dtype), on_paper(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -30,6 +30,7 @@ def as_text(answer: Answer) -> str:
         "",
         _activations(estimate),
         _host(estimate),
+        *_disk(answer),
         *_step(estimate),
         *_assumed(question),
         "",
@@ -81,6 +82,14 @@ def _host(estimate: ModelEstimate) -> str:
         f"host memory{node} {human_bytes(nbytes)}, {nbytes / max(_parameters(estimate), 1):.3g} bytes per parameter: {parts}, "
         f"optimizer state {human_bytes(ledger.state or 0)}{_hooks(estimate)}"
     )
+
+
+def _disk(answer: Answer) -> list[str]:
+    """What is on the disk."""
+    below, best = answer.estimate.below, answer.best
+    if below is None:
+        return []
+    return below.lines(_parameters(answer.estimate), None if best is None else best.prediction.seconds)
 
 
 def _hooks(estimate: ModelEstimate) -> str:
@@ -300,6 +309,8 @@ def _choice(question: Question, plan: Plan) -> str:
         options["activations"] = question.activations
     if question.overlap != "forward" and not question.predict:
         options["optimizer_overlap"] = question.overlap
+    if question.disk is not None:
+        options |= {"disk": "FOLDER"} | ({"host_memory": question.host_memory} if question.host_memory else {})
     options |= {name: given for name in ("layers", "resident") if (given := getattr(question, name))}
     written = ", ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
     checkpoints = " and the model's gradient_checkpointing_enable()" if question.checkpointing else ""
@@ -329,6 +340,7 @@ def as_json(answer: Answer) -> str:
         "batch": estimate.model.items,
         "training": not question.predict,
         "devices": question.devices,
+        "disk": _disk(answer) or None,
         "generated_tokens": question.generate,
         "prompt_seconds": answer.prompt_seconds,
         "host_bytes": estimate.host_bytes,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
-Kind = Literal["fetch", "forward", "backward", "between", "reduce", "drain", "update", "store", "return"]
+Kind = Literal[
+    "fetch", "forward", "backward", "between", "reduce", "drain", "update", "store", "return", "read", "write"
+]
 
 
 class Interval(NamedTuple):

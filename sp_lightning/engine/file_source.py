@@ -8,13 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
+from sp_lightning.device.device import Device
 from sp_lightning.device.pinned import PinnedMemory
 from sp_lightning.device.waits import Wait
 from sp_lightning.engine.host_source import HostSource
+from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.store.file_block import FileBlock
 from sp_lightning.store.scratch import Transfer
 from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.slots import Staged
+from sp_lightning.weights.slots import Slots, Staged
 
 WINDOW = 3
 """Layers that are staged at once: one that is copied to the device, and those that are read meanwhile."""
@@ -49,8 +51,11 @@ class _Buffer:
 class FileSource(HostSource):
     """The source of one device where some layers are in files. The order of the last fetches says which is read next."""
 
-    def __init__(self, layers: Sequence[StreamedLayer], *args: Any) -> None:
-        super().__init__(layers, *args)
+    def __init__(
+        self, layers: Sequence[StreamedLayer], slots: Slots, updates: BackgroundUpdates, device: Device, *args: Any
+    ) -> None:
+        super().__init__(layers, slots, updates, device, *args)
+        self._slots, self._device = slots, device
         self._buffers: list[_Buffer] = []
         self._next: dict[StreamedLayer, StreamedLayer] = {}
         self._last: StreamedLayer | None = None

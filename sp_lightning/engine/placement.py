@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,10 @@ class Placement:
     def allocate(self, device: Device, plan: Plan) -> Allocate:
         """Returns what allocates the host memory of the plan's layers, in their order."""
         return lambda nbytes, pin: PrivateMemory(device, nbytes, pin)
+
+    def blocks(self, device: Device, plan: Plan) -> tuple[Allocate, Callable[..., HostBlock]]:
+        """Returns what allocates memory, and what makes blocks."""
+        return self.allocate(device, plan), self.block
 
     def block(self, layer: Layer, planned: PlannedLayer, *args: Any, **options: Any) -> HostBlock:
         """Makes the block of a layer, as the class :class:`~sp_lightning.store.block.HostBlock` does."""

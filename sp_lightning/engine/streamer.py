@@ -95,9 +95,7 @@ class Streamer:
         """Builds host memory, slots, gradients and updates."""
         device, plan = self.device, self.plan
         self._staging = Staging(device, pin=pin)
-        self._layers = make_layers(
-            self.found, plan, device, self._staging, placement.allocate(device, plan), placement.block, pin=pin
-        )
+        self._layers = make_layers(self.found, plan, device, self._staging, *placement.blocks(device, plan), pin=pin)
         *self._moving, self._resident_layer = self._layers
         self._watch = WeightWatch([layer.block for layer in self._layers]) if check_writes else None
         self._stays: set[int] = set()

@@ -15,6 +15,8 @@ COLORS: dict[Kind, str] = {
     "backward": "#c4632b",
     "between": "#9aa3ab",
     "reduce": "#d1495b",
+    "read": "#8d99ae",
+    "write": "#5c677d",
     "drain": "#7a4fa3",
     "update": "#b8860b",
     "store": "#d4a5c9",
@@ -23,7 +25,7 @@ COLORS: dict[Kind, str] = {
 # A layer has three lanes, so that intervals at the same time do not hide each other.
 _LANE: dict[Kind, float] = {
     "fetch": -0.3, "return": -0.3, "forward": 0.0, "backward": 0.0, "between": 0.0, "reduce": 0.3, "drain": 0.3,
-    "update": 0.3, "store": 0.3,
+    "update": 0.3, "store": 0.3, "read": -0.3, "write": 0.3,
 }  # fmt: skip
 # The batch is cut into so many parts, at least and at most, one of which is shown larger: the time of one or two layers.
 _PARTS = (12, 100)

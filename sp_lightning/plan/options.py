@@ -84,10 +84,10 @@ def checked_switch(option: str, value: Any) -> bool:
     return value
 
 
-def checked_path(option: str, what: str, value: Any) -> Path | None:
+def checked_path(option: str, what: str, example: str, value: Any) -> Path | None:
     """The path of a file or a folder, or None."""
     if value is not None and not isinstance(value, (str, PathLike)):
-        raise TypeError(f"{option} must be the path of {what}, found {value!r}.")
+        raise TypeError(f'{option} must be the path of {what}, found {value!r}. For example {option}="{example}".')
     return None if value is None else Path(value)
 
 

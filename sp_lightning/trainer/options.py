@@ -37,8 +37,8 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "optimizer_overlap": checked_overlap,
     "save_frozen": partial(checked_switch, "save_frozen"),
     "check_writes": partial(checked_switch, "check_writes"),
-    "weights": partial(checked_path, "weights", 'a file or a folder, for example weights="model"'),
-    "disk": partial(checked_path, "disk", 'a folder on a fast drive, for example disk="/scratch"'),
+    "weights": partial(checked_path, "weights", "a file or a folder", "model"),
+    "disk": partial(checked_path, "disk", "a folder on a fast drive", "/scratch"),
     "host_memory": partial(checked_budget, "host_memory"),
     "callback": partial(checked_switch, "callback"),
 }

@@ -8,7 +8,7 @@ therefore shows what the engine does, not what it was meant to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +17,7 @@ from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.engine.residency import Residency
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.tune.clocks import ClockDevice, HostBytes
+from sp_lightning.tune.disk_queue import DiskQueue
 from sp_lightning.tune.visits import RESOURCES, Rates, Visit
 from sp_lightning.weights.gradients import Drains
 from sp_lightning.weights.layer import Kind as LayerKind
@@ -38,7 +39,7 @@ class Prediction:
     Attributes:
         seconds: from the beginning of one batch to that of the next.
         busy: seconds of work by resource: ``compute``, ``fetch``, ``drain``, ``optimizer``, ``links`` (between
-            devices), ``host memory`` (of the node).
+            devices), ``disk`` (if something is there), ``host memory`` (of the node).
         stalls: seconds that compute waited, by what it waited for. The keys are the index of each layer, ``gradients``
             (until they had left), ``residents``, and ``activations`` (until they had left or had come back).
         intervals: what happened when, counted from the beginning of the batch.
@@ -62,6 +63,7 @@ def predict(
     *,
     overlap: Literal["off", "forward", "backward"] = "off",
     host_traffic: float = 0.0,
+    on_disk: Mapping[int, int] | None = None,
     batches: int = 3,
 ) -> Prediction:
     """Simulates some batches and reports on the last one, whose trace is known.
@@ -77,9 +79,11 @@ def predict(
         host_traffic: bytes that the updates of a batch read and write on the host, as
             :class:`~sp_lightning.plan.ledger.Ledger` lists them. Together with the bytes that are copied they give a lower
             bound of the time.
+        on_disk: bytes that are on a disk, by the index of the layer: of its optimizer state, or of its weights if no backward
+            is among the visits.
         batches: how many batches are simulated.
     """
-    walk = Walk(plan, visits, rates, overlap=overlap)
+    walk = Walk(plan, visits, rates, overlap=overlap, on_disk=on_disk)
     for _ in range(batches):
         begun = walk.batch()
     device = walk.device
@@ -87,6 +91,7 @@ def predict(
     busy = {
         name: sum(event.end - event.begin for event in intervals if event.kind in kinds)
         for name, kinds in RESOURCES.items()
+        if name != "disk" or on_disk
     }
     busy["host memory"] = (plan.ranks * device.copied + host_traffic) / rates.host_memory
     seconds = max(walk.ended - begun, busy["host memory"])
@@ -114,19 +119,24 @@ class _SimulatedLayer(StreamedLayer):
 class _Source:
     """A source of bytes for which an update is a time: a layer's bytes are ready once its update is done."""
 
-    def __init__(self, device: ClockDevice) -> None:
+    def __init__(self, device: ClockDevice, files: DiskQueue, upload: float) -> None:
         self._device = device
+        self._files = files
+        self._upload = upload
 
     def ready(self, layer: StreamedLayer) -> bool:
-        """Whether the layer's update is done."""
-        return _simulated(layer).updated <= self._device.host
+        """Whether the layer's update is done, and the layer is in memory."""
+        return _simulated(layer).updated <= self._device.host and self._files.ready(layer.index)
 
     def wait(self, layer: StreamedLayer) -> None:
         """Lets the host wait for the layer's update."""
         self._device.synchronize(_simulated(layer).updated, Wait.FETCH_AFTER_UPDATE)
 
     def stage(self, layer: StreamedLayer) -> Staged:
-        """Returns a stand-in for as many bytes as the layer's block has."""
+        """Returns a stand-in for as many bytes as the layer's block has, once they are in memory."""
+        self._device.host = self._files.bring(layer.index, self._device.host, ahead=2)
+        begins = max(self._device.host, self._device.now[Stream.UPLOAD])
+        self._files.free(layer.index, begins + layer.planned.nbytes / self._upload)
         stand_in: Any = HostBytes(layer.index, layer.planned.nbytes)
         return stand_in, None
 
@@ -174,7 +184,7 @@ class Walk:
     """Walks through the visits of a batch as the engine would, with its own :class:`Residency` and :class:`Drains`.
 
     Args:
-        plan, visits, rates, overlap: as in :func:`predict`.
+        plan, visits, rates, overlap, on_disk: as in :func:`predict`.
 
     Attributes:
         device: the device of clocks.
@@ -189,6 +199,7 @@ class Walk:
         rates: Rates,
         *,
         overlap: Literal["off", "forward", "backward"] = "off",
+        on_disk: Mapping[int, int] | None = None,
     ) -> None:
         self.device = ClockDevice(rates)
         self.stalls: dict[int | str, float] = {}
@@ -208,7 +219,9 @@ class Walk:
             for index, (kind, planned) in enumerate(planned_layers)
         ]
         *moving, self._resident = self._layers
-        source = _Source(self.device)
+        self._training = any(visit.backward for visit in visits)
+        self._state, files = self._disks(on_disk or {})
+        source = _Source(self.device, files, rates.upload)
         slots = Slots(plan, moving, self.device)
         prefetch = Prefetch(plan, slots, self._layers, source.ready)
         self._residency = Residency(slots, prefetch, source, _NoTenants(), noted=lambda: None)
@@ -218,8 +231,12 @@ class Walk:
         self._early = 0.0  # the time at which the last update of this backward is done
         self._left: float | None = None  # the time at which the activations of the last forward have left
         self._back = dict[int, float]()  # by the index of a visit, the time at which its activations are back
-        self._training = any(visit.backward for visit in visits)
         self._last_backward = {layer: at for at, visit in enumerate(visits) if visit.backward for layer in visit.layers}
+
+    def _disks(self, sizes: Mapping[int, int]) -> tuple[DiskQueue, DiskQueue]:
+        """The disk as updates see it, and as fetches do: training has state there, inference has weights."""
+        state, files = (sizes, {}) if self._training else ({}, sizes)
+        return DiskQueue(self.device, self._rates.disk, state), DiskQueue(self.device, self._rates.disk, files)
 
     def batch(self) -> float:
         """Simulates one batch and its update. Returns the time at which it began."""
@@ -345,8 +362,11 @@ class Walk:
     def _update(self, layer: _SimulatedLayer) -> float:
         """Lets the background update a layer. Returns the time at which it is done."""
         seconds = layer.planned.gradient_bytes / self._rates.update
+        asked = max(self.device.now[Stream.UPDATE], self.device.host)
+        self.device.wait(Stream.UPDATE, self._state.bring(layer.index, asked), Wait.READ_AFTER_UPDATE)
         self.device.spend(Stream.UPDATE, seconds, "update", layer.index)
         layer.updated = self.device.now[Stream.UPDATE]
+        self._state.write(layer.index, layer.updated)
         return layer.updated
 
 

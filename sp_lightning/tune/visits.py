@@ -19,6 +19,7 @@ RESOURCES: dict[str, tuple[Kind, ...]] = {
     "drain": ("drain", "store"),
     "optimizer": ("update",),
     "links": ("reduce",),
+    "disk": ("read", "write"),
 }
 """The kinds of intervals during which each resource is busy."""
 
@@ -53,6 +54,7 @@ class Rates:
         visit_seconds: seconds of Python for each use of a layer.
         synchronous: whether everything else stands still during a copy, as on the CPU.
         links: bytes of gradients that are added up over several devices.
+        disk: bytes that a disk reads or writes.
     """
 
     upload: float
@@ -62,6 +64,7 @@ class Rates:
     visit_seconds: float = 1e-4
     synchronous: bool = False
     links: float = math.inf
+    disk: float = math.inf
 
 
 def measured(intervals: Iterable[Interval], layers: int, *, synchronous: bool) -> tuple[list[Visit], Rates]:

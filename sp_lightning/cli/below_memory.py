@@ -1,0 +1,109 @@
+"""What ``plan`` puts on a disk: optimizer state in training, weights in inference, as far as host memory does not hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sp_lightning.plan.ledger import Ledger
+from sp_lightning.plan.plan import Plan
+from sp_lightning.plan.state_placement import StatePlacement, place_state
+from sp_lightning.plan.units import human_bytes
+
+_DAY = 24 * 60 * 60
+
+
+@dataclass(frozen=True)
+class BelowMemory:
+    """What is where.
+
+    Attributes:
+        placement: by the names of layers; None if host memory does not suffice even with a disk.
+        others: bytes of host memory that cannot be on the disk.
+        training: whether it is optimizer state, which is written, too.
+        why_not: the reason if there is no placement.
+    """
+
+    placement: StatePlacement | None
+    others: int
+    training: bool
+    why_not: str = ""
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of everything."""
+        return self.others + (0 if self.placement is None else self.placement.memory_bytes)
+
+    def by_index(self, plan: Plan) -> Mapping[int, int]:
+        """Bytes on the disk by the index of the layer."""
+        if self.placement is None:
+            return {}
+        below = self.placement.on_disk
+        layers = (*plan.moving, plan.residents)
+        return {index: below[layer.name] for index, layer in enumerate(layers) if layer.name in below}
+
+    def lines(self, parameters: int, seconds: float | None) -> list[str]:
+        """What a reader should know of it.
+
+        Args:
+            parameters: how many the model has.
+            seconds: what a batch takes; None if nothing fits.
+        """
+        if self.placement is None:
+            return [f"disk: {self.why_not}"]
+        nbytes = self.placement.disk_bytes
+        if not nbytes:
+            return ["disk: nothing, because everything is in host memory"]
+        what = "optimizer state" if self.training else "weights"
+        each = nbytes / max(parameters, 1)
+        moved = (
+            f"each step reads and writes {each:.3g} bytes per parameter each way, which is the least possible"
+            if self.training
+            else f"each batch reads {each:.3g} bytes per parameter, which is the least possible, and writes nothing"
+        )
+        line = (
+            f"disk: {human_bytes(nbytes)} of {what}, of {len(self.placement.on_disk)} layers, through "
+            f"{human_bytes(self.placement.staging)} of host memory; {moved}"
+        )
+        if not self.training or not seconds:
+            return [line]
+        daily = nbytes / seconds * _DAY
+        return [line, f"disk: {daily / 1e12:.3g} TB are written in a day of training; look up what the drive endures"]
+
+
+def place_training(plan: Plan, ledger: Ledger, more: int, host_memory: int | None) -> BelowMemory:
+    """Places optimizer state.
+
+    Args:
+        plan: the layers.
+        ledger: the host's memory.
+        more: bytes of other host memory: activations.
+        host_memory: bytes that there are; None for no limit.
+    """
+    state, gradients = ledger.state or 0, sum(layer.gradient_bytes for layer in plan.trained)
+    sizes = {layer.name: layer.gradient_bytes * state // max(gradients, 1) for layer in plan.trained}
+    others = ledger.nbytes - state + more
+    return _place({name: nbytes for name, nbytes in sizes.items() if nbytes}, others, host_memory, training=True)
+
+
+def place_inference(plan: Plan, host_bytes: int, host_memory: int | None) -> BelowMemory:
+    """Places weights. Those that travel as casts, tables and residents stay in memory.
+
+    Args:
+        plan: the layers.
+        host_bytes: host memory of everything.
+        host_memory: bytes that there are; None for no limit.
+    """
+    sizes = {layer.name: layer.nbytes for layer in plan.layers if not layer.casts}
+    return _place(sizes, host_bytes - sum(sizes.values()), host_memory, training=False)
+
+
+def _place(sizes: Mapping[str, int], others: int, host_memory: int | None, *, training: bool) -> BelowMemory:
+    try:
+        placement = place_state(sizes, None if host_memory is None else host_memory - others)
+    except MemoryError:
+        kept = "weights and gradients" if training else "weights that cannot be read in place"
+        least = others + max(sizes.values(), default=0)
+        why = f"{kept} are in host memory ({human_bytes(others)}), with one layer of the rest {human_bytes(least)}"
+        return BelowMemory(None, least, training, why)
+    return BelowMemory(placement, others, training)

@@ -1,0 +1,62 @@
+"""``plan --disk SPEED --host-memory SIZE``: what is below host memory, and what that costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sp_lightning.__main__ import main
+from tests.support.answers import plan
+
+MODEL = ("vit_b_16", "--batch", "2", "--k", "1", "--k-prime", "1", "--precision", "32-true")
+WEIGHTS = 4 * 86_567_656
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    return plan(capsys, *MODEL, *arguments)
+
+
+def test_optimizer_state_is_on_the_disk_as_far_as_memory_does_not_hold_it(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "--disk", "1GB/s", "--host-memory", "1GiB")
+    assert found["host_fits"]
+    assert found["host_bytes"] <= 2**30
+    assert "of optimizer state" in found["disk"][0]
+    assert "TB are written in a day" in found["disk"][1]
+    below, state = 4 * WEIGHTS - 2**30, 2 * WEIGHTS  # some memory is for state on its way
+    assert 2 * below / 1e9 < found["windows"][0]["busy_seconds"]["disk"] < 2 * state / 1e9
+    assert found["windows"][0]["seconds"] >= 0.9 * found["windows"][0]["busy_seconds"]["disk"]
+
+
+@pytest.mark.rest("two plans of a whole model; the first tier has one of them")
+def test_a_faster_disk_is_faster_and_speeds_are_numbers_too(capsys: pytest.CaptureFixture[str]) -> None:
+    slow, fast = (answer(capsys, "--disk", speed, "--host-memory", "1GiB") for speed in ("0.5GB/s", "5"))
+    assert slow["windows"][0]["seconds"] > 3 * fast["windows"][0]["seconds"]
+
+
+@pytest.mark.rest("a plan of a whole model; the first tier has one of them")
+def test_weights_are_read_in_place_in_inference(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "--predict", "--disk", "1GB/s", "--host-memory", "256MiB")
+    assert found["host_bytes"] <= 2**28
+    assert "writes nothing" in found["disk"][0]
+    assert len(found["disk"]) == 1
+
+
+@pytest.mark.rest("a plan of a whole model; the first tier has one of them")
+def test_nothing_is_on_the_disk_where_all_of_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(capsys, "--disk", "1GB/s", "--host-memory", "64GiB")["disk"] == [
+        "disk: nothing, because everything is in host memory"
+    ]
+
+
+@pytest.mark.rest("a plan of a whole model; the first tier has one of them")
+def test_weights_and_gradients_that_memory_does_not_hold_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", *MODEL, "--disk", "1GB/s", "--host-memory", "256MiB"])
+    assert "weights and gradients are in host memory" in capsys.readouterr().out
+
+
+def test_several_devices_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", *MODEL, "--disk", "1GB/s", "--devices", "2"])
+    assert "--disk is for one device" in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""The simulated disk: reads and writes queue, and a batch takes as long as the disk needs if that is longest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sp_lightning.model.find import find_layers
+from sp_lightning.plan.plan import make_plan
+from sp_lightning.tune.clocks import ClockDevice
+from sp_lightning.tune.disk_queue import DiskQueue
+from sp_lightning.tune.simulator import predict
+from sp_lightning.tune.visits import Rates, schedule_visits
+from tests.support.models import Module, Stack
+
+RATES = Rates(upload=1e9, download=1e9, update=1e9, host_memory=math.inf, visit_seconds=0.0)
+
+
+def clock() -> ClockDevice:
+    return ClockDevice(RATES)
+
+
+def test_transfers_queue() -> None:
+    disk = DiskQueue(clock(), 100.0, {0: 100, 1: 200})
+    assert disk.bring(0, 5.0) == 6.0
+    disk.write(0, 6.0)  # until 7
+    assert disk.bring(1, 6.0) == 9.0
+
+
+def test_what_came_next_is_read_ahead() -> None:
+    disk = DiskQueue(clock(), 100.0, {0: 100, 1: 100})
+    for index in (0, 1):
+        disk.bring(index, 0.0)
+        disk.write(index, 2.0)
+    disk.bring(0, 10.0)  # 1 is read from 11 to 12
+    assert disk.bring(1, 20.0) == 20.0
+
+
+def test_no_more_is_read_than_there_are_buffers() -> None:
+    disk = DiskQueue(clock(), 100.0, dict.fromkeys(range(5), 100))
+    for index in range(3):
+        disk.bring(index, 0.0)
+    disk.write(0, 50.0)
+    assert disk.bring(3, 10.0) == 52.0  # the first buffer is free at 51
+
+
+def plan_of_stack() -> Any:
+    module = Module(Stack())
+    found = find_layers(module, layers=None, resident=(), autocast=None)
+    return make_plan(found, k=1, k_prime=1)
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+def test_a_step_takes_as_long_as_a_slow_disk(overlap: Any) -> None:
+    plan = plan_of_stack()
+    visits = schedule_visits(plan, [1e-3] * len(plan.layers), training=True)
+    sizes = dict.fromkeys(range(len(plan.layers)), 1000)
+    slow = replace(RATES, disk=1000 / 0.5)  # half a second for each read, and for each write
+    seconds = predict(plan, visits, slow, overlap=overlap, on_disk=sizes).seconds
+    bound = len(sizes) * 2 * 0.5
+    assert 0.9 * bound <= seconds <= 1.25 * bound  # what is read ahead for the next batch counts there
+    assert predict(plan, visits, slow, overlap=overlap, on_disk=sizes).busy["disk"] == pytest.approx(bound, rel=0.2)
+
+
+def test_a_fast_disk_costs_nothing() -> None:
+    plan = plan_of_stack()
+    visits = schedule_visits(plan, [1e-3] * len(plan.layers), training=True)
+    sizes = dict.fromkeys(range(len(plan.layers)), 1000)
+    with_disk = predict(plan, visits, replace(RATES, disk=1e12), overlap="forward", on_disk=sizes)
+    without = predict(plan, visits, RATES, overlap="forward")
+    assert with_disk.seconds == pytest.approx(without.seconds, rel=1e-3)
+    assert "disk" not in without.busy
+
+
+def test_weights_that_are_read_in_place_bound_inference() -> None:
+    plan = plan_of_stack()
+    visits = schedule_visits(plan, [1e-3] * len(plan.layers), training=False)
+    sizes = dict.fromkeys(range(len(plan.layers)), 1000)
+    slow = replace(RATES, disk=1000 / 0.5)
+    prediction = predict(plan, visits, slow, on_disk=sizes)
+    assert prediction.seconds == pytest.approx(len(sizes) * 0.5, rel=0.2)
+    assert prediction.binds == "disk"
+    assert {event.kind for event in prediction.intervals} >= {"read"}
+    assert "write" not in {event.kind for event in prediction.intervals}
