@@ -24,9 +24,9 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def resident_bytes(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process has taken, without the pages of files. 0 if the system is not Linux."""
+    """Bytes of memory that this process has taken, those of its libraries included. 0 if the system is not Linux."""
     fields = dict(line.split(":", 1) for line in _lines(root / "proc/self/status") if ":" in line)
-    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem") if name in fields)
+    return int(fields["VmRSS"].split()[0]) * 1024 if "VmRSS" in fields else 0
 
 
 MARGIN = 1 / 16

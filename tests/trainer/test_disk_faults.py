@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
@@ -140,20 +141,34 @@ def test_host_memory_without_a_disk_is_refused() -> None:
         SuperpipelineStrategy(host_memory="8GiB")
 
 
-def _trains(folder: Path) -> None:
+class Says(Callback):
+    """Leaves a file once training has begun."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.file.touch()
+
+
+def _trains(folder: Path, begun: Path) -> None:
     without_room(pytest.MonkeyPatch())
-    fit(fused(lambda: Module(Stack())), vectors(400), on_disk(folder, optimizer_overlap="forward"), recorded="nothing")
-    os._exit(0)
+    strategy = on_disk(folder, optimizer_overlap="forward")
+    fit(fused(lambda: Module(Stack())), vectors(4000), strategy, recorded="nothing", callbacks=[Says(begun)])
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.rest("a process of its own, which imports everything: autograd's threads are not forked")
 def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
-    for pause in (0.3, 0.6):
-        process = multiprocessing.get_context("fork").Process(target=_trains, args=(tmp_path,))
-        process.start()
-        time.sleep(pause)
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
-        assert list(tmp_path.iterdir()) == []
+    scratch_folder, begun = tmp_path / "scratch", tmp_path / "begun"
+    scratch_folder.mkdir()
+    process = multiprocessing.get_context("spawn").Process(target=_trains, args=(scratch_folder, begun))
+    process.start()
+    while not begun.exists():
+        assert process.exitcode is None
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert list(scratch_folder.iterdir()) == []
