@@ -184,8 +184,12 @@ class HostBlock:
 
     @contextmanager
     def written_in_common(self) -> Iterator[None]:
-        """While this is active the trainable parameters are what all processes see, so that an optimizer may step them."""
-        seen = {i: p.data for i, p in enumerate(self.parameters) if p.requires_grad and i not in self.apart}
+        """While this is active parameters are what all processes see, so that an optimizer may step them.
+
+        It steps those with a gradient. One that was frozen may have kept its own.
+        """
+        stepped = [i for i, p in enumerate(self.parameters) if p.requires_grad or p.grad is not None]
+        seen = {i: self.parameters[i].data for i in stepped if i not in self.apart}
         with no_inference_mode(), torch.no_grad():
             for index in seen:
                 self.parameters[index].data = part(self.memory.common, self.planned.spans[index])

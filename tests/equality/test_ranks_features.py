@@ -124,6 +124,45 @@ class Looks(Callback):
                 parameter.mul_(0.99)
 
 
+class WritesGradients(Callback):
+    """Writes gradients after the step, and freezes a weight whose gradient stays."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            pl_module.layers[0][0].bias.requires_grad_(False)
+        for parameter in pl_module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+class WritesGradientsOfParts(Callback):
+    """Writes gradients between the batches that are accumulated."""
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        for parameter in pl_module.parameters():
+            parameter.grad.mul_(0.5)
+
+
+class NeverZeroed(Net):
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        pass
+
+
+class ManyBuffers(Net):
+    """Buffers of dtypes that do not go into each other, which each rank counts by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("whole", torch.tensor([2**60 + 1]))
+        self.register_buffer("exact", torch.tensor([1 + 2.0**-40], dtype=torch.float64))
+        self.register_buffer("short", torch.ones(2, dtype=torch.bfloat16))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for name in ("whole", "exact", "short"):
+            self.get_buffer(name).add_(1 + self.global_rank)
+        return super().training_step(batch, batch_idx)
+
+
 class Average(WeightAveraging):
     def __init__(self) -> None:
         super().__init__(avg_fn=lambda average, value, number: average * 0.9 + value * 0.1)
@@ -148,6 +187,12 @@ TRAINED: dict[str, tuple[Callable[[], Net], dict[str, Any], Callable[[], list[An
     "a hook drops a gradient": (DropsGradients, {}, list, {}),
     "tensors are gathered": (Gathers, {}, list, {}),
     "frozen weights are not saved": (Frozen, {"save_frozen": False}, list, {}),
+    "gradients are written after the step": (Net, {}, lambda: [WritesGradients()], {}),
+    "gradients are written and kept": (NeverZeroed, {}, lambda: [WritesGradients()], {}),
+    "gradients are written and accumulated": (
+        Net, {}, lambda: [WritesGradientsOfParts()], {"accumulate_grad_batches": 2},
+    ),
+    "buffers of many dtypes": (ManyBuffers, {}, list, {}),
     "looks under forward": (partial(Net, fused=True), FORWARD, lambda: [Looks()], {}),
     "averages under forward": (partial(Net, fused=True), FORWARD, lambda: [Average()], {"max_epochs": 2}),
     "SWA under forward": (partial(Net, fused=True), FORWARD, lambda: [swa()], {"max_epochs": 3}),
