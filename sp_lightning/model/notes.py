@@ -52,7 +52,7 @@ def _notes_on_units(units: Sequence[Unit]) -> list[str]:
         notes.append(f"{experts} experts are layers of their own: each comes only when something is routed to it.")
     apart = {unit.name for unit in units if unit.rows}
     inside = (
-        join_names(name, key)
+        join_names(name, key) if key else name
         for name, module in modules
         for key, child in module.named_modules()
         if stacked_rows(child)

@@ -6,12 +6,13 @@ transformers 5 has its experts so, in classes that ``use_experts_implementation`
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from inspect import Parameter, signature
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.torch_private import is_traceable_wrapper_subclass
@@ -20,6 +21,8 @@ from sp_lightning.device.torch_private import is_traceable_wrapper_subclass
 _DIMENSIONS = 3
 # A forward takes hidden states, the indices of the experts, and their weights.
 _ARGUMENTS = 3
+NEARLY_ALL = 3 / 4
+"""From this share of the experts on the layer moves whole, in one piece, and ahead of time if its last call was like that."""
 # The module of transformers in which ``use_experts_implementation`` is.
 _INTERFACE = "transformers.integrations.moe"
 
@@ -40,6 +43,16 @@ def stacked_rows(module: nn.Module) -> int:
 def is_stack(tensor: Tensor | None, count: int) -> bool:
     """Whether a parameter of a module with ``count`` stacked experts is one of its stacks."""
     return tensor is not None and tensor.dim() == _DIMENSIONS and len(tensor) == count
+
+
+def routed_share(module: nn.Module, args: Sequence[Any]) -> float:
+    """The share of a module's stacked experts that a call is expected to use, if each is as likely as the others."""
+    count = stacked_rows(module)
+    indices = [each for each in args if isinstance(each, Tensor) and each.dtype in (torch.int32, torch.int64)]
+    if not count or len(indices) != 1:
+        return 1.0
+    share = 1 - (1 - 1 / count) ** indices[0].numel()
+    return share if share < NEARLY_ALL else 1.0
 
 
 def _lies_by_rows(stack: Tensor) -> bool:

@@ -31,6 +31,7 @@ from sp_lightning.device.torch_private import (
     truncated_normal_without_values,
 )
 from sp_lightning.model.found import Found
+from sp_lightning.model.stacks import routed_share
 from sp_lightning.plan.activation_policy import EXEMPT, Call, Mode, peak_bytes
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.tune.flops import formula
@@ -48,6 +49,7 @@ class Cost:
         read: bytes that those read and write. A product with few rows takes as long as its weight is read.
         moved: bytes that all other operators read and write.
         needs: in backward, the layers whose weights are needed, as keys in that order.
+        share: in forward, the share of stacked experts that is routed to.
     """
 
     layers: tuple[int, ...]
@@ -56,6 +58,7 @@ class Cost:
     read: int = 0
     moved: int = 0
     needs: dict[int, None] = field(default_factory=dict)
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -119,9 +122,10 @@ class Work:
         return [
             Visit(
                 cost.layers,
-                max(cost.flops / flops, cost.read / memory) + cost.moved / memory,
+                max(cost.flops / flops, cost.share * cost.read / memory) + cost.moved / memory,
                 cost.backward,
                 tuple(cost.needs),
+                share=cost.share,
             )
             for cost in self.costs
         ]
@@ -284,10 +288,11 @@ class _Trial(TorchDispatchMode):
         self._costs.append(Cost(layers, backward))
         return self._costs[-1]
 
-    def enter(self, layers: tuple[int, ...], *_: Any) -> None:
+    def enter(self, layers: tuple[int, ...], module: nn.Module, args: Any) -> None:
         """Forward pre-hook of a module that uses layers: their visit begins."""
         self._above.append(self.now)
         self.now = self.begin(layers, backward=False)
+        self.now.share = routed_share(module, args)
 
     def leave(self, layers: tuple[int, ...], module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of such a module: the visit of its caller goes on, and the outputs tell when backward comes."""

@@ -123,6 +123,7 @@ class _Source:
         self._device = device
         self._files = files
         self._upload = upload
+        self.shares = dict[int, float]()  # of each layer of stacked experts, what comes of it
 
     def ready(self, layer: StreamedLayer) -> bool:
         """Whether the layer's update is done, and the layer is in memory."""
@@ -133,11 +134,12 @@ class _Source:
         self._device.synchronize(_simulated(layer).updated, Wait.FETCH_AFTER_UPDATE)
 
     def stage(self, layer: StreamedLayer) -> Staged:
-        """Returns a stand-in for as many bytes as the layer's block has, once they are in memory."""
+        """Returns a stand-in for as many bytes as the layer's block has, or as come of it, once they are in memory."""
         self._device.host = self._files.bring(layer.index, self._device.host, ahead=2)
         begins = max(self._device.host, self._device.now[Stream.UPLOAD])
-        self._files.free(layer.index, begins + layer.planned.nbytes / self._upload)
-        stand_in: Any = HostBytes(layer.index, layer.planned.nbytes)
+        nbytes = int((self.shares.get(layer.index, 1.0) if layer.planned.rows else 1.0) * layer.planned.nbytes)
+        self._files.free(layer.index, begins + nbytes / self._upload)
+        stand_in: Any = HostBytes(layer.index, nbytes)
         return stand_in, None
 
     def synchronize(self) -> None:
@@ -221,7 +223,7 @@ class Walk:
         *moving, self._resident = self._layers
         self._training = any(visit.backward for visit in visits)
         self._state, files = self._disks(on_disk or {})
-        source = _Source(self.device, files, rates.upload)
+        source = self._source = _Source(self.device, files, rates.upload)
         slots = Slots(plan, moving, self.device)
         prefetch = Prefetch(plan, slots, self._layers, source.ready)
         self._residency = Residency(slots, prefetch, source, _NoTenants(), noted=lambda: None)
@@ -272,6 +274,7 @@ class Walk:
                 self._timed(self._layers[index], lambda layer: residency.unpack(layer))
             self._bring(at)
         else:
+            self._source.shares |= dict.fromkeys(visit.layers, visit.share)
             if layers:
                 residency.release_unpinned(keep=layers)
             for layer in layers:

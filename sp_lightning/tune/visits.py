@@ -34,6 +34,7 @@ class Visit:
         backward: whether this is the layers' backward, after which their gradients leave.
         needs: in backward, the layers whose weights are needed, in that order. The backward of an embedding needs none.
         moved: bytes of activations that leave after a forward, or come back for a backward.
+        share: the share of stacked experts that a forward uses.
     """
 
     layers: tuple[int, ...]
@@ -41,6 +42,7 @@ class Visit:
     backward: bool = False
     needs: tuple[int, ...] = ()
     moved: int = 0
+    share: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from sp_lightning.device.layout import part
 from sp_lightning.device.torch_private import gradient_hooks
+from sp_lightning.model.stacks import NEARLY_ALL
 from sp_lightning.weights.device_parameter import DeviceParameter, Untouched
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ Rows = frozenset[int] | None
 """The numbers of experts; None for all of them."""
 
 NOTHING: frozenset[int] = frozenset()
-# From this share of the experts on the layer moves whole, in one piece, and ahead of time if its last call was like that.
-_NEARLY_ALL = 3 / 4
 # The experts of the last call come ahead of time if that share of them was asked for again.
 _STEADY = 3 / 4
 # The weight of the latest call in that share.
@@ -101,7 +100,7 @@ class ExpertRows:
     def begin(self, call: RoutedCall) -> None:
         """A call of the module begins in this thread."""
         rows = call.rows
-        if rows is not None and len(rows) >= _NEARLY_ALL * self.count:
+        if rows is not None and len(rows) >= NEARLY_ALL * self.count:
             call = RoutedCall(None)
         self._calls.setdefault(threading.get_ident(), []).append(call)
         last, self._last = self._last, call.rows
@@ -286,7 +285,7 @@ class ExpertRows:
         rows = self._gradient_rows.pop(index, None)
         if self._read_whole or rows is None or gradient_hooks(self.layer.block.parameters[index]):
             return None
-        return frozenset(rows) if len(rows) < _NEARLY_ALL * self.count else None
+        return frozenset(rows) if len(rows) < NEARLY_ALL * self.count else None
 
 
 def counted(layers: Iterable[StreamedLayer]) -> dict[str, int]:
