@@ -20,7 +20,7 @@ from peft import PeftModel
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples import finetune_llm, finetune_lora, finetune_vlm, generate_llm, train_vision
+from examples import finetune_llm, finetune_lora, finetune_moe, finetune_vlm, generate_llm, train_vision
 from examples.console import ConsoleLogger
 from examples.text import Batches, in_order, load_tokenizer, shuffled
 from tests.support.tiers import first
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
 MODEL = ["--layers", "2", "--hidden", "32"]
 TEXT = ["--length", "16", "--batch-size", "2"]
-RECIPES = [finetune_llm, finetune_lora, finetune_vlm, generate_llm, train_vision]
+RECIPES = [finetune_llm, finetune_lora, finetune_moe, finetune_vlm, generate_llm, train_vision]
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,15 @@ def test_trains_saves_and_resumes(llm: finetune_llm.Result) -> None:
 def test_continues_from_a_local_folder(llm: finetune_llm.Result, tmp_path: Path) -> None:
     again = finetune_llm.main(["--steps", "4", "--model", str(llm.model), *TEXT, "--output", str(tmp_path)])
     assert again.first_loss < llm.first_loss + 0.5
+
+
+@pytest.mark.rest("the benchmark of experts shows the same in the first tier")
+def test_a_mixture_fetches_few_experts_for_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--base-steps", "2", "--steps", "2", "--new-tokens", "6", "--experts", "8", "--output", str(tmp_path)]
+    result = finetune_moe.main([*arguments, *TEXT])
+    assert result.bytes_per_token < result.whole_bytes_per_token / 2
+    assert 0 < result.hits <= 1
+    assert "were on the device" in capsys.readouterr().out
 
 
 def test_lora_trains_adapters_alone_and_merges_them(
@@ -229,6 +238,8 @@ def test_vision_reads_folders_and_weights(tmp_path: Path, capsys: pytest.Capture
         (finetune_llm, ["--devices", "0"]),
         (finetune_llm, ["--text", "/no/such/file"]),
         (finetune_llm, ["--model", "/no/such/folder"]),
+        (finetune_moe, ["--kept", "2"]),
+        (finetune_moe, ["--experts", "2"]),
         (finetune_lora, ["--rank", "0"]),
         (finetune_lora, ["--targets", "no_such_module"]),
         (finetune_lora, ["--model", "/no/such/folder"]),
