@@ -85,14 +85,14 @@ class Generator(CausalLM):
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Trains the base, then the adapters, then generates twice.
-
-    Raises:
-        ValueError: an option that cannot be.
-    """
-    options = make_parser().parse_args(argv)
-    check(options)
-    prepare_output(options.output)
+    """Trains the base, then the adapters, then generates twice."""
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    try:
+        check(options)
+        prepare_output(options.output)
+    except ValueError as error:
+        parser.error(str(error))
     pl.seed_everything(options.seed, verbose=False)
     tokenizer = load_tokenizer()
     windows = cut(tokenizer, read_text(options.text), length=options.length, batch_size=options.batch_size)
