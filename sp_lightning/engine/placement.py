@@ -91,7 +91,7 @@ class OnRanks(Placement):
     def gradients(
         self, device: Device, staging: Staging, layers: Sequence[StreamedLayer], in_flight: int
     ) -> GradientSink:
-        self._gradients = ReducedGradients(device, self._ranks, layers, in_flight=in_flight)
+        self._gradients = ReducedGradients(device, self._ranks, layers, staging, in_flight=in_flight)
         return self._gradients
 
     def updates(self, layers: Sequence[StreamedLayer], device: Device) -> BackgroundUpdates:

@@ -64,7 +64,7 @@ class Turns:
     def begin(self) -> bool:
         """Begins the primary's turn, on any rank. Returns whether weights were written for all ranks: without their casts."""
         self._prepare()
-        self._gradients.make_places()
+        self._gradients.places()
         if not self.ranks.primary:
             self._merge()
             self.ranks.arrive()

@@ -88,7 +88,7 @@ def refuse_without_values(module: nn.Module) -> None:
                 f"Parameter {name!r} is on the meta device and has no values. Give them from a file: "
                 "SuperpipelineStrategy(weights=FILE), or ckpt_path=FILE of trainer.fit (validate, test, predict). Without a "
                 "file, build the module without the meta device, so that it is initialised: set-up moves it layer by layer "
-                "and takes no more host memory for that."
+                "and takes no more host memory for that (with several devices, each of their processes builds one)."
             )
         if tensor.is_meta:
             raise ValueError(

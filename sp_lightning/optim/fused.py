@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import fused_sgd_step, run_first_after_step
@@ -121,13 +123,20 @@ def _sgd_updates(dtype: torch.dtype) -> bool:
 
 def _can_be_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     with_gradient = [(p, gradient) for p in group["params"] if (gradient := p.grad) is not None]
-    # torch's fused SGD fails if some parameters have a momentum buffer and others get their first gradient.
-    state = vars(optimizer)["state"]  # vars, because the property waits for updates, which is not necessary here
-    buffers = [state.get(p, {}).get("momentum_buffer") is not None for p, _ in with_gradient]
     return (
         not any(group.get(other) for other in BARS_FUSED)
         and not loses_updates(optimizer, group)
         and all(p.is_floating_point() and p.device.type == "cpu" for p in group["params"])
         and all(gradient.layout is torch.strided for _, gradient in with_gradient)
-        and (not group.get("momentum") or all(buffers) or not any(buffers))
+        and (not group.get("momentum") or _begins_together(optimizer, [p for p, _ in with_gradient]))
     )
+
+
+def _begins_together(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether all parameters have a momentum buffer, or none: torch's fused SGD fails if some get their first gradient.
+
+    One rank alone has state, and refuses looks at it elsewhere; what is found there does not count.
+    """
+    state = vars(optimizer)["state"]  # vars, because the property waits for updates, which is not necessary here
+    buffers = [dict.get(state, p, {}).get("momentum_buffer") is not None for p in parameters]
+    return all(buffers) or not any(buffers)

@@ -85,6 +85,7 @@ class Staging:
         self._device = device
         self._pin = pin
         self._free: defaultdict[int, list[PinnedMemory]] = defaultdict(list)  # by their size in bytes
+        self._locked: list[PinnedMemory] = []
 
     def take(self, nbytes: int) -> PinnedMemory:
         """Returns a block of at least ``nbytes`` bytes."""
@@ -96,6 +97,12 @@ class Staging:
         """Takes a block back, which may be overwritten from now on."""
         self._free[block.bytes.nbytes].append(block)
 
+    def lock(self, memory: Tensor) -> None:
+        """Page-locks memory that gradients are to come to and that is there already, in whole pages, until :meth:`unpin`."""
+        self._locked.append(PinnedMemory(self._device, memory=memory, pin=self._pin))
+
     def unpin(self) -> None:
-        """Frees all blocks that are not lent."""
+        """Frees all blocks that are not lent, and releases the locks of :meth:`lock`."""
         self._free.clear()
+        while self._locked:
+            self._locked.pop().unpin()

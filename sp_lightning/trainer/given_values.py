@@ -145,7 +145,9 @@ def _find_prefix(module: nn.Module, found: list[WithoutValues], file: WeightFile
             + (f", or its {best[:-1]!r}" if best else "")
             + (f". It lacks {lacks}" if missing else "")
             + (f". The module has no {more}" if unexpected else "")
-            + ". A file has to be that of the module, or of one sub-module; build what it lacks on the CPU."
+            + ". A file has to be that of the module, or of one sub-module; build what it lacks on the CPU. transformers "
+            "saves some models under older names than the module has: save_pretrained(folder, save_original_format=False) "
+            "leaves the names as they are."
         )
     return best
 

@@ -17,6 +17,7 @@ from sp_lightning.device.lease import lend
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.shared_memory import OwnView, Page, settle
+from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.weights.layer import Kind, StreamedLayer
 
 Place = tuple[StreamedLayer, int]
@@ -41,6 +42,7 @@ class Family:
         lent: the storage that was lent for each ``param.grad``.
         kept: for parameters without a gradient on this rank, their present ``param.grad`` in this rank's part.
         pages: bytes of the shared memory, in whole pages.
+        locked: whether the shared memory is page-locked.
     """
 
     owner: StreamedLayer
@@ -56,6 +58,7 @@ class Family:
     landed: Any = None
     lent: dict[Place, StorageWeakRef] = field(default_factory=dict)
     kept: list[tuple[Place, Tensor, Tensor]] = field(default_factory=list)
+    locked: bool = False
     pages: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -135,17 +138,30 @@ class GradientPlaces:
         span = family.places[place]
         return part(self.common(family, place, 0, span.nbytes), replace(span, offset=0))
 
-    def make_slots(self, count: int) -> None:
-        """Makes memory for the gradients of so many layers that are updated in backward. Collective.
+    def make_slots(self, count: int, staging: Staging) -> None:
+        """Makes page-locked memory for the gradients of so many layers that are updated in backward. Collective.
 
         Args:
             count: of layers. The largest of all ranks counts, since each may have chosen a window of its own.
+            staging: locks it.
         """
         largest = torch.tensor([count])
         self._ranks.largest(largest)
         moving = [family.pages for owner, family in self.families.items() if owner.kind is not Kind.RESIDENTS]
         self.slots, self._slot_bytes = int(largest), max(moving, default=0)
         self._passing = self._ranks.share(self.slots * self._slot_bytes, "passing gradients").common
+        staging.lock(self._passing)
+
+    def lock(self, staging: Staging) -> None:
+        """Page-locks the memory that gradients come to, as far as it is not: what is frozen takes no memory."""
+        for family in self.families.values():
+            if (
+                not family.locked
+                and not (self.slots and family.owner.kind is not Kind.RESIDENTS)
+                and family.trainable()
+            ):
+                family.locked = True
+                staging.lock(self._memory.common[family.begin : family.begin + family.pages])
 
     def take_slot(self, family: Family) -> None:
         """Gives a layer the next slot. The layer that had it so many layers ago has been updated."""

@@ -22,6 +22,7 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Stream, Wait
+from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.weights.gradient_places import Family, GradientPlaces, Place, compare_trained, present
 from sp_lightning.weights.gradient_sink import Wanted, refuse_graph
 from sp_lightning.weights.gradients import Drains, each_row_once
@@ -60,13 +61,17 @@ class ReducedGradients:
         device: copies the gradients.
         ranks: those that gradients are summed over.
         layers: all layers.
+        staging: page-locks the memory that gradients come to.
         in_flight: the number of layers whose gradients may be on the device at once (k' + 1).
     """
 
-    def __init__(self, device: Device, ranks: Ranks, layers: Sequence[StreamedLayer], *, in_flight: int) -> None:
+    def __init__(
+        self, device: Device, ranks: Ranks, layers: Sequence[StreamedLayer], staging: Staging, *, in_flight: int
+    ) -> None:
         self._device = device
         self._ranks = ranks
         self._layers = layers
+        self._staging = staging
         self._places: GradientPlaces | None = None
         self._families: dict[StreamedLayer, Family] = {}
         self._order: list[StreamedLayer] = []
@@ -183,20 +188,21 @@ class ReducedGradients:
         if self._begun:
             return
         self._wanted = wanted
-        self.make_places()
+        places = self.places()
         compare_trained(self._ranks, self._families.values())
         if wanted is not None and not self.slots:
-            assert self._places is not None
             # For those of k' + 1 transfers, of one that has landed, and of one whose update is under way.
-            self._places.make_slots(self._drains.in_flight + 2)
+            places.make_slots(self._drains.in_flight + 2, self._staging)
+        places.lock(self._staging)
         self._begun = True
 
-    def make_places(self) -> None:
-        """Makes the places of gradients, if there are none. Collective then."""
+    def places(self) -> GradientPlaces:
+        """Returns the places of gradients. Makes them if there are none: then this is collective."""
         if self._places is None:
             self._places = GradientPlaces(self._ranks, self._layers)
             self._families = self._places.families
             self._order = sorted(self._families, key=lambda owner: (owner.kind is Kind.RESIDENTS, -owner.index))
+        return self._places
 
     @property
     def slots(self) -> int:
@@ -207,17 +213,16 @@ class ReducedGradients:
         """Sends the layer whose turn it is, and receives this rank's part of all ranks' gradients of it."""
         family = self._families[self._order[self._turn]]
         self._turn += 1
-        assert self._places is not None
         if not family.trainable():
             return
         family.reduced = True
         self._ready.pop(family, None)
         self._make_way()
-        self._places.keep_others(family)
-        self._places.keep_held(family)
+        self.places().keep_others(family)
+        self.places().keep_held(family)
         agreed = self._agree_on(family)
         if _Agreed.EARLY in agreed:
-            self._places.take_slot(family)
+            self.places().take_slot(family)
         summed = sum_over_ranks(self._device, self._ranks, family, narrow=_Agreed.NARROW in agreed)
         self.device_bytes += sum(each.nbytes for each in summed.device)
         self._drain(family, summed)
@@ -244,12 +249,11 @@ class ReducedGradients:
 
     def _hand_over(self, family: Family) -> None:
         """Gives a layer to the optimizer's step, which waits until all ranks' parts of its gradients have landed."""
-        assert self._places is not None
         family.landed = self._device.record(Stream.DOWNLOAD)
         if self._ranks.primary:
             with no_inference_mode():
                 for layer, index in family.trainable():
-                    layer.block.parameters[index].grad = self._places.whole(family, (layer, index))
+                    layer.block.parameters[index].grad = self.places().whole(family, (layer, index))
         family.owner.parameters.doors.gradients_complete(family.owner)
 
     def landing(self, owner: StreamedLayer) -> Callable[[], None] | None:
@@ -264,10 +268,9 @@ class ReducedGradients:
 
     def _drain(self, family: Family, summed: RankSum) -> None:
         """Copies this rank's part of a sum to where everybody sees it."""
-        assert self._places is not None
         device, targets, sources = self._device, [], []
         for place, begin, source in summed.parts():
-            targets.append(self._places.common(family, place, begin, source.nbytes))
+            targets.append(self.places().common(family, place, begin, source.nbytes))
             sources.append(source)
             if place not in family.came and place[0].block.parameters[place[1]].grad is not None:
                 family.kept.append((place, targets[-1], present(family, place, begin, source.nbytes)))
@@ -297,12 +300,11 @@ class ReducedGradients:
         late = [family for family in self._families.values() if family.slot is None]
         places = [(family, place) for family in late for place in family.places]
         bits = self._agree(places)
-        assert self._places is not None
-        self._places.forget_writes()
+        self.places().forget_writes()
         for (family, place), (gradient, _) in zip(places, bits, strict=True):
             if gradient:
                 self._device.access(family.of(place), None, write=True)
-                self._places.show(family, place)
+                self.places().show(family, place)
 
     def _agree(self, places: list[tuple[Family, Place]]) -> list[list[int]]:
         """Tells all ranks which parameters have a gradient on any, which had one before, and the primary's order."""

@@ -95,13 +95,13 @@ def test_a_saved_weight_holds_its_slot_before_anybody_else_may_take_it(monkeypat
     held: list[bool] = []
     unpack = Access.unpack
 
-    def watched(self: Access, layer: StreamedLayer, view: Any) -> Tensor:
+    def watched(self: Access, layer: StreamedLayer, view: Any, *rest: Any) -> Tensor:
         def make_room(layers: Any) -> None:
             held.append(self._residency.used[layer].lease.in_use)
 
         with monkeypatch.context() as patch:
             patch.setattr(self._backward.sink, "make_room", make_room)
-            return unpack(self, layer, view)
+            return unpack(self, layer, view, *rest)
 
     monkeypatch.setattr(Access, "unpack", watched)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))

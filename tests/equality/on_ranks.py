@@ -17,6 +17,7 @@ from tests.equality.cases import CASES
 from tests.support.mixed import scaled
 from tests.support.ranks import in_ranks
 from tests.support.runs import Outcome, assert_equal, fit, fused
+from tests.support.simdevice import simulated
 
 Reference = Literal["ddp", "ddp in order", "averages"]
 
@@ -94,10 +95,16 @@ def train_plain(name: str, ranks: int, reference: Reference, options: dict[str, 
 
 
 def train_ours(
-    name: str, ranks: int, strategy: dict[str, Any], options: dict[str, Any], fuse: bool = False
+    name: str,
+    ranks: int,
+    strategy: dict[str, Any],
+    options: dict[str, Any],
+    fuse: bool = False,
+    on_devices: bool = False,
 ) -> dict[str, Any]:
     left = {} if fuse else {"fused_optimizer": False}
-    return _train(name, ranks, SuperpipelineStrategy(**{**left, **strategy}), options, fuse)
+    with simulated() if on_devices else nullcontext():
+        return _train(name, ranks, SuperpipelineStrategy(**{**left, **strategy}), options, fuse)
 
 
 def _train(name: str, ranks: int, strategy: Any, options: dict[str, Any], fuse: bool) -> dict[str, Any]:
@@ -126,13 +133,22 @@ def compare(
     strategy: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
     reference: Reference = "ddp",
+    on_devices: bool = False,
 ) -> None:
-    """Compares every rank with the same rank of the reference. Optimizers have state on rank 0 alone."""
+    """Compares every rank with the same rank of the reference. Optimizers have state on rank 0 alone.
+
+    Args:
+        name: of the case.
+        ranks: how many.
+        strategy, options: of the strategy and of the trainer.
+        reference: what it is compared with.
+        on_devices: whether each rank has a simulated device. Then optimizers run fused, if nothing says otherwise.
+    """
     options = options or {}
     strategy = strategy or {"k": 1}
-    fuse = strategy.get("optimizer_overlap", "off") != "off"
+    fuse = strategy.get("optimizer_overlap", "off") != "off" or (on_devices and "fused_optimizer" not in strategy)
     plain = _plain(name, ranks, reference, tuple(options.items()), fuse)
-    ours = in_ranks(ranks, train_ours, name, ranks, strategy, options, fuse)
+    ours = in_ranks(ranks, train_ours, name, ranks, strategy, options, fuse, on_devices)
     for rank, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
         assert theirs["losses"] or theirs["optimizers"], "the reference run did nothing"
         optimizers = [{**each, "state": {}} for each in theirs["optimizers"]] if rank else theirs["optimizers"]

@@ -141,3 +141,18 @@ def test_the_comparison_can_fail() -> None:
     """gloo's own order is another one from three ranks on."""
     with pytest.raises(AssertionError, match="values differ"):
         compare("llama-dropout", 3, reference="ddp")
+
+
+ON_DEVICES = {
+    "fused in the step": ({"k": 1}, {}),
+    **{mode: MODES[mode] for mode in ("all under forward", "mixed", "offload", "scaled")},
+}
+
+
+@pytest.mark.rest("the same on simulated devices; the first tier has those of one rank")
+@pytest.mark.parametrize("name", ["llama-dropout", "conditional", "experts/mixture"])
+@pytest.mark.parametrize("mode", ON_DEVICES)
+def test_ranks_with_devices_of_their_own(name: str, mode: str) -> None:
+    """As on accelerators: steps are fused, copies take effect late, and memory that is used too early is NaN."""
+    strategy, options = ON_DEVICES[mode]
+    compare(name, strategy=strategy, options=options, reference=reference(name, 2), on_devices=True)

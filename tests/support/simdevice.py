@@ -103,6 +103,7 @@ class SimDevice(Device):
         self.on_host: list[tuple[int, int, StorageWeakRef]] = []
         self.inside = False  # the engine's own copies are no operators of the model
         self._regions: list[Region] = []
+        self._runs: Agent = HOST  # who runs the Python code of now
         self._many_regions = 64  # beyond so many, those whose memory is gone are left out
         self._queues: dict[Stream, deque[tuple[int, Callable[[], None]]]] = {s: deque() for s in Stream}
         self._issued = dict.fromkeys(Stream, 0)
@@ -193,7 +194,7 @@ class SimDevice(Device):
         self.waits.append(why)
         if event is None or why is self.omit:
             return
-        self._learn(HOST, event.clock)
+        self._learn(self._runs, event.clock)
         self._run(event)
 
     def access(self, memory: Tensor, by: Stream | None, *, write: bool) -> None:
@@ -213,7 +214,11 @@ class SimDevice(Device):
             future, run, clock = self._later.popleft()
             self._learn(Stream.UPDATE, clock)
             with self.engine():
-                run()
+                self._runs = Stream.UPDATE
+                try:
+                    run()
+                finally:
+                    self._runs = HOST
             future.set_result(None)
             self._done[future] = dict(self.clocks[Stream.UPDATE])
         if why is not self.omit:
