@@ -103,7 +103,7 @@ def _place(sizes: Mapping[str, int], others: int, host_memory: int | None, *, tr
         placement = place_state(sizes, None if host_memory is None else host_memory - others)
     except MemoryError:
         kept = "weights and gradients" if training else "weights that cannot be read in place"
-        least = others + max(sizes.values(), default=0)
+        least = others + 2 * max(sizes.values(), default=0)
         why = f"{kept} are in host memory ({human_bytes(others)}), with one layer of the rest {human_bytes(least)}"
         return BelowMemory(None, least, training, why)
     return BelowMemory(placement, others, training)

@@ -93,6 +93,8 @@ class StateOnDisk(OptimizerState):
     def bring(self, layer: StreamedLayer, optimizer: Any) -> None:
         away = [tensor for tensor in _tensors(optimizer) if type(tensor) is Away]
         with self._lock:
+            if not away and layer.name not in self._stay and layer not in self._stored:
+                self._make_room_for_new()
             for stored in _places(away):
                 self._load(stored)
             for tensor in away:
@@ -197,6 +199,12 @@ class StateOnDisk(OptimizerState):
             if stored.buffer is not None:
                 stored.transfer = self._file.read(stored.extent.offset, stored.buffer)
                 self._ahead.append(stored)
+
+    def _make_room_for_new(self) -> None:
+        """The optimizer is about to make a layer's state, in memory of its own: the ring leaves room for it."""
+        while self._behind:
+            self._written(self._behind[0])
+        self._ring.free()
 
     def _take(self, nbytes: int) -> Tensor:
         """Takes memory of the ring, for which it waits until others have been written."""

@@ -47,6 +47,9 @@ class Ledger:
         passes: what one step of a fused optimizer, with all its micro-batches, reads and writes at most. Other optimizers
             pass over the memory more often.
         ranks: how many processes of the node, each with a device, share that memory.
+        on_disk: bytes of the state that are on a disk and not in memory.
+        staging: bytes of memory that they pass through.
+        disk_traffic: bytes that were read and written there for each step so far; 0 before the first one.
     """
 
     parameters: int
@@ -55,11 +58,14 @@ class Ledger:
     state: int | None
     passes: tuple[Pass, ...]
     ranks: int = 1
+    on_disk: int = 0
+    staging: int = 0
+    disk_traffic: float = 0.0
 
     @property
     def nbytes(self) -> int:
         """Bytes of everything, without the optimizers' state if that is not known."""
-        return self.weights + self.gradients + (self.state or 0)
+        return self.weights + self.gradients + (self.state or 0) - self.on_disk + self.staging
 
     @property
     def update_bytes(self) -> int:
@@ -67,7 +73,7 @@ class Ledger:
         return sum(each.read + each.written for each in self.passes if each.what not in _TRANSFERS)
 
     def __str__(self) -> str:
-        """Two lines: memory; traffic, each pass as bytes read and written."""
+        """Two lines: memory; traffic, each pass as bytes read and written. A third one if something is on a disk."""
         count = max(self.parameters, 1)
         state = "optimizer state unknown before its first step"
         if self.state is not None:
@@ -80,7 +86,17 @@ class Ledger:
             f"parameter ({human_bytes(self.weights)} weights, {human_bytes(self.gradients)} gradients with those on "
             f"their way, {state}).\n"
             f"Superpipeline: host memory traffic per parameter and fused optimizer step, at most: {read:.3g} bytes read and "
-            f"{written:.3g} written (read/written by {passes})."
+            f"{written:.3g} written (read/written by {passes})." + self._of_disk(count)
+        )
+
+    def _of_disk(self, count: int) -> str:
+        if not self.on_disk:
+            return ""
+        so_far = f"{self.disk_traffic / count:.3g} so far, " if self.disk_traffic else ""
+        return (
+            f"\nSuperpipeline: {human_bytes(self.on_disk)} of the optimizer state are on a disk and pass through "
+            f"{human_bytes(self.staging)} of memory; bytes read and written per parameter and step: {so_far}"
+            f"{2 * self.on_disk / count:.3g} at least."
         )
 
 

@@ -47,8 +47,11 @@ class StatePlacement:
 
 
 def staging_bytes(sizes: Mapping[str, int]) -> int:
-    """Host memory for state on its way: of the largest layer, or of three usual ones (read, updated, written). Less is slower."""
-    return max(max(sizes.values()), 3 * int(median(sizes.values()))) if sizes else 0
+    """Host memory for state on its way: of three usual layers (read, updated, written), or twice that of the largest.
+
+    An optimizer makes a layer's state in memory of its own at first, from which it is copied. Less than three is slower.
+    """
+    return max(2 * max(sizes.values()), 3 * int(median(sizes.values()))) if sizes else 0
 
 
 def place_state(sizes: Mapping[str, int], room: int | None) -> StatePlacement:
@@ -68,7 +71,7 @@ def place_state(sizes: Mapping[str, int], room: int | None) -> StatePlacement:
         rest = {other: nbytes for other, nbytes in below.items() if other != name}
         if sum(above.values()) + sizes[name] + staging_bytes(rest) <= room:
             below, above[name] = rest, sizes[name]
-    least = sum(above.values()) + max(below.values())
+    least = sum(above.values()) + 2 * max(below.values())
     placement = StatePlacement(above, below, min(staging_bytes(below), room - sum(above.values())), room)
     if least > room:
         raise MemoryError(

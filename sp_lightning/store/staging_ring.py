@@ -39,6 +39,11 @@ class StagingRing:
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
         return aligned_memory(nbytes)
 
+    def free(self) -> None:
+        """Frees the buffers that nobody has."""
+        while self._idle:
+            self.nbytes -= self._idle.pop().nbytes
+
     def give_back(self, buffer: Tensor) -> None:
         """Takes a buffer back that nobody reads or writes any more."""
         self._idle.append(buffer)

@@ -20,6 +20,8 @@ from sp_lightning.store.scratch import Transfer, aligned_memory
 
 _PIECE = 8 * 2**20
 _THREADS = 4
+BOUNCE = _THREADS * (_PIECE + PAGE)
+"""Bytes of the memory that pages pass through before their bytes are copied to where they belong."""
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from sp_lightning.device.host_allocator import return_large_blocks
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.observe.messages import say_once
 from sp_lightning.optim import state_on_disk
 from sp_lightning.optim.state_on_disk import StateOnDisk
 from sp_lightning.plan.host_memory import room_for
-from sp_lightning.plan.ledger import has_known_state, state_tensors
+from sp_lightning.plan.ledger import Ledger, has_known_state, state_tensors
 from sp_lightning.plan.state_placement import StatePlacement, place_state
 from sp_lightning.store.scratch import ScratchFile, file_system
 from sp_lightning.store.staging_ring import StagingRing
@@ -38,17 +40,20 @@ class DiskTier:
 
     Attributes:
         placement: what is where, once :meth:`place` has decided it.
+        steps: how many steps optimizers have taken.
     """
 
     def __init__(
         self, folder: Path, host_memory: int | float | None, finish: Callable[[], None], log: logging.Logger
     ) -> None:
         self._file = ScratchFile(folder)
+        return_large_blocks()
         self._host_memory = host_memory
         self._finish = finish
         self._states: dict[Optimizer, StateOnDisk] = {}
         self._ring = StagingRing(0)
         self.placement: StatePlacement | None = None
+        self.steps = 0
         if file_system(folder) in ("tmpfs", "ramfs"):
             say_once(
                 log,
@@ -61,14 +66,14 @@ class DiskTier:
             )
 
     def place(
-        self, optimizers: Sequence[Any], layer_of: Callable[[nn.Parameter], StreamedLayer | None], gradients: int
+        self, optimizers: Sequence[Any], layer_of: Callable[[nn.Parameter], StreamedLayer | None], others: int
     ) -> StatePlacement:
         """Decides which layers' state is on the disk, and reserves room for it there.
 
         Args:
             optimizers: whose state it is.
             layer_of: the layer that a parameter is updated with.
-            gradients: bytes of host memory that gradients will take.
+            others: bytes of host memory that gradients will take, and the device's own memory if it computes on the host.
 
         Raises:
             ValueError: an optimizer's step cannot be taken apart by layers.
@@ -86,15 +91,16 @@ class DiskTier:
                         sizes[layer.name] += count * parameter.nbytes
                         if parameter.nbytes >= state_on_disk.LEAST:
                             on_disk[layer.name] += count * whole_pages(parameter.nbytes)
-        self.placement = place_state(on_disk, self._room(gradients, sum(sizes.values()) - sum(on_disk.values())))
+        others += max(0, sum(sizes.values()) - sum(on_disk.values()))
+        self.placement = place_state(on_disk, self._room(others))
         self._file.reserve(self.placement.disk_bytes)
         self._ring.limit = self.placement.staging
         return self.placement
 
-    def _room(self, gradients: int, others: int) -> int | None:
+    def _room(self, others: int) -> int | None:
         """Bytes of host memory for state that may go to the disk, beside gradients and state that may not."""
         room = room_for(self._host_memory)
-        return None if room is None else room - gradients - max(others, 0)
+        return None if room is None else room - others
 
     def of(self, optimizer: Any) -> StateOnDisk | None:
         """What brings an optimizer's state; None if all of it is in memory."""
@@ -111,10 +117,13 @@ class DiskTier:
             if state is not None:
                 state.absorb(optimizer, _by_layer(optimizer, layer_of))
 
-    @property
-    def traffic(self) -> tuple[int, int]:
-        """Bytes read and written so far."""
-        return self._file.read_bytes, self._file.written_bytes
+    def note_in(self, ledger: Ledger) -> Ledger:
+        """Returns a ledger with what is on the disk."""
+        if self.placement is None:
+            return ledger
+        moved = (self._file.read_bytes + self._file.written_bytes) / max(self.steps, 1)
+        below = min(self.placement.disk_bytes, ledger.state or 0)
+        return replace(ledger, on_disk=below, staging=self.placement.staging, disk_traffic=moved)
 
 
 def _by_layer(

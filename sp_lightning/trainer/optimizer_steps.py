@@ -162,7 +162,8 @@ class OptimizerSteps:
         if options.disk is None:
             return self._ledger.state or 0
         self.disk = DiskTier(options.disk, options.host_memory, self._run.finish_updates, self._log)
-        placement = self.disk.place(self._trainer.optimizers, streamer.updating.layer_of, self._ledger.gradients)
+        others = self._ledger.gradients + streamer.plan.peak_device_bytes * streamer.device.computes_on_host
+        placement = self.disk.place(self._trainer.optimizers, streamer.updating.layer_of, others)
         self.arrange(self._trainer)
         self.absorb_state()
         return placement.memory_bytes
@@ -203,7 +204,7 @@ class OptimizerSteps:
     def _count(self) -> Ledger:
         trainer = self._trainer
         pieces = self.overlap != "off" and not any(map(is_separable, trainer.optimizers))
-        return make_ledger(
+        ledger = make_ledger(
             self._run.plan,
             trainer.optimizers,
             early=self.overlap == "backward",
@@ -213,6 +214,7 @@ class OptimizerSteps:
             pieces=pieces,
             narrow=pieces and self._ranks is None and nobody_sees_gradients(trainer),
         )
+        return ledger if self.disk is None else self.disk.note_in(ledger)
 
     def _clips(self) -> str | None:
         """How the trainer clips gradients: ``"norm"``, ``"value"``, or None if it does not."""
@@ -264,6 +266,8 @@ class OptimizerSteps:
             background = self._in_background(optimizer, layerwise, plugin)
         elif self._ranks is not None:
             background = self._ranks.clipping(plugin)
+        if self.disk is not None:
+            self.disk.steps += 1
         try:
             with self._run.whole_after_failure(), background:
                 return step(closed)

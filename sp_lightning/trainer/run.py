@@ -34,7 +34,7 @@ from sp_lightning.observe.messages import (
 )
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.activation_policy import Activations, Mode, resolve, summary
-from sp_lightning.plan.host_memory import check_host, room_for, spare_bytes
+from sp_lightning.plan.host_memory import check_host, spare_bytes
 from sp_lightning.plan.options import Overlap
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.trainer.buffers import move_to_device
@@ -219,7 +219,8 @@ class Run:
             return OnRanks(self.ranks)
         if self._is_from_file is None:
             return ONE_DEVICE
-        placement, self._in_files = place_weights(found, plan, self._is_from_file, room_for(self._options.host_memory))
+        host_memory = self._options.host_memory
+        placement, self._in_files = place_weights(found, plan, self._is_from_file, host_memory, self._device)
         return placement
 
     @property

@@ -341,6 +341,18 @@ def test_the_plan_says_what_is_where(tmp_path: Path) -> None:
     assert any("of optimizer state, of 7 layers, are on the disk" in line for line in said)
 
 
+def test_the_ledger_has_the_disk_s_traffic(tmp_path: Path) -> None:
+    strategy = on_disk(tmp_path)
+    fit(made_with(OPTIMIZERS["AdamW"]), vectors(), strategy, recorded="nothing")
+    ledger = strategy.ledger
+    assert ledger.state == ledger.on_disk  # all of it
+    assert ledger.nbytes == ledger.weights + ledger.gradients + ledger.staging
+    pages = ledger.disk_traffic / (2 * ledger.on_disk)  # tensors of small models are in whole pages
+    assert 1 < pages < 6
+    assert "of the optimizer state are on a disk" in str(ledger)
+    assert "at least." in str(ledger)
+
+
 def test_nothing_is_read_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step reads and writes each layer's state once."""
     made: list[StateOnDisk] = []

@@ -19,7 +19,7 @@ from torch import nn
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.store import weight_reader
 from sp_lightning.store.file_block import FileBlock, InFile
-from sp_lightning.trainer import run
+from sp_lightning.trainer import weights_in_place
 from tests.support.models import Module, Stack, llama, vectors
 from tests.support.runs import assert_equal, fit, loader, trainer_for
 
@@ -28,7 +28,8 @@ ROOM = 30_000
 
 @pytest.fixture(autouse=True)
 def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "room_for", lambda _: ROOM)
+    monkeypatch.setattr(weights_in_place, "_room", lambda *_: ROOM)
+    monkeypatch.setattr(weights_in_place, "BOUNCE", 0)
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def test_offsets_in_a_file_are_aligned_to_nothing(tmp_path: Path) -> None:
 
 
 def test_layers_that_fit_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "room_for", lambda _: 40_000)
+    monkeypatch.setattr(weights_in_place, "_room", lambda *_: 40_000)
     strategy = in_place(written(made(), tmp_path, "one file"), tmp_path)
     module = without_values()
     assert_equal(predict(module, strategy), predict(made()), "predictions")
@@ -116,7 +117,7 @@ def test_layers_that_fit_are_in_memory(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_nothing_is_in_place_where_all_of_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "room_for", lambda _: 10**9)
+    monkeypatch.setattr(weights_in_place, "_room", lambda *_: 10**9)
     module = without_values()
     predict(module, in_place(written(made(), tmp_path, "one file"), tmp_path))
     assert {type(p) for p in module.parameters()} == {nn.Parameter}
@@ -172,7 +173,7 @@ def test_generation(tmp_path: Path) -> None:
     strategy = in_place(file, tmp_path, layers=["net.model.layers.*"])
     run_room = ROOM * 4
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "room_for", lambda _: run_room)
+        patch.setattr(weights_in_place, "_room", lambda *_: run_room)
         ours = trainer_for(strategy).predict(module, loader(batches))
     assert_equal(ours, plain, "tokens")
     assert any(type(p) is InFile for p in module.parameters())

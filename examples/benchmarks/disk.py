@@ -1,0 +1,303 @@
+"""A disk below host memory: step time beside its limit, peak memory, and generation beside accelerate's disk offload.
+
+Each measurement is a process of its own, so that its peak is its own. The limit of a step is the larger of what a run with
+everything in memory takes (compute and memory) and of the bytes that the disk moves at the speed that is measured first, or at
+the rate of a token bucket.
+
+From the root of the repository::
+
+    python -m examples.benchmarks.disk --folder /scratch --host-memory 2GiB --out rows.jsonl
+    python -m examples.benchmarks.disk --folder /scratch --parts largest
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import multiprocessing
+import os
+import resource
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from examples.benchmarks import rows
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.plan.units import human_bytes, parse_bytes
+from sp_lightning.store.scratch import ScratchFile, aligned_memory
+
+STEPS = 6
+FIRST = 2  # steps before the measured ones
+NEW_TOKENS = 6
+_PROBE = 2**27
+
+
+class Net(pl.LightningModule):
+    """A Llama that trains with AdamW and generates."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=4096, hidden_size=width, intermediate_size=11 * width // 4, num_hidden_layers=layers,
+            num_attention_heads=8, max_position_embeddings=256,
+        )  # fmt: skip
+        self.llama = LlamaForCausalLM(config)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.llama(input_ids=batch, labels=batch, use_cache=False).loss
+        return loss
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.llama.generate(batch, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
+
+
+class Times(pl.Callback):
+    """The moments at which batches ended."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.at.append(time.perf_counter())
+
+    def on_predict_batch_end(self, *_: Any) -> None:
+        self.at.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> float:
+        """Of a batch, the median."""
+        return statistics.median(b - a for a, b in zip(self.at[FIRST - 1 :], self.at[FIRST:], strict=False))
+
+
+class Bucket:
+    """A token bucket: calls wait until their bytes may pass."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._free_from = time.monotonic()
+        self._lock = threading.Lock()
+
+    def limits(self, call: Callable[..., int]) -> Callable[..., int]:
+        """The same call, limited."""
+
+        def limited(*arguments: Any) -> int:
+            count = call(*arguments)
+            with self._lock:
+                self._free_from = max(self._free_from, time.monotonic()) + count / self._rate
+                until = self._free_from
+            time.sleep(max(0.0, until - time.monotonic()))
+            return count
+
+        return limited
+
+
+def trainer_for(strategy: Any, times: Times) -> pl.Trainer:
+    """A quiet trainer on the CPU."""
+    return pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[times],
+    )  # fmt: skip
+
+
+def digest(module: nn.Module, optimizer: Any) -> str:
+    """Of all weights and of all state, tensor by tensor."""
+    result = hashlib.blake2s()
+    for tensor in (*module.parameters(), *(v for state in optimizer.state.values() for v in state.values())):
+        result.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return result.hexdigest()
+
+
+def train(asked: dict[str, Any]) -> dict[str, Any]:
+    """Trains some steps. Returns seconds of a step, and the peak of resident memory before anything is compared."""
+    if asked.get("rate"):
+        bucket = Bucket(asked["rate"])
+        os.preadv, os.pwritev = bucket.limits(os.preadv), bucket.limits(os.pwritev)
+    pl.seed_everything(1, verbose=False)
+    module, times = Net(asked["width"], asked["layers"]), Times()
+    below = {"disk": asked["folder"], "host_memory": asked["host_memory"]} if asked["host_memory"] else {}
+    strategy = SuperpipelineStrategy(k=1, k_prime=1, optimizer_overlap="backward", **below)
+    trainer = trainer_for(strategy, times)
+    batches = [torch.randint(0, 4096, (1, asked["tokens"])) for _ in range(STEPS)]
+    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "seconds": times.seconds, "peak": peak, "digest": digest(module, trainer.optimizers[0]),
+        "parameters": sum(p.numel() for p in module.parameters()),
+        "on_disk": strategy.ledger.on_disk, "traffic": strategy.ledger.disk_traffic,
+    }  # fmt: skip
+
+
+def generate(asked: dict[str, Any]) -> dict[str, Any]:
+    """Generates from a file of weights, with this package or with accelerate."""
+    times, prompt = Times(), torch.arange(16)[None]
+    if asked["with"] == "accelerate":
+        from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+
+        with init_empty_weights(include_buffers=False):
+            module = Net(asked["width"], asked["layers"]).eval()
+        on_disk = {f"model.layers.{i}": "disk" for i in range(asked["layers"])}
+        places = {
+            **on_disk,
+            "model.embed_tokens": "cpu",
+            "model.norm": "cpu",
+            "model.rotary_emb": "cpu",
+            "lm_head": "cpu",
+        }
+        folder = tempfile.mkdtemp(dir=asked["folder"])
+        load_checkpoint_and_dispatch(module.llama, asked["file"], device_map=places, offload_folder=folder)
+        found = []
+        with torch.no_grad():
+            for _ in range(STEPS):
+                found.append(module.predict_step(prompt, 0))
+                times.on_predict_batch_end()
+    else:
+        with torch.device("meta"):
+            module = Net(asked["width"], asked["layers"]).eval()
+        module.llama.model.rotary_emb = type(module.llama.model.rotary_emb)(
+            module.llama.config
+        )  # its buffers are in no file
+        strategy = SuperpipelineStrategy(
+            k=1, k_prime=1, disk=asked["folder"], host_memory=asked["host_memory"], weights=asked["file"]
+        )
+        prompts: Any = [prompt[0]] * STEPS
+        found = trainer_for(strategy, times).predict(module, DataLoader(prompts, batch_size=1)) or []
+        print(" ".join(strategy.remarks()) or strategy.stats())
+    return {
+        "seconds": times.seconds / NEW_TOKENS, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "tokens": hashlib.blake2s(torch.cat(list(found)).numpy().tobytes()).hexdigest(),
+    }  # fmt: skip
+
+
+def apart(work: Callable[[dict[str, Any]], dict[str, Any]], asked: dict[str, Any]) -> dict[str, Any]:
+    """Runs something in a process of its own; an error is the answer then."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_answer, args=(work, asked, theirs))
+    process.start()
+    theirs.close()
+    try:
+        found: dict[str, Any] = ours.recv()
+    except EOFError:
+        found = {"error": "the process ended without an answer"}
+    process.join()
+    return found
+
+
+def _answer(work: Callable[[dict[str, Any]], dict[str, Any]], asked: dict[str, Any], pipe: Any) -> None:
+    try:
+        pipe.send(work(asked))
+    except Exception as error:
+        pipe.send({"error": f"{type(error).__name__}: {error}"})
+
+
+def speed(folder: Path) -> float:
+    """Bytes per second of this disk, half of them read and half of them written at the same time."""
+    file, memory = ScratchFile(folder), [aligned_memory(_PROBE) for _ in range(2)]
+    extents = [file.allocate(_PROBE) for _ in range(6)]
+    for extent in extents:
+        file.write(extent.offset, memory[0]).wait()
+    begun = time.perf_counter()
+    for first, second in zip(extents[::2], extents[1::2], strict=True):
+        transfers = file.read(first.offset, memory[0]), file.write(second.offset, memory[1])
+        for transfer in transfers:
+            transfer.wait()
+    return len(extents) * _PROBE / (time.perf_counter() - begun)
+
+
+def _training(base: dict[str, Any], rate: float, out: Path | None) -> None:
+    all_in_memory = apart(train, {**base, "host_memory": None})
+    fastest = speed(Path(base["folder"]))
+    for limited in (0.0, rate):
+        found = apart(train, {**base, "rate": limited})
+        row = {"kind": "disk training", **base, **found, "rate": limited or fastest, "throttled": bool(limited)}
+        if "error" not in found and "error" not in all_in_memory:
+            moved = 2 * found["on_disk"] / (limited or fastest)
+            row |= {
+                "in_memory_seconds": all_in_memory["seconds"], "disk_seconds": moved,
+                "share_of_limit": max(moved, all_in_memory["seconds"]) / found["seconds"],
+                "bitwise": found["digest"] == all_in_memory["digest"], "in_memory_peak": all_in_memory["peak"],
+            }  # fmt: skip
+        _write(row, out)
+
+
+def _generation(base: dict[str, Any], out: Path | None) -> None:
+    with tempfile.TemporaryDirectory(dir=base["folder"]) as folder:
+        file = Path(folder) / "model.safetensors"
+        pl.seed_everything(1, verbose=False)
+        save_file(Net(base["width"], base["layers"]).llama.state_dict(), file, metadata={"format": "pt"})
+        for name in ("superpipeline", "accelerate"):
+            asked = {**base, "host_memory": base["generate_memory"], "with": name, "file": str(file)}
+            _write(
+                {"kind": "disk generation", **asked, "file_bytes": file.stat().st_size, **apart(generate, asked)}, out
+            )
+
+
+def _largest(base: dict[str, Any], out: Path | None) -> None:
+    """The most layers that train within the memory, by bisection; then once more with everything in memory."""
+    limit, fits, too_many = parse_bytes("--host-memory", base["host_memory"]), 1, base["most_layers"]
+    best: dict[str, Any] = {}
+    while fits + 1 < too_many:
+        layers = (fits + too_many) // 2
+        found = apart(train, {**base, "layers": layers})
+        if "error" in found or found["peak"] > limit:
+            too_many = layers
+        else:
+            fits, best = layers, found
+        print(f"{layers} layers: {found.get('error') or human_bytes(found['peak'])}", flush=True)
+    whole = apart(train, {**base, "layers": fits, "host_memory": None})
+    _write(
+        {
+            "kind": "disk largest", **base, "layers": fits, **best, "in_memory_peak": whole.get("peak"),
+            "in_memory_seconds": whole.get("seconds"), "bitwise": whole.get("digest") == best.get("digest"),
+        },
+        out,
+    )  # fmt: skip
+
+
+def _write(row: dict[str, Any], out: Path | None) -> None:
+    print({key: value for key, value in row.items() if key not in ("digest", "tokens")}, flush=True)
+    if out is not None:
+        rows.append(out, {**rows.origin(), "status": "failed" if "error" in row else "ok", **row})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk that is measured (%(default)s)")
+    parser.add_argument("--host-memory", default="2GiB")
+    parser.add_argument("--generate-memory", default="1200MiB", help="for generation, so that layers are read in place")
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--most-layers", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--rate", type=float, default=300.0, help="of the token bucket, MB/s (%(default)s)")
+    parser.add_argument("--parts", nargs="+", choices=("train", "generate", "largest"), default=["train", "generate"])
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    base = {
+        "folder": asked.folder, "host_memory": asked.host_memory, "width": asked.width, "layers": asked.layers,
+        "tokens": asked.tokens, "most_layers": asked.most_layers, "generate_memory": asked.generate_memory,
+    }  # fmt: skip
+    if "train" in asked.parts:
+        _training(base, asked.rate * 1e6, asked.out)
+    if "generate" in asked.parts:
+        _generation(base, asked.out)
+    if "largest" in asked.parts:
+        _largest(base, asked.out)
+
+
+if __name__ == "__main__":
+    main()
