@@ -278,7 +278,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk that is measured (%(default)s)")
     parser.add_argument("--host-memory", default="2GiB")
-    parser.add_argument("--generate-memory", default="1200MiB", help="for generation, so that layers are read in place")
+    parser.add_argument("--generate-memory", default="1250MiB", help="for generation, so that layers are read in place")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--most-layers", type=int, default=32)
