@@ -287,11 +287,14 @@ class StateOnDisk(OptimizerState):
         stored, span = _stored(tensor), tensor.span
         with self._lock:
             memory = aligned_memory(span.nbytes)
+            if stored in self._ahead and stored.transfer is not None:
+                try:
+                    stored.transfer.wait()
+                except OSError:  # it was read ahead for an update, which will read it again
+                    self._release(stored)
             if stored.buffer is None:
                 self._file.read(stored.extent.offset + span.offset, memory).wait()
                 return memory
-            if stored in self._ahead and stored.transfer is not None:
-                stored.transfer.wait()
             memory[: span.nbytes].copy_(stored.buffer[span.offset : span.offset + span.nbytes])
             return memory
 
