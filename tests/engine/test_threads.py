@@ -55,9 +55,7 @@ class Threads(Module):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    "device", first(["cpu", "simulated"], "simulated", why="the same where copies are done at once")
-)
+@pytest.mark.parametrize("device", first(["cpu", "simulated"], "cpu", why="the same on a device of clocks"))
 @pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "bf16-mixed", why="the same in one precision"))
 @pytest.mark.parametrize("calls", [False, True], ids=["weights", "modules"])
 def test_threads_see_whole_weights(calls: bool, precision: Any, device: str) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.support.models import CASES, Stack
 from tests.support.runs import assert_equal, fit, loader, superpipeline, trainer_for
+from tests.support.tiers import first
 
 
 def save(name: str, strategy: Any, folder: Path) -> Path:
@@ -51,7 +52,9 @@ def test_files_are_equal(name: str, tmp_path: Path) -> None:
     assert_equal(ours, plain, "checkpoint")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", first(NAMES, if_=lambda name: name != "resnet50", why="a larger model, with the same parts of a checkpoint")
+)
 def test_resumes_across_strategies(name: str, tmp_path: Path) -> None:
     ours, plain = save(name, superpipeline(k=1), tmp_path / "ours"), save(name, "auto", tmp_path / "plain")
     reference = resume(name, "auto", plain)

@@ -80,9 +80,7 @@ def run(
 
 @pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "32-true", why="seconds of compilation"))
 @pytest.mark.parametrize("net", first([Stack, Text], Stack, why="seconds of compilation"))
-@pytest.mark.parametrize(
-    "way", first(WAYS, each_layer, lightning_module, why="seconds of compilation"), ids=lambda way: way.__name__
-)
+@pytest.mark.parametrize("way", first(WAYS, each_layer, why="seconds of compilation"), ids=lambda way: way.__name__)
 def test_results_are_those_of_plain_lightning(way: Any, net: Any, precision: Any) -> None:
     def results(strategy: Any) -> Any:
         return run(lambda: Module(net()), vectors(), way, "aot_eager", strategy, precision=precision)

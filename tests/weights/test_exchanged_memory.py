@@ -67,6 +67,7 @@ class BlendsInPlace(Module):
         return loss
 
 
+@pytest.mark.rest("averages and writes between batches are in the first tier")
 @pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "bf16-mixed", why="the same in one precision"))
 @pytest.mark.parametrize(("trained", "before"), [(True, True), (True, False), (False, True), (False, False)])
 def test_writes_to_memory_that_a_weight_was_given(trained: bool, before: bool, precision: Any) -> None:

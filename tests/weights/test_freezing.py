@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests.support.models import Block, Module, Stack, vectors
 from tests.support.runs import assert_same, fit, superpipeline
 from tests.support.simdevice import simulated
+from tests.support.tiers import first
 
 
 class Freezes(Module):
@@ -81,7 +82,9 @@ class FreezesByReferenceAfterTheGradient(FreezesByReference):
     at = 0
 
 
-@pytest.mark.parametrize("mode", ["keep", "offload", "recompute"])
+@pytest.mark.parametrize(
+    "mode", first(["keep", "offload", "recompute"], "keep", "recompute", why="as where they are kept")
+)
 @pytest.mark.parametrize(
     "make",
     [
