@@ -44,7 +44,7 @@ def test_seventy_billion_parameters_in_seconds(capsys: pytest.CaptureFixture[str
     assert found["verdict"].startswith("It fits: SuperpipelineStrategy(k=1")
 
 
-@pytest.mark.rest("a model of billions of parameters, four times")
+@pytest.mark.long("a model of billions of parameters, four times")
 def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     model = str(SHAPES / "llama-3-8b.json")
     found = plan(capsys, model, "--gpu-memory", "8GiB", "--tokens", "4096", "--k", "1")
@@ -126,7 +126,7 @@ def test_generation_of_an_encoder_and_a_decoder(tmp_path: Path, capsys: pytest.C
     assert "each token of 4 sequences" in found["verdict"]
 
 
-@pytest.mark.rest("a model of billions of parameters")
+@pytest.mark.long("a model of billions of parameters")
 def test_what_batch_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
     model, options = (
         str(SHAPES / "llama-3-8b.json"),
@@ -433,7 +433,7 @@ def test_sizes_that_the_model_cannot_take(
     assert said.count("\n") == 1
 
 
-@pytest.mark.rest("a model of billions of parameters")
+@pytest.mark.long("a model of billions of parameters")
 def test_what_is_waited_for_is_named_with_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
     """As much computing as a slow host's updates take; and links so slow that weights are waited for."""
     model = [

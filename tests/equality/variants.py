@@ -1,7 +1,7 @@
 """The registry of variants: how a case is trained, and what each variant covers, in words.
 
 A pair of a case and a variant runs in the first tier (``python -m pytest``) if the variant says so of the case; the
-others run in the second one (``pytest -m rest``), but for the slowest ones, which are in the third (``pytest -m long``).
+others run in the second one (``pytest -m rest``), but for the slowest ones and those that others stand for, which are in the third (``pytest -m long``).
 """
 
 from __future__ import annotations
@@ -284,10 +284,14 @@ SLOW = frozenset({"resnet50", "t5", "t5-checkpoint"})
 """Cases that take up to ten seconds on the simulated device, and have no kind of layer that smaller cases lack."""
 
 
+LIKE_OTHERS = frozenset(name for name in CASES if name.startswith("stacked/")) - {"stacked/qwen3", "stacked/gpt-oss"}
+"""Cases whose kind of layer the second tier has in every variant with two others."""
+
+
 def pairs() -> Iterator[tuple[str, str, int]]:
     """Case, variant, and the tier that they are in."""
     for variant in VARIANTS.values():
         for name in CASES:
             if name in variant.cases:
-                slow = name in SLOW and variant.memory == "simulated"
+                slow = (name in SLOW and variant.memory == "simulated") or name in LIKE_OTHERS
                 yield name, variant.name, 1 if name in variant.quick else 3 if slow else 2

@@ -101,7 +101,7 @@ def test_the_real_shapes_have_the_real_sizes() -> None:
     assert workloads.parameter_count("vision", "huge") == 632_045_800  # torchvision's vit_h_14
 
 
-@pytest.mark.rest("processes that measure for seconds")
+@pytest.mark.long("processes that measure for a minute")
 def test_training_is_measured_and_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.jsonl"
     done = train.main([*SHORT, "--contestants", "plain", "superpipeline", "deepspeed", "--out", str(out)])
