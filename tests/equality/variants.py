@@ -1,7 +1,8 @@
 """The registry of variants: how a case is trained, and what each variant covers, in words.
 
 A pair of a case and a variant runs in the first tier (``python -m pytest``) if the variant says so of the case; the
-others run in the second one (``pytest -m rest``), but for the slowest ones and those that others stand for, which are in the third (``pytest -m long``).
+others run in the second one (``pytest -m rest``), but for the slowest ones and those that others stand for, which are in the
+third (``pytest -m long``).
 """
 
 from __future__ import annotations
