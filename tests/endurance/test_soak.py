@@ -39,6 +39,8 @@ class Watch(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step % self.every:
             return
+        for parameter in pl_module.parameters():
+            parameter.detach().sum()  # a read waits for an update in the background, which holds tensors of its own
         gc.collect()
         process = psutil.Process()
         self.counts.append(
@@ -84,8 +86,7 @@ def test_nothing_grows(tmp_path: Path) -> None:
     """Memory is left to the long run: what the allocator holds is no matter of so few steps."""
     counts = soak(200, tmp_path, optimizer_overlap="forward", activations="recompute")
     found = growth(counts)
-    assert found["threads"] == found["open files"] == found["device bytes"] == 0
-    assert found["tensors"] <= 2  # results that Lightning's loops hold
+    assert found["threads"] == found["open files"] == found["device bytes"] == found["tensors"] == 0
     objects = [each["objects"] for each in counts]
     assert min(objects[-3:]) <= max(objects[2:5])  # one that leaked at each step would be more than comes and goes
 

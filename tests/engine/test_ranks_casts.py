@@ -30,4 +30,4 @@ def test_every_rank_fetches_what_one_device_fetches(overlap: str) -> None:
     one = fetched(1, overlap)
     for each in in_ranks(2, fetched, 2, overlap):
         # Masters have twice the bytes of casts. A run's end finds one layer more or less on its way.
-        assert each == pytest.approx(one, rel=0.2)
+        assert one / 1.1 < each < 1.1 * one
