@@ -29,3 +29,6 @@ def _metadata() -> frozenset[Any]:
 
 METADATA = _metadata()
 """The functions, as ``__torch_function__`` receives them, that read a tensor's metadata and never its memory."""
+
+UNCHANGED_BY_UPDATES = METADATA - {Tensor._version.__get__} | {Tensor.requires_grad.__get__}  # type: ignore[attr-defined]
+"""Those of them that an optimizer's step does not change."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.layout import Span
+from sp_lightning.device.metadata import UNCHANGED_BY_UPDATES
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import save_by_way_of, tree_leaves
 
@@ -43,7 +44,7 @@ class Away(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _UNCHANGED:
+        if func in UNCHANGED_BY_UPDATES:  # the stand-in's data has it, too
             with torch.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         away = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is Away]
@@ -64,19 +65,6 @@ class Away(Tensor):
         _writing.storages[id(storage)] = storage, self
         shell = torch.empty(0, dtype=self.span.dtype).set_(storage, 0, self.span.shape, self.span.stride)
         return shell.__reduce_ex__(protocol)
-
-
-_UNCHANGED = frozenset(
-    [
-        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad")),
-        *(getattr(Tensor, name).__get__ for name in ("is_leaf", "grad_fn", "is_meta", "itemsize")),
-        *(
-            getattr(Tensor, name)
-            for name in ("size", "dim", "numel", "element_size", "is_floating_point", "is_complex")
-        ),
-    ]
-)
-"""What can be read of a tensor that is away: its data has it, too."""
 
 
 class _Writing(threading.local):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device
+from sp_lightning.device.metadata import UNCHANGED_BY_UPDATES
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.weights.device_parameter import DeviceParameter
 from sp_lightning.weights.layer import StreamedLayer
@@ -195,7 +196,7 @@ class _BeingUpdated(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _UNCHANGED:
+        if func in UNCHANGED_BY_UPDATES or func is Tensor.stride:
             with torch.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         for kind in types:
@@ -218,15 +219,3 @@ class _BeingUpdated(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._updates.finish()
         return copy.deepcopy(self, memo)  # it has its own class again, and this method is that class's
-
-
-# Reading these needs no wait, because no update changes them.
-_UNCHANGED = frozenset(
-    [
-        *(
-            getattr(Tensor, name).__get__
-            for name in ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "requires_grad")
-        ),
-        *(getattr(Tensor, name) for name in ("size", "stride", "dim", "numel", "element_size", "is_floating_point")),
-    ]
-)

@@ -6,9 +6,10 @@ callback therefore works on them unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from sp_lightning.device.lease import lend
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.model.found import Layer
 from sp_lightning.plan.plan import PlannedLayer
-from sp_lightning.store.block_memory import Allocate
+from sp_lightning.store.block_memory import Allocate, BlockMemory
 from sp_lightning.store.gradient_memory import GradientMemory, Staging
 
 
@@ -62,9 +63,12 @@ class HostBlock:
         self._fetched_seldom = fetched_seldom
         self.apart: set[int] = set()
         self._lent: list[StorageWeakRef | None] = [None] * len(planned.spans)
-        self.memory = allocate(planned.nbytes, pin and not fetched_seldom)
         self.gradients = GradientMemory([span.name for span in planned.spans], self.parameters, staging)
         self._alone = [replace(span, offset=0) for span in planned.spans]  # where each lies in a storage of its own
+        self._begin(partial(allocate, planned.nbytes, pin and not fetched_seldom))
+
+    def _begin(self, allocate: Callable[[], BlockMemory]) -> None:
+        self.memory = allocate()
         # Each original is freed as soon as it is absorbed, so that set-up takes no more than the model and one layer.
         for index in range(len(self.parameters)):
             self._take(index, self.memory.first)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,13 +14,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import Elsewhere, Span, view
 from sp_lightning.device.lease import lend
+from sp_lightning.device.metadata import METADATA
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import copies_shallowly, tree_leaves
 from sp_lightning.model.found import Layer
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block import HostBlock
-from sp_lightning.store.block_memory import Allocate
-from sp_lightning.store.gradient_memory import GradientMemory, Staging
+from sp_lightning.store.block_memory import Allocate, BlockMemory
+from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.store.scratch import Transfer
 from sp_lightning.store.weight_reader import FilePlace, WeightReader
 
@@ -32,7 +32,7 @@ class FileBlock(HostBlock):
     """A block without memory: a fetch reads the file. Whoever else asks for a weight brings the block to memory, for good.
 
     Args:
-        layer, planned, device, staging, allocate, pin: as for a :class:`~sp_lightning.store.block.HostBlock`.
+        layer, planned, device, staging, allocate, pin, fetched_seldom: as for a :class:`~sp_lightning.store.block.HostBlock`.
         reader: reads files, which it has open.
         places: where each parameter is.
 
@@ -54,20 +54,15 @@ class FileBlock(HostBlock):
         pin: bool,
         fetched_seldom: bool = False,
     ) -> None:
-        self.planned = planned
-        self.parameters = [parameter for _, parameter in layer.parameters]
         self.places = places
-        self.in_file = True
-        self.apart = set()
-        self.gradients = GradientMemory([span.name for span in planned.spans], self.parameters, staging)
-        self._device = device
-        self._fetched_seldom = fetched_seldom
-        self._lent: list[StorageWeakRef | None] = [None] * len(planned.spans)
-        self._alone = [replace(span, offset=0) for span in planned.spans]
         self.pin = pin
-        self._allocate = lambda: allocate(planned.nbytes, pin)
+        self.in_file = True
         self._reader = reader
         self._lock = threading.Lock()
+        super().__init__(layer, planned, device, staging, allocate, pin=pin, fetched_seldom=fetched_seldom)
+
+    def _begin(self, allocate: Callable[[], BlockMemory]) -> None:
+        self._allocate = allocate  # once somebody asks for a weight
         for parameter in self.parameters:
             if type(parameter) is InFile:  # it was left by an earlier run
                 _make_ordinary(parameter)
@@ -197,20 +192,10 @@ def _changes_nothing(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 _ITSELF = frozenset([Tensor.to, Tensor.cpu])
-_UNCHANGED = frozenset(
-    [
-        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad")),
-        *(
-            getattr(Tensor, name).__get__
-            for name in ("is_leaf", "grad_fn", "is_meta", "itemsize", "grad", "_version", "nbytes")
-        ),
-        *(
-            getattr(Tensor, name)
-            for name in ("size", "dim", "numel", "element_size", "is_floating_point", "is_complex")
-        ),
-        *(getattr(Tensor, name) for name in ("requires_grad_", "cpu", "is_inference")),
-        Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-        copies_shallowly,
-    ]
-)
+_UNCHANGED = METADATA | {
+    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad")),
+    *(getattr(Tensor, name) for name in ("requires_grad_", "cpu")),
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    copies_shallowly,
+}
 """What can be asked of a parameter that is in a file: its data answers it, too."""

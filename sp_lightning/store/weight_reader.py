@@ -75,7 +75,7 @@ class WeightReader:
 
     The pages around a weight are read, and its bytes are copied to an aligned place: kernels compute other last bits on other
     alignments. A file is opened once and kept open, so that another one of its name changes nothing. Its size and the time of
-    its last change are looked at before each read.
+    its last change are looked at before each read and after it.
 
     Attributes:
         read_bytes: what was read so far.
@@ -120,6 +120,7 @@ class WeightReader:
             self._bounce.memory = aligned_memory(_PIECE + PAGE)
         bounce: Tensor = self._bounce.memory
         file.read(bounce, begin, length, offset + target.nbytes - begin)
+        file.refuse_changed()  # while it was read
         target.copy_(bounce[offset - begin : offset - begin + target.nbytes])
 
 

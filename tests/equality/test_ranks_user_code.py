@@ -47,6 +47,23 @@ class Manual(Net):
         return loss
 
 
+class Twice(Manual):
+    """Writes gradients between two backwards of one step, and freezes a layer that has one."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(Net.training_step(self, batch, index))
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.7)
+        self.layers[1][0].bias.requires_grad_(False)
+        self.manual_backward(Net.training_step(self, batch + 1, index))
+        self.layers[1][0].bias.requires_grad_(True)
+        self.held = [parameter.grad for parameter in self.parameters()]
+        optimizer.step()
+
+
 class NeverZeroed(Net):
     def optimizer_zero_grad(self, *_: Any) -> None:
         pass
@@ -116,6 +133,7 @@ SGD = torch.optim.SGD
 CASES: dict[str, tuple[Any, Any, Callable[[], list[Any]], dict[str, Any]]] = {
     "an optimizer replaces data": (Net, Replaces, list, {}),
     "a hook after the step writes weights": (Manual, shrinking, list, {}),
+    "gradients are written between two backwards": (Twice, SGD, list, {}),
     "data is exchanged before the step": (Net, SGD, lambda: [Exchanges()], {}),
     "gradients are held": (Net, torch.optim.AdamW, lambda: [Rewrites(False)], {}),
     "gradients are written and clipped": (NeverZeroed, SGD, lambda: [Rewrites(False)], {"gradient_clip_val": 0.01}),
@@ -130,7 +148,8 @@ def train(name: str, plain: bool) -> Any:
     added = callbacks()
     strategy = EveryBatch() if plain else superpipeline(k=1)
     outcome = fit(lambda: kind(16, make), vectors(8), strategy, devices=2, callbacks=added, **options)
-    return seen(outcome), [[each.clone() for each in getattr(callback, "held", [])] for callback in added]
+    holders = [*added, outcome.module]
+    return seen(outcome), [[each.clone() for each in getattr(holder, "held", [])] for holder in holders]
 
 
 @pytest.mark.parametrize(

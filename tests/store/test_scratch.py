@@ -24,6 +24,14 @@ def numbers(nbytes: int) -> torch.Tensor:
     return memory.copy_(torch.randint(0, 256, (memory.nbytes,), dtype=torch.uint8))
 
 
+def comes_back(file: ScratchFile) -> bool:
+    """Whether what is written is read."""
+    extent, value = file.allocate(PAGES), numbers(PAGES)
+    file.write(extent.offset, value).wait()
+    file.read(extent.offset, into := aligned_memory(PAGES)).wait()
+    return torch.equal(into, value)
+
+
 def refused(monkeypatch: pytest.MonkeyPatch, flag: int, code: int) -> None:
     """Files cannot be opened with a flag."""
     theirs = os.open
@@ -83,11 +91,7 @@ def test_short_reads_and_writes_go_on(tmp_path: Path, monkeypatch: pytest.Monkey
     preadv, pwritev = os.preadv, os.pwritev
     monkeypatch.setattr(os, "preadv", lambda d, b, at: preadv(d, [b[0][:4096]], at))
     monkeypatch.setattr(os, "pwritev", lambda d, b, at: pwritev(d, [b[0][:4096]], at))
-    file = ScratchFile(tmp_path)
-    extent, value = file.allocate(PAGES), numbers(PAGES)
-    file.write(extent.offset, value).wait()
-    file.read(extent.offset, into := aligned_memory(PAGES)).wait()
-    assert torch.equal(into, value)
+    assert comes_back(ScratchFile(tmp_path))
 
 
 def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
@@ -112,11 +116,7 @@ def test_a_file_system_that_cannot_promise_room(tmp_path: Path, monkeypatch: pyt
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
     monkeypatch.setattr(os, "posix_fallocate", refuses)
-    file = ScratchFile(tmp_path)
-    extent, value = file.allocate(PAGES), numbers(PAGES)
-    file.write(extent.offset, value).wait()
-    file.read(extent.offset, into := aligned_memory(PAGES)).wait()
-    assert torch.equal(into, value)
+    assert comes_back(ScratchFile(tmp_path))
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
