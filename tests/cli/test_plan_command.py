@@ -25,7 +25,7 @@ from tests.support.tiers import first
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
 
 
-@pytest.mark.rest("a model of billions of parameters")
+@pytest.mark.long("a model of many billions of parameters")
 def test_seventy_billion_parameters_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     start = time.perf_counter()
     found = plan(
@@ -77,6 +77,7 @@ def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[s
             (["vit_b_16", "--predict"], 12),
         ],
         if_=lambda each: each[0][0] == "resnet50",
+        second=[([str(SHAPES / "llama-3-8b.json"), "--predict"], 33), (["vit_b_16", "--predict"], 12)],
         why="models of billions of parameters",
     ),
     ids=["vit-giant", "llava", "llama-predict", "resnet50", "vit_b_16"],
@@ -486,6 +487,7 @@ def test_plain_training_is_shown_with_its_optimizer_state(capsys: pytest.Capture
     assert f"weights; plain {human_bytes(4 * count)}\n" in capsys.readouterr().out
 
 
+@pytest.mark.rest("models of real size are counted")
 def test_times_of_images_are_not_guessed_from_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "fasterrcnn_mobilenet_v3_large_fpn", "--k", "1", "--batch", "2"])
     text = capsys.readouterr().out

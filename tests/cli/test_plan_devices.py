@@ -21,6 +21,7 @@ def answers(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[s
     return one, plan(capsys, *MODEL, *arguments, "--devices", str(DEVICES))
 
 
+@pytest.mark.rest("models of billions of parameters")
 def test_the_node_has_weights_gradients_and_state_once_and_activations_for_each(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -18,6 +18,7 @@ from tests.support.features import feature
 from tests.support.models import vectors
 from tests.support.nets import Scheduled, Summarized, assert_changing, clock, middle
 from tests.support.runs import loader
+from tests.support.tiers import first
 from tests.support.ways import Net, Seen, Way, compare
 
 
@@ -197,7 +198,9 @@ def shown_by(kind: Any, shown: list[Any]) -> Any:
 
 
 @feature("Callbacks", "`TQDMProgressBar`", "`RichProgressBar`")
-@pytest.mark.parametrize("kind", [plc.TQDMProgressBar, plc.RichProgressBar])
+@pytest.mark.parametrize(
+    "kind", first([plc.TQDMProgressBar, plc.RichProgressBar], plc.TQDMProgressBar, why="the other bar")
+)
 def test_progress_bars(kind: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(way: Way) -> Seen:
         shown: list[Any] = []

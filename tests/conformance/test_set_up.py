@@ -165,6 +165,7 @@ def test_seeded_workers(tmp_path: Path) -> None:
         assert_changing(compare(run, tmp_path, LATE)["batches"])
 
 
+@pytest.mark.rest("a model of transformers; the matrix has some in the first tier")
 @feature("Set-up and data", "transformers: GPT-2 with accumulation, clipping, scheduler, checkpoint and resume")
 def test_a_language_model(tmp_path: Path) -> None:
     class Language(Net):

@@ -23,7 +23,7 @@ from tests.support.tiers import first
 TIERS: dict[int, Any] = {
     1: (),
     2: pytest.mark.rest("the registry of variants has other cases for the first tier"),
-    3: pytest.mark.long("other cases have the same kinds of layers, and are smaller on the simulated device"),
+    3: pytest.mark.long("the second tier has each case with every other variant"),
 }
 PAIRS = [pytest.param(case, variant, id=f"{case} | {variant}", marks=TIERS[tier]) for case, variant, tier in pairs()]
 pytestmark = [

@@ -13,6 +13,7 @@ import pytest
 from tests.equality.cases import CASES
 from tests.equality.on_ranks import Reference, compare, train_ours
 from tests.support.ranks import RanksFailed, in_ranks
+from tests.support.tiers import some
 
 REFUSED = {
     "parameter-hooks": "has a hook that runs after its gradient was accumulated",
@@ -41,18 +42,18 @@ def reference(name: str, ranks: int) -> Reference:
     return "averages" if name in NOT_DDP else "ddp" if ranks == 2 else "ddp in order"
 
 
-EVERY_THIRD = [name for name in TRAINED if name not in QUICK][::3]
+EVERY_SIXTH = [name for name in TRAINED if name not in QUICK][::6]
 
 
 @pytest.mark.parametrize(
     "name",
     [
         *QUICK,
-        *(pytest.param(name, marks=pytest.mark.rest("one of each kind is in the first tier")) for name in EVERY_THIRD),
+        *(pytest.param(name, marks=pytest.mark.rest("one of each kind is in the first tier")) for name in EVERY_SIXTH),
         *(
-            pytest.param(name, marks=pytest.mark.long("the second tier has a third of the cases"))
+            pytest.param(name, marks=pytest.mark.long("the second tier has a sixth of the cases"))
             for name in TRAINED
-            if name not in (*QUICK, *EVERY_THIRD)
+            if name not in (*QUICK, *EVERY_SIXTH)
         ),
     ],
 )
@@ -104,8 +105,9 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+LIKE_TWO = "the modes of two ranks have these cases"
 OF_RANKS_ALONE = (("conditional", "all under forward"), ("conditional", "scaled"), ("conditional", "in backward"))
-FEW = ("llama-dropout", "conditional", "experts/mixture")
+FEW = ("llama-dropout", "conditional")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_modes(name: str, mode: str) -> None:
 
 
 @pytest.mark.rest("two ranks in the first tier take the same way")
-@pytest.mark.parametrize("name", ["conditional", "llama-dropout", "experts/mixture"])
+@pytest.mark.parametrize("name", some(["conditional", "llama-dropout", "experts/mixture"], "conditional", why=LIKE_TWO))
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_three_ranks_in_backward(name: str, precision: str) -> None:
     compare(name, 3, {"k": 1, "optimizer_overlap": "backward"}, {"precision": precision}, reference(name, 3))
@@ -164,7 +166,7 @@ ON_DEVICES = {
 
 
 @pytest.mark.rest("the same on simulated devices; the first tier has those of one rank")
-@pytest.mark.parametrize("name", ["llama-dropout", "conditional", "experts/mixture"])
+@pytest.mark.parametrize("name", some(["llama-dropout", "conditional", "experts/mixture"], "conditional", why=LIKE_TWO))
 @pytest.mark.parametrize("mode", ON_DEVICES)
 def test_ranks_with_devices_of_their_own(name: str, mode: str) -> None:
     """As on accelerators: steps are fused, copies take effect late, and memory that is used too early is NaN."""

@@ -266,6 +266,7 @@ def test_too_little_host_memory_is_said_before_anything_is_built() -> None:
     assert contest.obstacle(small, contestants.by_name("superpipeline-2:1"), contest.Limits()) is None
 
 
+@pytest.mark.rest("a benchmark of several sizes")
 def test_what_no_longer_fits_the_budget_is_a_row(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     everything.run(agenda.h200(), everything.Budget(0), 1.0, out)
@@ -358,6 +359,7 @@ def test_compiled_layers_are_measured_and_told(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.rest("seconds of predictions; tests/weights has what it counts")
 def test_experts_are_measured_and_told(tmp_path: Path) -> None:
     """Without a cache just what is routed to travels, and what was guessed; of whole blocks all, and with a cache less."""
     row = {**rows.origin(), **experts.measure(experts=16, routed=2, tokens=3, width=32, batches=1)}

@@ -60,6 +60,7 @@ def test_every_file_of_the_gpus_tests_has_its_part(on_a_machine: Any) -> None:
         assert any(f"tests/gpu/{file.name}" in line for line in done), file
 
 
+@pytest.mark.rest("a time that has to pass")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there everything runs")
 def test_what_has_run_when_the_time_is_over_is_reported(tmp_path: Path) -> None:
     root = Path(everything.__file__).parents[2]

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples import finetune_llm, finetune_lora, finetune_moe, finetune_vlm, generate_llm, train_vision
 from examples.console import ConsoleLogger
 from examples.text import Batches, in_order, load_tokenizer, shuffled
-from tests.support.tiers import first
+from tests.support.tiers import first, some
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
@@ -167,7 +167,7 @@ def test_vlm_counts_the_captions_loss_alone() -> None:
 
 
 @pytest.mark.rest("a training until it has learned")
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("activations", some(["keep", "recompute"], "keep", why="the recipe's other option"))
 def test_vision_learns_digits(activations: str, tmp_path: Path) -> None:
     arguments = ["--epochs", "1", "--image", "16", "--batch-size", "64", "--activations", activations]
     result = train_vision.main([*arguments, "--output", str(tmp_path)])
@@ -313,15 +313,12 @@ def test_configs_train_and_predict_on_the_command_line(tmp_path: Path) -> None:
     assert all(json.loads(answer)["tokens"] <= 3 for answer in answers)
 
 
-OTHER_STARTS = pytest.mark.long("test_ranks_launch has a script and torchrun in the second tier")
-
-
-@pytest.mark.rest("two processes that import torch, twice; test_ranks_launch has a script in the first tier")
+@pytest.mark.long("two processes that import torch, twice; test_ranks_launch has torchrun in the second tier")
 @pytest.mark.parametrize("start", [
     pytest.param(["-m", "examples.finetune_llm"], id="module"),
-    pytest.param([str(ROOT / "examples" / "finetune_llm.py")], id="file", marks=OTHER_STARTS),
+    pytest.param([str(ROOT / "examples" / "finetune_llm.py")], id="file"),
     pytest.param(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "examples.finetune_llm"],
-                 id="torchrun", marks=OTHER_STARTS),
+                 id="torchrun"),
 ])  # fmt: skip
 def test_two_devices_train_as_typed(start: list[str], tmp_path: Path) -> None:
     """Each line is said once, and one process writes."""

@@ -97,7 +97,7 @@ def test_plan_counts_other_optimizers_than_adamw(capsys: pytest.CaptureFixture[s
     assert "% of the time is waited for updates" in said
 
 
-@pytest.mark.rest(
+@pytest.mark.long(
     "four answers about a model of billions of parameters; test_separable counts small states in the first tier"
 )
 def test_plan_counts_eight_bits_of_state(capsys: pytest.CaptureFixture[str]) -> None:

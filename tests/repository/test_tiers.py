@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from tests.conftest import pytest_collection_modifyitems
-from tests.support.tiers import first
+from tests.support.tiers import first, some
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,8 +44,17 @@ def test_all_but_a_few_parameters_are_in_the_second_tier() -> None:
         first([1, 2], 1, 3, why="a larger number")
 
 
+def test_most_parameters_may_be_in_the_third_tier() -> None:
+    _, two, three = first([1, 2, 3], 1, second=[2], why="larger numbers")
+    assert [mark.name for each in (two, three) for mark in each.marks] == ["rest", "long"]
+    one, other = some([1, 2], 1, why="a larger number")
+    assert one == 1
+    assert [(mark.name, mark.args) for mark in other.marks] == [("long", ("a larger number",))]
+    for wrong in (lambda: first([1, 2], 1, second=[3], why=""), lambda: some([1, 2], 3, why="")):
+        with pytest.raises(AssertionError, match="are not all of"):
+            wrong()
+
+
 def test_the_gate_begins_with_the_command_of_the_readme_and_goes_on_with_the_rest() -> None:
     gate = (ROOT / ".ci/run").read_text()
-    assert (
-        gate.index('bash -euo pipefail -c "$tests"') < gate.index('pytest -m "rest and not long"') < gate.index("mypy")
-    )
+    assert gate.index('bash -euo pipefail -c "$tests"') < gate.index('-m "rest and not long"') < gate.index("mypy")

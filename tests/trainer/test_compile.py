@@ -80,7 +80,9 @@ def run(
 
 @pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "32-true", why="seconds of compilation"))
 @pytest.mark.parametrize("net", first([Stack, Text], Stack, why="seconds of compilation"))
-@pytest.mark.parametrize("way", first(WAYS, each_layer, why="seconds of compilation"), ids=lambda way: way.__name__)
+@pytest.mark.parametrize(
+    "way", first(WAYS, each_layer, second=(inner_module,), why="seconds of compilation"), ids=lambda way: way.__name__
+)
 def test_results_are_those_of_plain_lightning(way: Any, net: Any, precision: Any) -> None:
     def results(strategy: Any) -> Any:
         return run(lambda: Module(net()), vectors(), way, "aot_eager", strategy, precision=precision)
@@ -96,6 +98,7 @@ def test_a_language_model() -> None:
     assert_equal(results(superpipeline(k=1)), results("auto"), "llama")
 
 
+@pytest.mark.rest("half a minute of compilation")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler for the CPU")
 def test_with_inductor() -> None:
     def results(strategy: Any) -> Any:

@@ -35,6 +35,7 @@ from tests.support.models import (
 )
 from tests.support.runs import Batches, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 from tests.support.starts import start
+from tests.support.tiers import some
 
 Make = Callable[[], pl.LightningModule]
 
@@ -538,7 +539,7 @@ print((resident("VmHWM") - before) / 2**24, (peak - anonymous) / 2**24)  # ru_ma
 
 
 @pytest.mark.rest("subprocesses that import torch and fill memory")
-@pytest.mark.parametrize("how", ["weights", "checkpoint", "cpu"])
+@pytest.mark.parametrize("how", some(["weights", "checkpoint", "cpu"], "weights", why="the same store"))
 def test_set_up_takes_the_store_and_a_few_layers(how: str, tmp_path: Path) -> None:
     """24 layers of 16 MiB, and on this host the two slots. Without a file a module on the CPU takes no more."""
     if not Path("/proc/self/status").exists():

@@ -16,6 +16,8 @@ import pytest
 import torch
 import yaml
 
+from tests.support.tiers import some
+
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
@@ -110,14 +112,8 @@ def assert_files_are_one_runs(folder: Path, steps: int) -> dict[str, Any]:
     return file
 
 
-@pytest.mark.rest("processes that import torch; test_ranks starts its own in the first tier")
-@pytest.mark.parametrize(
-    "package",
-    [
-        "lightning.pytorch",
-        pytest.param("pytorch_lightning", marks=pytest.mark.long("the other package takes the same way")),
-    ],
-)
+@pytest.mark.long("processes that import torch, twice; the next test starts a script in the second tier")
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_a_script_starts_its_own_processes(package: str, tmp_path: Path) -> None:
     """As Lightning does it: the script runs again for each further device. A file of two ranks resumes on two."""
     write_script(tmp_path, package)
@@ -161,7 +157,7 @@ def test_torchrun_starts_the_processes(tmp_path: Path) -> None:
         pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.long("torchrun ends its processes by itself")),
     ],
 )
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", some([0, 1], 1, why="test_ranks_faults has both"))
 def test_an_error_ends_all_processes(who: int, command: tuple[str, ...], tmp_path: Path) -> None:
     """The exit status says so, and the log has the error of the rank that it happened on. In the first batch a
     rank waits for the others to share memory for gradients; its backward, which fails, once raised another error in passing.
@@ -188,7 +184,7 @@ def test_torchrun_with_another_number_of_processes_is_refused(tmp_path: Path) ->
     assert "does not match the world size (2)" in printed
 
 
-@pytest.mark.rest("processes that import torch and the command line")
+@pytest.mark.long("processes that import torch and the command line; test_recipes has a config of ours")
 def test_a_config_of_the_command_line(tmp_path: Path) -> None:
     """``devices: 2`` in a config, with the strategy by its name."""
     demos = "lightning.pytorch.demos.boring_classes"
