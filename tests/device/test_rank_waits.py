@@ -62,12 +62,8 @@ def accumulate(simulate: bool, omit: str | None = None) -> tuple[dict[str, Any],
     return outcome, {wait.name for wait in made[0].waits}
 
 
-@pytest.mark.rest("each starts four processes; the first tier has the equality that these waits give")
-@pytest.mark.parametrize(
-    "wait",
-    some(ON_THE_DEVICE, Wait.DRAIN_AFTER_REDUCE, why="one shows that races are seen"),
-    ids=lambda wait: wait.name,
-)
+@pytest.mark.long("each starts four processes; the first tier has the equality that these waits give")
+@pytest.mark.parametrize("wait", ON_THE_DEVICE, ids=lambda wait: wait.name)
 def test_every_wait_between_devices_is_needed(wait: Wait) -> None:
     plain = in_ranks(RANKS, accumulate, False)
     ours = in_ranks(RANKS, accumulate, True)

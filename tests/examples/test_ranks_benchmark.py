@@ -14,7 +14,7 @@ from examples.benchmarks import ranks, report, rows
 from tests.support.made_up_rows import cells
 
 
-@pytest.mark.rest("processes that measure for seconds")
+@pytest.mark.long("processes that measure for seconds")
 def test_ways_do_the_same_and_are_measured(tmp_path: Path) -> None:
     small = ["--ranks", "1", "2", "--steps", "2", "--width", "32", "--layers", "2", "--tokens", "8"]
     command = [sys.executable, "-m", ranks.__name__, *small, "--out", str(tmp_path / "rows.jsonl")]

@@ -336,7 +336,7 @@ def test_two_devices_train_as_typed(start: list[str], tmp_path: Path) -> None:
     assert checkpoint["global_step"] == 4
 
 
-@pytest.mark.rest("two processes that import torch")
+@pytest.mark.long("two processes that import torch; test_ranks_launch has torchrun in the second tier")
 def test_a_config_of_two_devices_trains(tmp_path: Path) -> None:
     configs = [word for name in ("fit_llm", "two_devices") for word in ("--config", str(CONFIGS / f"{name}.yaml"))]
     ran = subprocess.run(

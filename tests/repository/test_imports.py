@@ -49,7 +49,7 @@ def test_a_trainer_finds_the_name_and_its_logger_all_messages(trainers: str, tol
     assert said_by(FITS.format(trainers=trainers))[-3:] == told
 
 
-@pytest.mark.rest("a subprocess that imports torch")
+@pytest.mark.long("a subprocess that imports torch, for an order that is rare")
 def test_who_imports_pytorch_lightning_later_registers_by_hand() -> None:
     names = "; print(StrategyRegistry.available_strategies().count('superpipeline'))"
     code = "import sp_lightning; from pytorch_lightning.strategies import StrategyRegistry" + names

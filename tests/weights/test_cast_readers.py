@@ -323,6 +323,9 @@ BLOCKS = [
 ]  # fmt: skip
 
 
+NETS = [
+    Twice, Convolutions, DecidingStack, Readers, Tied, Across, WritesBetweenCalls, LooksElsewhere, *map(of_blocks, BLOCKS)
+]  # fmt: skip
 FIRST = {"Tied", "WritesBetweenCalls", "ReadsInside", "Block"}
 
 
@@ -330,18 +333,9 @@ FIRST = {"Tied", "WritesBetweenCalls", "ReadsInside", "Block"}
 @pytest.mark.parametrize(
     "net",
     first(
-        [
-            Twice,
-            Convolutions,
-            DecidingStack,
-            Readers,
-            Tied,
-            Across,
-            WritesBetweenCalls,
-            LooksElsewhere,
-            *map(of_blocks, BLOCKS),
-        ],
+        NETS,
         if_=lambda net: net.__name__ in FIRST,
+        second=NETS[::2],
         why="other ways to come by a weight",
     ),
     ids=lambda net: net.__name__,
