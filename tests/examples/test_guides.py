@@ -92,10 +92,6 @@ def commands() -> list[Any]:
             for shown in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
                 command, *output = shown.strip().splitlines()
                 marks = () if page == PAGES[0] else pytest.mark.long("the second tier has README's commands")
-                    ()
-                    if page.name == "README.md" and page.parent == ROOT
-                    else pytest.mark.long("README's commands are in the second tier")
-                )
                 found.append(pytest.param(command, output, id=f"{named(page)}: {command[:60]}", marks=marks))
     return found
 
