@@ -9,8 +9,11 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from itertools import cycle
 from multiprocessing.connection import Connection, wait
+from random import Random
 from time import monotonic
 from typing import Any
 
@@ -125,11 +128,21 @@ class Started:
                 process.join()
 
 
+_PORTS = cycle(Random(os.getpid()).sample(range(15_000, 32_000), 1_000))
+
+
+def free_port() -> int:
+    """A port that nobody is likely to take meanwhile: the system gives those from 32,768 on to clients."""
+    for port in _PORTS:
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("a cycle has no end")
+
+
 def start(number: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Started:
     """Starts the processes of :func:`in_ranks`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     processes, ends, orders = [], [], []
     for rank in range(number):
         here, there = _context().Pipe(duplex=False)

@@ -6,7 +6,6 @@ import errno
 import mmap
 import os
 import re
-import socket
 from datetime import timedelta
 from time import monotonic
 from typing import Any
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device import ranks
 from tests.support.models import Module, Stack, vectors
-from tests.support.ranks import RanksFailed, in_ranks, rank, start
+from tests.support.ranks import RanksFailed, free_port, in_ranks, rank, start
 from tests.support.runs import fit, loader, trainer_for
 from tests.support.tiers import first
 
@@ -178,10 +177,7 @@ def test_memory_that_cannot_be_shared(what: str, tmp_path: Any) -> None:
 
 @pytest.mark.rest("waits for a process in vain")
 def test_a_process_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": "0", "NODE_RANK": "0"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_RANK": "0", "NODE_RANK": "0"}
     for name, value in where.items():
         monkeypatch.setenv(name, value)
     trainer = trainer_for(SuperpipelineStrategy(k=1), devices=2)
