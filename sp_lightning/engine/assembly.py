@@ -119,8 +119,11 @@ def stand_ins_for_wrapped(found: Found, layers: Sequence[StreamedLayer]) -> dict
     return made
 
 
-def _bring(members: Sequence[tuple[ParameterGroup, int]]) -> list[Tensor]:
+def _bring(members: Sequence[tuple[ParameterGroup, int]], use: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Returns the parts of a wrapped parameter on the device. Whoever holds them holds their slots."""
+    experts = members[0][0].experts
+    if experts is not None and experts.may_compute_with_wrapped(use, args, kwargs):
+        return [group.alias(index) for group, index in members]
     with members[0][0].doors.on_demand([group.all[index] for group, index in members]):
         return [group.alias(index) for group, index in members]
 

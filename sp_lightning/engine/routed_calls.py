@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.device.modes import never_compiled, no_dispatch_modes, no_inference_mode
@@ -58,6 +59,9 @@ class RoutedCalls:
     def _route(self, args: Sequence[Any], kwargs: dict[str, Any]) -> RoutedCall:
         experts = self._experts
         if experts.comes_whole or transforms_active() or hides_stand_ins((args, kwargs)):
+            return RoutedCall(None)
+        if is_parametrized(self._module):
+            experts.say("a parametrization computes with all of them (PEFT's adapters on stacks, target_parameters)")
             return RoutedCall(None)
         reading = how_it_reads(self._module)
         if reading is Reading.UNKNOWN:

@@ -11,7 +11,7 @@ from torch import nn
 from sp_lightning.device.torch_private import is_compiled, is_traceable_wrapper_subclass
 from sp_lightning.model.blocks import has_blocks
 from sp_lightning.model.found import Layer, join_names, tensor_bytes
-from sp_lightning.model.stacks import stacked_rows
+from sp_lightning.model.stacks import stacks_in
 from sp_lightning.model.units import Unit
 
 # A list of fewer bare modules has no two groups.
@@ -55,7 +55,7 @@ def _notes_on_units(units: Sequence[Unit]) -> list[str]:
         join_names(name, key) if key else name
         for name, module in modules
         for key, child in module.named_modules()
-        if stacked_rows(child)
+        if stacks_in(child)
     )
     whole = [full for full in inside if full not in apart]
     if whole:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device.torch_private import is_traceable_wrapper_subclass
+from sp_lightning.model.wrapped import parts
 
 # One parameter of each expert is a matrix, so that of a stack has so many dimensions.
 _DIMENSIONS = 3
@@ -28,16 +28,16 @@ _INTERFACE = "transformers.integrations.moe"
 
 
 def stacked_rows(module: nn.Module) -> int:
-    """How many experts a module holds in stacks; 0 if it holds none.
+    """How many experts a module holds in stacks that lie expert by expert; 0 if it holds none."""
+    stacks = stacks_in(module)
+    return len(stacks[0]) if stacks and all(map(_lies_by_rows, stacks)) else 0
 
-    Its stacks are its own parameters of three dimensions, which begin with the number of experts, and lie expert by expert.
-    """
-    stacks = [p for p in module._parameters.values() if p is not None and p.dim() == _DIMENSIONS]
-    counts = {len(stack) for stack in stacks}
-    if len(counts) != 1 or not all(map(_lies_by_rows, stacks)) or not _takes_indices(module):
-        return 0
-    (count,) = counts
-    return count if count > 1 else 0
+
+def stacks_in(module: nn.Module) -> list[Tensor]:
+    """A module's stacks of experts: its own parameters of three dimensions, which begin with the number of experts."""
+    stacks: list[Tensor] = [p for p in module._parameters.values() if p is not None and p.dim() == _DIMENSIONS]
+    one_count = len({len(stack) for stack in stacks}) == 1 and len(stacks[0]) > 1
+    return stacks if one_count and _takes_indices(module) else []
 
 
 def is_stack(tensor: Tensor | None, count: int) -> bool:
@@ -56,14 +56,14 @@ def routed_share(module: nn.Module, args: Sequence[Any]) -> float:
 
 
 def _lies_by_rows(stack: Tensor) -> bool:
-    """Whether a stack is a plain tensor in which each expert's elements lie together."""
-    if is_traceable_wrapper_subclass(stack) or not stack.numel():
-        return False
+    """Whether each expert's elements lie together in a stack; if it is wrapped, in each of the tensors that it consists of."""
+    return all(is_stack(part, len(stack)) and _are_together(part) for _, part in parts("", stack))
+
+
+def _are_together(stack: Tensor) -> bool:
     row = stack.numel() // len(stack)
-    return (
-        stack.stride(0) == row
-        and sum((n - 1) * s for n, s in zip(stack.shape[1:], stack.stride()[1:], strict=True)) == row - 1
-    )
+    extent = sum((n - 1) * s for n, s in zip(stack.shape[1:], stack.stride()[1:], strict=True)) + 1
+    return stack.stride(0) == row == extent
 
 
 def _takes_indices(module: nn.Module) -> bool:

@@ -50,7 +50,7 @@ class StandInForWrapped:
 
     host: Any
     """The user's parameter."""
-    _bring: Callable[[], Sequence[Tensor]]
+    _bring: Callable[..., Sequence[Tensor]]
     _expose: Callable[[], None]
 
     def __getattr__(self, name: str) -> Any:
@@ -59,10 +59,15 @@ class StandInForWrapped:
             raise AttributeError(name)
         return getattr(self.host, name)
 
-    def whole(self) -> Any:
-        """The parameter on the device. As long as somebody holds it, the slot's memory is held."""
+    def whole(self, use: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The parameter on the device, or as much of it as a use needs. While somebody holds it, the slot's memory is held.
+
+        Args:
+            use: the function that is given it, or the name of the attribute that is read.
+            args, kwargs: what else the function is given.
+        """
         with no_dispatch_modes(), no_inference_mode(), _Untouched():
-            return rebuild(self.host, iter(self._bring()))
+            return rebuild(self.host, iter(self._bring(use, args, kwargs or {})))
 
     @classmethod
     @never_compiled  # the engine is no part of a graph
@@ -85,13 +90,16 @@ def _with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     wholes: list[tuple[StandInForWrapped, Any, int]] = []
 
     def whole(each: StandInForWrapped) -> Any:
-        made = each.whole()
+        made = each.whole(func, *given)
         wholes.append((each, made, made._version))
         return made
 
-    args, kwargs = tree_map_only(StandInForWrapped, whole, (args, kwargs or {}))
+    given = (args, kwargs or {})
+    args, kwargs = tree_map_only(StandInForWrapped, whole, given)
     result = func(*args, **kwargs)
     writes = writes_arguments(func)
+    if func is Tensor.__getitem__ and (row := _row(args[0], args[1], result)) is not None:
+        return row
     hands_on = any(is_traceable_wrapper_subclass(each) for each in tree_leaves(result))
     for each, made, version in wholes:
         if writes or hands_on or made._version != version:
@@ -99,15 +107,35 @@ def _with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
+def _row(whole: Any, index: Any, taken: Any) -> Any:
+    """A row that was taken of a wrapped tensor, made such that writes to it show in the whole's versions.
+
+    Its class has taken it below autograd, where views have versions of their own.
+
+    Returns:
+        The row; None if this is no row, or not made of the whole's memory.
+    """
+    wholes, own = ([part for _, part in parts("", each)] for each in (whole, taken))
+    by_rows = len(wholes) == len(own) and all(part.shape[:1] == whole.shape[:1] for part in wholes)
+    if not is_traceable_wrapper_subclass(taken) or taken.shape != whole.shape[1:] or not by_rows:
+        return None
+    rows = [part[index] for part in wholes]
+    same = all(
+        (row.data_ptr(), row.dtype, row.shape, row.stride()) == (part.data_ptr(), part.dtype, part.shape, part.stride())
+        for row, part in zip(rows, own, strict=True)
+    )
+    return rebuild(taken, iter(rows)) if same else None
+
+
 def stand_in(
-    host: Any, away: Iterator[Tensor], bring: Callable[[], Sequence[Tensor]], expose: Callable[[], None]
+    host: Any, away: Iterator[Tensor], bring: Callable[..., Sequence[Tensor]], expose: Callable[[], None]
 ) -> Any:
     """A stand-in for a wrapped parameter.
 
     Args:
         host: the user's parameter.
         away: tensors on the device with the shapes and dtypes of its plain tensors. They are never read.
-        bring: returns its plain tensors on the device, on leased memory.
+        bring: returns its plain tensors on the device, on leased memory. It is given what :meth:`StandInForWrapped.whole` is.
         expose: is called when the plain tensors are written, or may be, and no version will show that.
     """
     with no_inference_mode(), _Untouched():
@@ -133,7 +161,7 @@ def _class_for(theirs: Any, attributes: tuple[str, ...]) -> type:
 
         def read(self: Any) -> Any:
             self._expose()  # the caller may write it through .data
-            return getattr(self.whole(), attribute)
+            return getattr(self.whole(attribute), attribute)
 
         return property(read, refuse)
 

@@ -36,7 +36,7 @@ def note_trained(module: nn.Module) -> None:
     """Notes that training begins or goes on: whatever is not frozen now will have other values."""
     for parameter in module.parameters():
         if parameter.requires_grad:
-            _acquired[parameter] = True
+            _acquired[_remembered(parameter)] = True
 
 
 def note_loaded(module: nn.Module, state: Mapping[str, Any], restored: Collection[str] = ()) -> None:
@@ -50,7 +50,7 @@ def note_loaded(module: nn.Module, state: Mapping[str, Any], restored: Collectio
     for name, parameter in _named(module):
         loaded = state.get(name)
         if isinstance(loaded, Tensor) and (name in restored or not _same(loaded, parameter)):
-            _acquired[parameter] = True
+            _acquired[_remembered(parameter)] = True
 
 
 class FrozenWeights:
@@ -62,11 +62,12 @@ class FrozenWeights:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        parameters = dict(_named(module))
-        self._digests = {name: _first.setdefault(parameters[name], now) for name, now in self._now().items()}
+        remembered = {name: _remembered(parameter) for name, parameter in _named(module)}
+        self._digests = {name: _first.setdefault(remembered[name], now) for name, now in self._now().items()}
 
     def _now(self) -> dict[str, str]:
-        frozen = {name: p for name, p in _named(self._module) if not p.requires_grad and p not in _acquired}
+        named = _named(self._module)
+        frozen = {name: p for name, p in named if not p.requires_grad and _remembered(p) not in _acquired}
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             return dict(zip(frozen, threads.map(digest, frozen.values()), strict=True))
 
@@ -119,6 +120,15 @@ def _filled(module: nn.Module, state: Mapping[str, Any], left_out: LeftOut, *, c
             "pretrained weights before trainer.fit (validate, test, predict), in a new module if this one has been trained since."
         )
     return filled
+
+
+def _remembered(parameter: Tensor) -> Tensor:
+    """The tensor that stands for a parameter in what is remembered of it: of a wrapped one the first that it consists of.
+
+    torch 2.15 cannot move a module to another device while a wrapped parameter of it is weakly referenced.
+    """
+    first: Tensor = next(parts("", parameter))[1]
+    return first
 
 
 def _same(loaded: Tensor, parameter: Tensor) -> bool:

@@ -57,7 +57,7 @@ class ExpertRows:
 
     Args:
         layer: the layer, whose stacks hold ``layer.planned.rows`` experts.
-        say: told why experts of the layer come whole, once.
+        say: told why all experts of the layer come, which users are told once for each reason.
 
     Attributes:
         needed: the rows that the present use of the layer may read.
@@ -80,7 +80,7 @@ class ExpertRows:
         self.cache: ExpertCache | None = None
         self._kept: frozenset[int] = NOTHING  # the rows of the last fetch that the cache has
         self._sent: list[int] = []  # the rows of it that are sent, and that the cache is to have
-        self._say = say
+        self.say = say
         self._calls: dict[int, list[RoutedCall]] = {}  # by thread, those that are running
         self._last: Rows = NOTHING  # of the latest call
         self._training = False
@@ -205,13 +205,8 @@ class ExpertRows:
             What the function returns; NotImplemented if the whole layer has to come for it.
         """
         call, parameter = self._call(), args[at]
-        group = parameter._of
         foreign = any(kind not in (Tensor, nn.Parameter) and not issubclass(kind, DeviceParameter) for kind in types)
-        if call is None or group.shared or foreign or not group.attached:
-            return NotImplemented
-        whole = self.present is None
-        if not whole and not self._reads_rows(call, func, args, kwargs):
-            self.fall_back(f"it computes {getattr(func, '__name__', func)} with all of them")
+        if call is None or foreign or not self._may_compute(call, func, args, kwargs):
             return NotImplemented
         with Untouched():
             output = func(*args, **kwargs)
@@ -221,6 +216,21 @@ class ExpertRows:
             else:
                 self._read_whole = True
         return output
+
+    def may_compute_with_wrapped(self, use: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether a wrapped stack may be used now (see ``StandInForWrapped.whole``): all that is read of it is in the slot."""
+        call = self._call()
+        # Of the tensors inside, their class may read what it likes, except where rows are taken by their numbers.
+        return call is not None and self._may_compute(RoutedCall(call.rows), use, args, kwargs)
+
+    def _may_compute(self, call: RoutedCall, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        group = self.layer.parameters
+        if group.shared or not group.attached:
+            return False
+        if self.present is None or self._reads_rows(call, func, args, kwargs):
+            return True
+        self.fall_back(f"it computes with all of them ({getattr(func, '__name__', func)})")
+        return False
 
     def _reads_rows(self, call: RoutedCall, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether a function reads no rows of a stack but those of a call, all of which are there."""
@@ -237,7 +247,7 @@ class ExpertRows:
         """From now on all experts of the layer come with each call. Users are told once."""
         if not self.comes_whole:
             self.comes_whole = why
-            self._say(why)
+            self.say(why)
 
     def saved_rows(self, index: int | None, tensor: Tensor, offset: int) -> Rows:
         """The rows that a saved tensor needs in backward.

@@ -135,7 +135,7 @@ class AllKept(Router):
     [
         (OutOfRange, "indices from -1 to"),
         (Unseen, "nobody knows how its forward reads them"),
-        (stacked.Dense, "it computes einsum with all of them"),
+        (stacked.Dense, "it computes with all of them (einsum)"),
         (AllKept, ""),
     ],
 )
@@ -235,8 +235,10 @@ def test_gradients_of_whole_layers_and_of_rows_are_added_up() -> None:
 
 
 @pytest.mark.parametrize("stacks", [False, True])
-def test_adapters_on_frozen_experts(stacks: bool) -> None:
+def test_adapters_on_frozen_experts(stacks: bool, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those on the stacks themselves are added to all experts, so all come; beside them experts come by rows."""
+    monkeypatch.setattr(messages, "_SAID", set())
+    caplog.set_level("INFO", "lightning.pytorch")
     targets = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]} if stacks else {}
 
     def make() -> Any:
@@ -248,5 +250,23 @@ def test_adapters_on_frozen_experts(stacks: bool) -> None:
     with poisoned():
         ours = fit(make, stacked.tokens(), strategy)
     assert_same(ours, fit(make, stacked.tokens()))
-    whole = 3 * 2 * strategy.plan.stack_bytes
-    assert strategy.stats().expert_bytes < whole or stacks
+    forwards = 3 * strategy.plan.stack_bytes  # backward needs no stack that adapters were added to
+    assert stacks == (strategy.stats().expert_bytes == forwards)
+    said = [record.message for record in caplog.records if "target_parameters" in record.message]
+    assert len(said) == 2 * stacks, "once for each layer"
+
+
+def test_merged_adapters_on_experts_need_no_others() -> None:
+    def make() -> Any:
+        module = stacked.transformer("qwen3")
+        targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        config = peft.LoraConfig(r=2, target_modules=[], target_parameters=targets, init_lora_weights=False)
+        module.net = peft.get_peft_model(module.net, config)
+        module.net.merge_adapter()
+        return module
+
+    strategy = superpipeline(k=1)
+    with poisoned():
+        ours = predictions(make, strategy)
+    assert_equal(ours, predictions(make), "predictions")
+    assert strategy.stats().expert_bytes < 3 * strategy.plan.stack_bytes

@@ -1,0 +1,157 @@
+"""Stacked experts whose parameters are quantised: rows of the tensors inside come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchao.quantization import FqnToConfig, Int8WeightOnlyConfig, PerTensor, quantize_
+
+from sp_lightning.model.find import find_layers
+from sp_lightning.plan.plan import make_plan
+from tests.support import stacked
+from tests.support.poison import poisoned
+from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
+from tests.support.stacked import EXPERTS
+
+# torchao 0.18 quantises stacks to int8 alone, and those can be read expert by expert, as "eager" does.
+STACKS = r"re:.*experts\.(gate_up|down)_proj"
+
+
+def quantised(dtype: torch.dtype = torch.float32, **options: Any) -> stacked.Transformer:
+    module = stacked.transformer("qwen3", "eager")
+    quantize_(module.net.to(dtype), FqnToConfig({STACKS: Int8WeightOnlyConfig(**options)}), filter_fn=None)
+    module.net.requires_grad_(False)
+    return module
+
+
+def adapted(dtype: torch.dtype = torch.float32) -> stacked.Transformer:
+    module = quantised(dtype)
+    module.net = peft.get_peft_model(module.net, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    return module
+
+
+def whole_bytes(strategy: Any, times: int) -> int:
+    return times * sum(layer.nbytes for layer in strategy.plan.layers if layer.rows)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_adapters_train_beside_quantised_experts(precision: Any, activations: str) -> None:
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    batches, strategy = stacked.tokens(), superpipeline(k=1, activations=activations)
+    with poisoned():
+        ours = fit(lambda: adapted(dtype), batches, strategy, precision=precision)
+    assert_same(ours, fit(lambda: adapted(dtype), batches, precision=precision))
+    stacks = [layer for layer in strategy.plan.layers if layer.rows]
+    assert len(stacks) == 2
+    assert all({span.dtype for span in layer.spans} >= {torch.int8} for layer in stacks)
+    forward_and_backward = 2 * len(batches)
+    assert strategy.stats().expert_bytes < whole_bytes(strategy, forward_and_backward)
+
+
+def test_predicts_and_keeps_experts() -> None:
+    def predictions(strategy: Any) -> Any:
+        torch.manual_seed(5)
+        trainer = trainer_for(
+            strategy, inference_mode=False
+        )  # torch 2.15 takes no row of a wrapped tensor in that mode
+        return trainer.predict(quantised(), loader(stacked.tokens(6)))
+
+    least = make_plan(find_layers(quantised()), k=1, k_prime=1)
+    strategy = superpipeline(k=1, k_prime=1, memory_budget=least.peak_device_bytes + least.stack_bytes // 2)
+    by_rows = superpipeline(k=1)
+    with poisoned():
+        ours = predictions(by_rows)
+    plain = predictions("auto")
+    assert_equal(ours, plain, "predictions")
+    assert by_rows.stats().host_waits == 6 * 2, "for the indices of each batch and block; nothing is taken back"
+    assert_equal(predictions(strategy), plain, "predictions with kept experts")
+    assert strategy.stats().expert_hits
+
+
+def test_resumes_without_frozen_weights(tmp_path: Path) -> None:
+    file, batches = tmp_path / "ours.ckpt", stacked.tokens(6)
+    first = fit(adapted, batches, superpipeline(k=1, save_frozen=False))
+    first.trainer.save_checkpoint(file)
+    assert not any("experts" in name for name in torch.load(file, weights_only=False)["state_dict"])
+    ours = fit(adapted, batches, superpipeline(k=1, save_frozen=False), ckpt_path=file, max_epochs=2)
+    plain = fit(adapted, batches, max_epochs=2)
+    assert_equal(ours.state, plain.state, "state")
+    assert_equal(ours.losses, plain.losses[len(batches) :], "losses")
+
+
+class Linears(stacked.Stack):
+    """torchao multiplies by ``linear`` alone."""
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number in indices.unique().tolist():
+            rows, place = torch.where(indices == number)
+            hidden = F.linear(torch.tanh(F.linear(x[rows], self.inner[number])), self.outer[number])
+            out = out.index_add(0, rows, hidden * weights[rows, place, None])
+        return out
+
+
+class ReadsInside(Linears):
+    """Reads the tensors inside of a stack, too."""
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x, indices, weights) + self.inner.scale.sum() + self.outer.dequantize().mean()
+
+
+class Own(stacked.Router):
+    stack = Linears
+
+
+class Inside(stacked.Router):
+    stack = ReadsInside
+
+
+@pytest.mark.parametrize("block", [Own, Inside])
+def test_experts_of_a_users_own(block: type[stacked.Router]) -> None:
+    def make() -> Any:
+        module = stacked.own(block)
+        for layer in module.net.layers:
+            quantize_(layer.experts, FqnToConfig({"re:inner|outer": Int8WeightOnlyConfig()}), filter_fn=None)
+            layer.experts.requires_grad_(False)
+        return module
+
+    strategy = superpipeline(k=1)
+    with poisoned():
+        ours = fit(make, stacked.rows(), strategy)
+    assert_same(ours, fit(make, stacked.rows()))
+    assert all(layer.rows for layer in strategy.plan.layers if "experts" in layer.name)
+    assert (strategy.stats().expert_bytes >= whole_bytes(strategy, 3)) is (block is Inside)
+
+
+class Writes(stacked.Transformer):
+    """The experts are written before its forward, all of them in place and one through a row."""
+
+    def loss(self, batch: Any) -> Tensor:
+        with torch.no_grad():
+            for layer in self.net.base_model.model.model.layers:
+                layer.mlp.experts.gate_up_proj.scale.mul_(0.9)
+                layer.mlp.experts.down_proj[1].scale.mul_(0.9)
+        return super().loss(batch)
+
+
+def test_writes_are_taken_back() -> None:
+    def make() -> Writes:
+        return Writes(adapted().net)
+
+    with poisoned():
+        ours = fit(make, stacked.tokens(), superpipeline(k=1))
+    assert_same(ours, fit(make, stacked.tokens()))
+
+
+def test_what_does_not_lie_by_rows_moves_with_its_block() -> None:
+    found = find_layers(quantised(granularity=PerTensor()))
+    assert not any(layer.rows for layer in found.layers)
+    assert "experts are stacked in 2 modules that move whole" in str(make_plan(found, k=1, k_prime=1))
+    assert [layer.rows for layer in find_layers(quantised()).layers if "experts" in layer.name] == [EXPERTS] * 2
