@@ -1,4 +1,4 @@
-"""Files as the source of layers' bytes: a layer is read to staging memory when it is fetched, and the next ones before."""
+"""Files as the source of layers' bytes: they are read to staging memory when a layer is fetched, and those of the next before."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from sp_lightning.weights.slots import Slots, Staged
 
 WINDOW = 3
 """Layers that are staged at once: one that is copied to the device, and those that are read meanwhile."""
+
+
+_Two = tuple[StreamedLayer | None, StreamedLayer | None]
 
 
 @dataclass(eq=False)
@@ -49,7 +52,10 @@ class _Buffer:
 
 
 class FileSource(HostSource):
-    """The source of one device where some layers are in files. The order of the last fetches says which is read next."""
+    """The source of one device where weights of some layers are in files.
+
+    The order of the last fetches says which layer is read next: the one that came after the same two.
+    """
 
     def __init__(
         self, layers: Sequence[StreamedLayer], slots: Slots, updates: BackgroundUpdates, device: Device, *args: Any
@@ -57,8 +63,8 @@ class FileSource(HostSource):
         super().__init__(layers, slots, updates, device, *args)
         self._slots, self._device = slots, device
         self._buffers: list[_Buffer] = []
-        self._next: dict[StreamedLayer, StreamedLayer] = {}
-        self._last: StreamedLayer | None = None
+        self._next: dict[_Two, StreamedLayer] = {}
+        self._last: _Two = None, None
         self._largest = 0
         self._pin = False
         for layer in layers:
@@ -69,21 +75,18 @@ class FileSource(HostSource):
                 layer.parameters.adopted()
 
     def ready(self, layer: StreamedLayer) -> bool:
-        if not _in_file(layer):
+        if not isinstance(layer.block, FileBlock):
             return super().ready(layer)
         buffer = self._read(layer)
-        return buffer is not None and buffer.transfer is not None and buffer.transfer.done
-
-    def wait(self, layer: StreamedLayer) -> None:
-        if not _in_file(layer):
-            super().wait(layer)
+        there = buffer is not None and buffer.transfer is not None and buffer.transfer.done
+        return there and super().ready(layer)
 
     def stage(self, layer: StreamedLayer) -> Staged:
-        if not _in_file(layer):
-            return super().stage(layer)
-        if self._last is not None:
-            self._next[self._last] = layer
-        self._last = layer
+        staged = super().stage(layer)
+        if not isinstance(layer.block, FileBlock):
+            return staged
+        self._next[self._last] = layer
+        self._last = self._last[1], layer
         buffer = self._read(layer)
         if buffer is None:
             self._make_one_free()
@@ -95,16 +98,21 @@ class FileSource(HostSource):
         except OSError:
             buffer.layer = buffer.transfer = None
             raise
+        self._device.access(layer.block.weights, None, write=False)
+        self._device.access(buffer.bytes, None, write=True)
+        layer.block.complete(buffer.bytes)
+        layer.parameters.adopted()  # weights may have come to memory, with the values that they had
         buffer.staged = layer.fetches
-        self._read_ahead(layer)
+        self._read_ahead()
         return buffer.bytes[: layer.planned.nbytes], None
 
-    def _read_ahead(self, layer: StreamedLayer) -> None:
-        following: StreamedLayer | None = layer
+    def _read_ahead(self) -> None:
+        last = self._last
         for _ in range(WINDOW - 1):
-            following = None if following is None else self._next.get(following)
-            if following is None or not _in_file(following) or self._read(following) is None:
+            following = self._next.get(last)
+            if following is None or self._read(following) is None:
                 return
+            last = last[1], following
 
     def _read(self, layer: StreamedLayer) -> _Buffer | None:
         """Returns the buffer with a layer's bytes, which may be on their way; None if there is none to spare."""
@@ -140,7 +148,3 @@ class FileSource(HostSource):
         if buffer.transfer is not None:
             buffer.transfer.settle()
         buffer.layer = buffer.transfer = None
-
-
-def _in_file(layer: StreamedLayer) -> bool:
-    return isinstance(layer.block, FileBlock) and layer.block.in_file

@@ -26,7 +26,8 @@ from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import Allocate, PrivateMemory, SharedStore, pages_of
 from sp_lightning.store.file_block import FileBlock
 from sp_lightning.store.gradient_memory import Staging
-from sp_lightning.store.weight_reader import FilePlace, WeightReader
+from sp_lightning.store.mapped import FilePlace
+from sp_lightning.store.weight_reader import WeightReader
 from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.gradients import Gradients
 from sp_lightning.weights.layer import StreamedLayer
@@ -34,7 +35,15 @@ from sp_lightning.weights.reduced_gradients import ReducedGradients
 
 
 class Placement:
-    """Makes the parts that depend on the number of devices: here those of one device."""
+    """Makes the parts that depend on the number of devices: here those of one device.
+
+    Attributes:
+        remark: what a user should know of it, as a sentence.
+        bytes_in_files: of weights that are read in place.
+    """
+
+    remark = ""
+    bytes_in_files = 0
 
     def allocate(self, device: Device, plan: Plan) -> Allocate:
         """Returns what allocates the host memory of the plan's layers, in their order."""
@@ -117,18 +126,23 @@ class OnFiles(Placement):
     """The parts of one device where weights of some layers stay in the files that a user has them in.
 
     Args:
-        places: where the weights of these layers are, by the layers' names.
+        places: where the weights of these layers are, by the layers' names; None for weights that come to memory.
+        remark, nbytes: what a user should know of it, and the bytes of those weights.
     """
 
-    def __init__(self, places: Mapping[str, Sequence[FilePlace]]) -> None:
+    def __init__(self, places: Mapping[str, Sequence[FilePlace | None]], remark: str, nbytes: int) -> None:
         self._places = places
+        self.remark = remark
+        self.bytes_in_files = nbytes
         self.reader = WeightReader()
-        for place in {place.path: place for each in places.values() for place in each}.values():
+        for place in {place.path: place for each in places.values() for place in each if place is not None}.values():
             self.reader.open(place)
 
-    def block(self, layer: Layer, planned: PlannedLayer, *args: Any, **options: Any) -> HostBlock:
-        if planned.name not in self._places:
-            return super().block(layer, planned, *args, **options)
+    def block(
+        self, layer: Layer, planned: PlannedLayer, *args: Any, fetched_seldom: bool = False, **options: Any
+    ) -> HostBlock:
+        if fetched_seldom or planned.name not in self._places:  # masters have the name of their layer
+            return super().block(layer, planned, *args, fetched_seldom=fetched_seldom, **options)
         return FileBlock(layer, planned, *args, reader=self.reader, places=self._places[planned.name], **options)
 
     @property

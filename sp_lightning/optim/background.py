@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device
+from sp_lightning.device.layout import Elsewhere
 from sp_lightning.device.metadata import UNCHANGED_BY_UPDATES
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.weights.device_parameter import DeviceParameter
@@ -78,9 +79,8 @@ class BackgroundUpdates:
             self._finish(layer, Wait.READ_AFTER_UPDATE)  # the last step's update, if nobody has waited for it
             for block in blocks:
                 for parameter in block.parameters:
-                    if (
-                        type(parameter) is not Tensor
-                    ):  # a plain tensor is a part of a wrapped parameter; none is updated
+                    # None is updated of what is a plain tensor, a part of a wrapped parameter, or in a file.
+                    if type(parameter) is not Tensor and not isinstance(parameter, Elsewhere):
                         parameter.__class__ = self._class_of(type(parameter))
             self._work[layer] = self._device.later(update)
             self._then[layer] = then

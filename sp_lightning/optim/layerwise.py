@@ -266,7 +266,8 @@ class LayerwiseStep:
             self._optimizer.__class__ = _waiting(self._class, self._updates.finish)
             if self._known is None:
                 self._known = set(vars(self._optimizer)["state"])
-            self._updates.afterwards(partial(self._updated, self._known))
+            order = [p for group in self._optimizer.param_groups for p in group["params"]]
+            self._updates.afterwards(partial(self._updated, self._known, order))
         part = object.__new__(self._class)
         vars(part).update(vars(self._optimizer), param_groups=groups)
         clip, engine = self._clip, self._engine
@@ -301,17 +302,16 @@ class LayerwiseStep:
                 step()
             self._engine.after(layer, set(map(id, trained)))
 
-    def _updated(self, known: set[nn.Parameter]) -> None:
+    def _updated(self, known: set[nn.Parameter], order: Sequence[nn.Parameter]) -> None:
         """Called when all updates are done: puts new state in the order of the groups, as a whole step leaves it.
 
-        Args:
-            known: the parameters that had state before the step.
+        Args: the parameters that had state before the step; all parameters, in that order.
         """
         self._optimizer.__class__ = self._class
         state = self._optimizer.state
         if len(state) > len(known):
-            for parameter in [p for group in self._optimizer.param_groups for p in group["params"] if p in state]:
-                if parameter not in known:
+            for parameter in order:
+                if parameter in state and parameter not in known:
                     state[parameter] = state.pop(parameter)
 
 

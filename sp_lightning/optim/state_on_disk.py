@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
@@ -19,8 +20,8 @@ from sp_lightning.device.layout import Span, part, whole_pages
 from sp_lightning.device.lease import shared
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import tree_leaves
-from sp_lightning.optim.away import Away, can_go_away, memory_for, return_to, send_away
 from sp_lightning.optim.updatable import OptimizerState
+from sp_lightning.store.away import Away, can_go_away, memory_for, return_to, send_away
 from sp_lightning.store.scratch import Extent, ScratchFile, Transfer, aligned_memory
 from sp_lightning.store.staging_ring import StagingRing
 from sp_lightning.weights.layer import StreamedLayer
@@ -36,18 +37,20 @@ class _Stored:
     Attributes:
         extent: where it is.
         spans: where each tensor is in it.
+        tensors: those that are there. Users may have given them to another layer's parameters.
         buffer: memory with the same bytes, as long as they are read or written.
         transfer: of those bytes.
     """
 
     extent: Extent
     spans: tuple[Span, ...]
+    tensors: list[weakref.ref[Tensor]] = field(default_factory=list)
     buffer: Tensor | None = None
     transfer: Transfer | None = None
 
 
 class _Place:
-    """The :class:`~sp_lightning.optim.away.Home` of one layer's tensors: what has been stored for it."""
+    """The :class:`~sp_lightning.store.away.Home` of one layer's tensors: what has been stored for it."""
 
     def __init__(self, state: StateOnDisk, stored: _Stored) -> None:
         self.stored = stored
@@ -128,6 +131,7 @@ class StateOnDisk(OptimizerState):
             if stored.buffer is None:
                 stored.buffer = self._take(stored.extent.nbytes)
             place = _Place(self, stored)
+            stored.tensors = [weakref.ref(tensor) for tensor in leaving]
             for tensor, span in zip(leaving, stored.spans, strict=True):
                 memory = part(stored.buffer, span)
                 if memory.data_ptr() != tensor.data_ptr():
@@ -163,7 +167,7 @@ class StateOnDisk(OptimizerState):
             spans.append(Span("", end, tensor.nbytes, tensor.shape, tuple(stride), tensor.dtype))
             end += whole_pages(tensor.nbytes)
         found = self._stored.get(layer)
-        if found is None or found.spans != tuple(spans):
+        if found is None or found.spans != tuple(spans) or _others(found, tensors):
             found = self._stored[layer] = _Stored(self._file.allocate(end), tuple(spans))
         elif found in self._behind:  # all of it was looked at since
             self._written(found)
@@ -255,6 +259,7 @@ class StateOnDisk(OptimizerState):
         """Gives tensors that somebody looks at memory of their own, until their next update or until others need the room."""
         self._finish()
         with self._lock, no_dispatch_modes(), torch.no_grad():
+            tensors = [tensor for tensor in tensors if type(tensor) is Away]  # another thread may have been first
             self._make_room(sum(tensor.span.nbytes for tensor in tensors))
             for tensor in tensors:
                 stored, span = _stored(tensor), tensor.span
@@ -309,6 +314,13 @@ def _tensors(optimizer: Any) -> list[Tensor]:
 def _stored(tensor: Away) -> _Stored:
     assert isinstance(tensor.home, _Place)
     return tensor.home.stored
+
+
+def _others(stored: _Stored, tensors: Sequence[Tensor]) -> bool:
+    """Whether others than these tensors are there, which a write would overwrite."""
+    own = set(map(id, tensors))
+    there = [tensor for each in stored.tensors if (tensor := each()) is not None and id(tensor) not in own]
+    return any(type(tensor) is Away and _stored(tensor) is stored for tensor in there)
 
 
 def _places(tensors: Iterable[Any]) -> list[_Stored]:

@@ -41,7 +41,7 @@ class Ledger:
 
     Attributes:
         parameters: how many numbers the weights are, frozen ones included.
-        weights: bytes of all parameters, and of the casts that travel in place of some.
+        weights: bytes of all parameters, and of the casts that travel in place of some, but of those that are read in place.
         gradients: bytes of ``param.grad``, and of memory for gradients that are added to others.
         state: bytes of the optimizers' tensors; None if they are not known before the first step.
         passes: what one step of a fused optimizer, with all its micro-batches, reads and writes at most. Other optimizers

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from sp_lightning.device.device import Device
@@ -79,6 +81,38 @@ class PrivateMemory:
     def unpin(self) -> None:
         self._memory.unpin()
         self.pinned = False
+
+
+class SparseMemory:
+    """The :class:`BlockMemory` of a block most of whose weights are elsewhere: pages that nobody writes take no memory.
+
+    Args:
+        nbytes: how much.
+    """
+
+    pinned = False
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self.anew()
+
+    def anew(self) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        pages = mmap.mmap(-1, whole_pages(self._nbytes), flags=flags)
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+        self.common = torch.frombuffer(pages, dtype=torch.uint8)[: self._nbytes]
+        self.first: Tensor | None = self.common
+
+    @property
+    def seen(self) -> Tensor:
+        return self.common
+
+    @property
+    def fetched(self) -> Tensor:
+        return self.common
+
+    def unpin(self) -> None:
+        """Nothing is page-locked."""
 
 
 class SharedStore:

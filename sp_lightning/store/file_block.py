@@ -1,43 +1,47 @@
-"""A layer's weights in the file that a user has them in, until somebody but the device reads or writes them."""
+"""A layer of which some weights are in the files that a user has them in, until somebody but the device reads or writes them."""
 
 from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import Elsewhere, Span, view
+from sp_lightning.device.layout import Elsewhere, Span, addresses, view
 from sp_lightning.device.lease import lend
 from sp_lightning.device.metadata import METADATA
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import copies_shallowly, tree_leaves
 from sp_lightning.model.found import Layer
 from sp_lightning.plan.plan import PlannedLayer
+from sp_lightning.store.away import Away, return_to, send_away
 from sp_lightning.store.block import HostBlock
-from sp_lightning.store.block_memory import Allocate, BlockMemory
+from sp_lightning.store.block_memory import Allocate, BlockMemory, SparseMemory
 from sp_lightning.store.gradient_memory import Staging
-from sp_lightning.store.scratch import Transfer
-from sp_lightning.store.weight_reader import FilePlace, WeightReader
-
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+from sp_lightning.store.mapped import FilePlace
+from sp_lightning.store.scratch import Transfer, aligned_memory
+from sp_lightning.store.weight_reader import WeightReader
 
 
 class FileBlock(HostBlock):
-    """A block without memory: a fetch reads the file. Whoever else asks for a weight brings the block to memory, for good.
+    """A block with memory for some weights and for casts. A fetch reads the others from files, and copies these.
+
+    Whoever else asks for a weight that is in a file brings it to memory, for good.
 
     Args:
-        layer, planned, device, staging, allocate, pin, fetched_seldom: as for a :class:`~sp_lightning.store.block.HostBlock`.
+        layer, planned, device, staging, allocate, pin: as for a :class:`~sp_lightning.store.block.HostBlock`.
         reader: reads files, which it has open.
-        places: where each parameter is.
+        places: where each parameter is; None for those that come to memory.
 
     Attributes:
-        in_file: whether the weights are nowhere but in the file.
+        in_file: indices of the parameters that are nowhere but in a file.
         pin: whether memory that fetches read is page-locked.
     """
 
@@ -50,136 +54,226 @@ class FileBlock(HostBlock):
         allocate: Allocate,
         *,
         reader: WeightReader,
-        places: Sequence[FilePlace],
+        places: Sequence[FilePlace | None],
         pin: bool,
-        fetched_seldom: bool = False,
     ) -> None:
         self.places = places
+        self.in_file = {index for index, place in enumerate(places) if place is not None}
+        self.homes = {index: InTheFile(self, index) for index in self.in_file}
         self.pin = pin
-        self.in_file = True
         self._reader = reader
         self._lock = threading.Lock()
-        super().__init__(layer, planned, device, staging, allocate, pin=pin, fetched_seldom=fetched_seldom)
+        super().__init__(layer, planned, device, staging, allocate, pin=pin)
 
     def _begin(self, allocate: Callable[[], BlockMemory]) -> None:
-        self._allocate = allocate  # once somebody asks for a weight
-        for parameter in self.parameters:
-            if type(parameter) is InFile:  # it was left by an earlier run
-                _make_ordinary(parameter)
-        self.addresses = self._now()
+        for index in self.in_file:
+            if type(self.parameters[index]) is InFile:  # it was left by an earlier run
+                _make_ordinary(self.parameters[index])
+        super()._begin(lambda: SparseMemory(self.planned.nbytes))
+
+    def _take(self, index: int, into: Tensor | None) -> None:
+        if index not in self.in_file:
+            super()._take(index, into)
 
     def leave(self) -> None:
-        """Takes the parameters' memory, which is that of the mapped file. They are stand-ins from now on."""
-        for index, parameter in enumerate(self.parameters):
-            span = self.planned.spans[index]
+        """Takes their memory from the parameters that are in files: that of the mapped file. They are stand-ins from now on."""
+        for index in self.in_file:
+            parameter, span = self.parameters[index], self.planned.spans[index]
             with no_inference_mode(), torch.DisableTorchFunctionSubclass():
                 nothing = torch.nan if span.dtype.is_floating_point or span.dtype.is_complex else 0
                 parameter.data = torch.full((), nothing, dtype=span.dtype).expand(span.shape)
             parameter.__class__ = InFile
-            vars(parameter).update(_block=self, _index=index)
+            vars(parameter).update(_home=self.homes[index])
         self.addresses = self._now()
 
     def read(self, memory: Tensor) -> Transfer:
-        """Begins to read all weights to memory of the block's size, each to its place."""
-        targets = [memory[span.offset : span.offset + span.nbytes] for span in self.planned.spans]
-        return self._reader.read(self.places, targets)
+        """Begins to read what is in files to memory of the block's size, each weight to its place."""
+        indices = sorted(self.in_file)
+        targets = [_of(memory, self.planned.spans[index]) for index in indices]
+        return self._reader.read([place for i in indices if (place := self.places[i]) is not None], targets)
 
-    def bring(self) -> None:
-        """Brings the weights to memory, because somebody reads or writes them. From then on this is a block as others are.
+    def complete(self, memory: Tensor) -> None:
+        """Copies what is in the block's own memory to such memory, which has been read to."""
+        for index, span in enumerate((*self.planned.spans, *self.planned.casts)):
+            if index not in self.in_file:
+                _of(memory, span).copy_(_of(self.weights, span))
+
+    def contents(self, index: int) -> Tensor:
+        """Returns the bytes of a weight that is in a file, flat ``uint8``, in memory of its own.
+
+        Raises:
+            OSError: the file cannot be read, or was changed.
+        """
+        place, nbytes = self.places[index], self.planned.spans[index].nbytes
+        assert place is not None
+        with no_dispatch_modes(), no_inference_mode():
+            memory = aligned_memory(nbytes)[:nbytes]
+            self._reader.read([place], [memory]).wait()
+        return memory
+
+    def bring(self, index: int) -> None:
+        """Brings a weight to memory, because somebody reads or writes it. From then on it is as in other blocks.
 
         Raises:
             OSError: the file cannot be read, or was changed.
         """
         with self._lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
-            if not self.in_file:
+            if index not in self.in_file:
                 return
-            memory = self._allocate()
-            self.read(memory.fetched).wait()
-            self.memory = memory
-            for index, span in enumerate(self.planned.spans):
-                target = view(lend(memory.seen[span.offset : span.offset + span.nbytes]), self._alone[index])
-                self._lent[index] = StorageWeakRef(target.untyped_storage())
-                parameter = self.parameters[index]
-                with torch.DisableTorchFunctionSubclass():
-                    parameter.data = target
-                _make_ordinary(parameter)
-            self.addresses = self._now()
-            self.in_file = False
+            place, span, parameter = self.places[index], self.planned.spans[index], self.parameters[index]
+            assert place is not None
+            memory = _of(self.memory.seen, span)
+            self._reader.read([place], [memory]).wait()
+            target = view(lend(memory), self._alone[index])
+            self._lent[index] = StorageWeakRef(target.untyped_storage())
+            with torch.DisableTorchFunctionSubclass():
+                parameter.data = target
+            _make_ordinary(parameter)
+            for alias in self.homes[index].aliases:
+                return_to(alias, target)
+            [self.addresses[index]] = addresses([parameter])
+            self.in_file.discard(index)
 
     # ------------------------------------------------------------------ as a block in memory
 
     @property
-    def weights(self) -> Tensor:
-        return _NOTHING if self.in_file else super().weights
-
-    @property
     def pinned(self) -> bool:
-        return self.in_file or super().pinned
+        return True  # what fetches read is
 
     def copy_of(self, index: int) -> Tensor:
-        self.bring()
+        self.bring(index)
         return super().copy_of(index)
 
     def write(self, index: int, value: Tensor) -> bool:
-        self.bring()
+        span = self.planned.spans[index]
+        if index in self.in_file and (value.shape, value.dtype) == (span.shape, span.dtype):
+            with no_inference_mode(), torch.no_grad():
+                present = self.contents(index)
+                written = torch.empty_like(present)
+                view(written, self._alone[index]).copy_(value)
+            if torch.equal(written, present):
+                return False
+        self.bring(index)
         return super().write(index, value)
 
-    def unpin(self) -> None:
-        if not self.in_file:
-            self.memory.unpin()
-        self.gradients.unpin()
+
+class InTheFile:
+    """The :class:`~sp_lightning.store.away.Home` of what was detached from one weight that is in a file.
+
+    Attributes:
+        block, index: whose weight it is.
+    """
+
+    def __init__(self, block: FileBlock, index: int) -> None:
+        self.block = block
+        self.index = index
+        self._aliases: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+    @property
+    def span(self) -> Span:
+        """Where the weight lies in its layer's memory, if it is there; its shape, its strides, its dtype."""
+        return self.block.planned.spans[self.index]
+
+    @property
+    def place(self) -> FilePlace:
+        """Where it is."""
+        place = self.block.places[self.index]
+        assert place is not None
+        return place
+
+    def alias(self) -> Tensor:
+        """What ``parameter.detach()`` returns: it counts writes with the parameter, and is in the file, too."""
+        parameter = self.block.parameters[self.index]
+        with torch.DisableTorchFunctionSubclass():
+            alias = parameter.detach()
+        send_away(alias, self, self.span)
+        self._aliases[id(alias)] = alias
+        return alias
+
+    @property
+    def aliases(self) -> list[Away]:
+        """What was detached, is still there, and has no memory yet."""
+        return [each for each in self._aliases.values() if type(each) is Away]
+
+    def bring(self, tensors: Sequence[Away]) -> None:
+        self.block.bring(self.index)
+
+    def read(self, tensor: Away) -> Tensor:
+        return self.block.contents(self.index)
 
 
 class InFile(Elsewhere, nn.Parameter):
     """A parameter whose values are in a file. Its ``data`` is one NaN, or one zero, seen in the parameter's shape."""
 
-    _block: FileBlock
-    _index: int
+    _home: InTheFile
 
     @property
     def span(self) -> Span:  # type: ignore[override]
         """Where it lies in its layer's memory, if it is there; its shape, its strides, its dtype."""
-        return self._block.planned.spans[self._index]
+        return self._home.span
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _UNCHANGED or (func is Tensor.to and _changes_nothing(args, kwargs)):
+        if func in _UNCHANGED or _leaves_it(func, args, kwargs):
             with torch.DisableTorchFunctionSubclass():
                 return args[0] if func in _ITSELF else func(*args, **kwargs)
         if func is Tensor.stride and len(args) == 1 and not kwargs:
             return args[0].span.stride
+        if func in (Tensor.detach, torch.detach) and len(args) == 1:
+            return args[0]._home.alias()
         if func is torch.empty_like and len(args) == 1:
             span = args[0].span
             like = torch.empty_strided(span.shape, span.stride, dtype=span.dtype, device="meta")
             return torch.empty_like(like, **{"device": "cpu", **kwargs})
         if func == Tensor.data.__set__ and args[0] is args[1]:  # type: ignore[attr-defined]
             return None
+        if func is Tensor.copy_ and type(args[0]) is InFile and home_of(args[1]) is args[0]._home:
+            increment_version(args[0])
+            return args[0]
         for leaf in tree_leaves((args, kwargs)):
             if type(leaf) is InFile:
-                leaf._block.bring()
+                leaf._home.bring(())
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self._block.bring()
+        self._home.bring(())
         return copy.deepcopy(self, memo)  # its class is that of ordinary parameters again
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self._block.bring()
+        self._home.bring(())
         return self.__reduce_ex__(protocol)
 
 
 def _make_ordinary(parameter: Any) -> None:
-    for name in ("_block", "_index"):
-        del vars(parameter)[name]
     parameter.__class__ = nn.Parameter
+    del vars(parameter)["_home"]
 
 
-def place_of(parameter: nn.Parameter) -> FilePlace | None:
-    """Where a parameter is, if an earlier run has left it in its file."""
-    return parameter._block.places[parameter._index] if type(parameter) is InFile else None
+def home_of(tensor: Any) -> InTheFile | None:
+    """The place of a weight, or of what was detached from one, that is nowhere but in a file; None if it is in memory."""
+    if type(tensor) not in (InFile, Away):
+        return None
+    home = vars(tensor).get("_home") or vars(tensor).get("home")
+    return home if isinstance(home, InTheFile) else None
+
+
+def _of(memory: Tensor, span: Span) -> Tensor:
+    return memory[span.offset : span.offset + span.nbytes]
+
+
+def _leaves_it(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call leaves a parameter in its file as it is: an optimizer steps it only if it is trained, or has a gradient."""
+    if func is Tensor.requires_grad_:
+        wanted = (*args[1:], *kwargs.values(), True)[0]
+        return not wanted or args[0].requires_grad
+    if func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
+        return not args[1] or args[0].requires_grad
+    if func == Tensor.grad.__set__:  # type: ignore[union-attr]
+        return args[1] is None
+    return func is Tensor.to and _changes_nothing(args, kwargs)
 
 
 def _changes_nothing(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -194,8 +288,7 @@ def _changes_nothing(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 _ITSELF = frozenset([Tensor.to, Tensor.cpu])
 _UNCHANGED = METADATA | {
     *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad")),
-    *(getattr(Tensor, name) for name in ("requires_grad_", "cpu")),
-    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    Tensor.cpu,
     copies_shallowly,
 }
 """What can be asked of a parameter that is in a file: its data answers it, too."""

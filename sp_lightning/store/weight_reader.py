@@ -6,68 +6,20 @@ import errno
 import os
 import threading
 import weakref
-from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from sp_lightning.device.layout import PAGE, whole_pages
+from sp_lightning.store.mapped import FilePlace, identity_of
 from sp_lightning.store.scratch import Transfer, aligned_memory
 
 _PIECE = 8 * 2**20
 _THREADS = 4
 BOUNCE = _THREADS * (_PIECE + PAGE)
 """Bytes of the memory that pages pass through before their bytes are copied to where they belong."""
-
-
-@dataclass(frozen=True)
-class FilePlace:
-    """Where a weight is in a file, contiguous and in its own dtype.
-
-    Attributes:
-        path: the file.
-        offset: bytes from its beginning, aligned to nothing.
-        identity: what changes if the file is replaced or written.
-    """
-
-    path: str
-    offset: int
-    identity: tuple[int, int, int]
-
-
-class Mappings:
-    """The files that are mapped to this process's memory, as Linux lists them."""
-
-    def __init__(self) -> None:
-        self._begins: list[int] = []
-        self._mappings: list[tuple[int, int, int, str]] = []
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            fields = line.split(maxsplit=5)
-            if len(fields) == 6 and fields[4] != "0":
-                begin, end = (int(each, 16) for each in fields[0].split("-"))
-                self._begins.append(begin)
-                self._mappings.append((end, int(fields[2], 16), int(fields[4]), fields[5]))
-
-    def place(self, tensor: Tensor) -> FilePlace | None:
-        """Where the bytes of a tensor are in a file; None if it is not a mapped one."""
-        address = tensor.data_ptr()
-        index = bisect_right(self._begins, address) - 1
-        if index < 0 or not tensor.nbytes:
-            return None
-        end, offset, node, path = self._mappings[index]
-        if address + tensor.nbytes > end or not os.path.isfile(path):
-            return None
-        identity = _identity(os.stat(path))
-        # A file that was replaced since it was mapped has another node: these values are in no file any more.
-        return FilePlace(path, offset + address - self._begins[index], identity) if identity[0] == node else None
-
-
-def _identity(status: os.stat_result) -> tuple[int, int, int]:
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class WeightReader:
@@ -146,7 +98,7 @@ class _File:
         Raises:
             OSError: its size or the time of its last change is another one.
         """
-        if _identity(os.fstat(self._descriptor)) != self._identity:
+        if identity_of(os.fstat(self._descriptor)) != self._identity:
             raise OSError(
                 errno.ESTALE,
                 "This file of weights was changed while a run reads it. Run again, and write a new file beside it instead",

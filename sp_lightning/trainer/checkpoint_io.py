@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from sp_lightning.device.torch_private import loads_in_its_own_way, tree_map_only
 from sp_lightning.model.wrapped import parts, rebuild
-from sp_lightning.optim.away import save
+from sp_lightning.store.away import save
 from sp_lightning.trainer.compat import base_of, is_a, trainer_of, wraps_another
 
 try:

@@ -26,21 +26,13 @@ class GivenValues:
 
     Args:
         path: the file that the option ``weights`` names; None without.
-
-    Attributes:
-        stays: whether weights stay in the file as far as host memory has no room for them.
+        stay: whether weights may stay in the file as far as host memory has no room for them.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, stay: bool = False) -> None:
         self._path = path
+        self._stay = stay
         self._read = False
-        self._given: dict[int, tuple[Tensor, int, int]] = {}
-        self.stays = False
-
-    def untouched(self, parameter: Tensor) -> bool:
-        """Whether a parameter still has the memory of the file that the option ``weights`` names, and nobody has written it."""
-        given, address, version = self._given.get(id(parameter), (None, 0, 0))
-        return given is parameter and parameter.data_ptr() == address and parameter._version == version
 
     def restore(self, module: pl.LightningModule, state: Mapping[str, Any]) -> set[str]:
         """Prepares a module for a checkpoint's state, which is loaded next: torch loads nothing into the meta device.
@@ -87,13 +79,12 @@ class GivenValues:
         file = open_weights(path)
         prefix = _find_prefix(module, found, file, path)
         _refuse_shapes(module, file, prefix, path)
-        if not self.stays:
+        if not self._stay:
             _check_room(found)
         for each in found:
             name = next((name for name in each.names if _strip(name, prefix) in file.shapes), None)
             if name is not None:
                 give_values(each, file.read(_strip(name, prefix)))
-                self._given[id(each.tensor)] = each.tensor, each.tensor.data_ptr(), each.tensor._version
         empty = {id(each.tensor) for each in found}
         with torch.no_grad():
             for name, tensor in named_tensors(module):

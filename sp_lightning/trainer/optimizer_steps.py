@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -12,13 +13,13 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from sp_lightning.optim.away import leave_files
 from sp_lightning.optim.fused import FusedStep
 from sp_lightning.optim.layerwise import LayerwiseStep
 from sp_lightning.optim.separable import is_separable
 from sp_lightning.optim.state_on_disk import StateOnDisk
 from sp_lightning.plan.ledger import Ledger, make_ledger
 from sp_lightning.plan.options import Overlap
+from sp_lightning.store.away import leave_files
 from sp_lightning.trainer.compat import base_of, is_no_optimizer
 from sp_lightning.trainer.disk_tier import DiskTier
 from sp_lightning.trainer.options import Options
@@ -214,6 +215,7 @@ class OptimizerSteps:
             pieces=pieces,
             narrow=pieces and self._ranks is None and nobody_sees_gradients(trainer),
         )
+        ledger = replace(ledger, weights=ledger.weights - self._run.placement.bytes_in_files)
         return ledger if self.disk is None else self.disk.note_in(ledger)
 
     def _clips(self) -> str | None:

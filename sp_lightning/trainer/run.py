@@ -6,7 +6,7 @@ It knows no strategy and no trainer: it is given the module, the options, the de
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -75,7 +75,7 @@ class Run:
         autocast: the dtype that autocast casts to; None without.
         ranks: those who train the module together; None for one device alone.
         log: where a user's messages go.
-        is_from_file: whether a weight may stay in its file; None if none may.
+        trains: whether optimizers will step the module's parameters.
 
     Raises:
         ValueError: the model or the options cannot be, or the model does not fit.
@@ -84,6 +84,7 @@ class Run:
     Attributes:
         streamer: the engine; None once the run is closed, and after building it anew has failed.
         tuner: chooses the window and the activations while the run lasts; None if there is nothing to choose.
+        placement: where weights are, and how many devices there are.
     """
 
     def __init__(
@@ -94,11 +95,11 @@ class Run:
         autocast: torch.dtype | None,
         ranks: Ranks | None,
         log: logging.Logger,
-        is_from_file: Callable[[torch.nn.Parameter], bool] | None = None,
+        trains: bool,
     ) -> None:
         self._module = module
-        self._is_from_file = is_from_file
-        self._in_files = ""
+        self._trains = trains
+        self.placement = ONE_DEVICE
         self._options = options
         self._device = device
         self._autocast = autocast
@@ -143,7 +144,7 @@ class Run:
 
     def remarks(self) -> list[str]:
         """What a user should know beside the plan, in sentences."""
-        remarks, k = [self._in_files] if self._in_files else [], self._options.k
+        remarks, k = [self.placement.remark] if self.placement.remark else [], self._options.k
         if self.tuner is not None:
             remarks.append("k and k' are chosen once two batches have been measured.")
         if isinstance(k, int) and k > self.plan.k:
@@ -191,6 +192,7 @@ class Run:
             refuse_cuda_graphs(self._module)
         found, plan, modes = self._lay_out(device)
         check_host(_absorbing(plan), LESS_HOST_MEMORY)
+        self.placement = self._place(found, plan)
         averages = find_averages(self._module)
         move_to_device(self._module, found, averages, self._device)
         self.streamer = Streamer(
@@ -199,7 +201,7 @@ class Run:
             plan,
             device,
             pin=self._options.pin_memory,
-            placement=self._place(found, plan),
+            placement=self.placement,
             modes=modes,
             host_room=self._host_room,
             averages=averages,
@@ -217,11 +219,9 @@ class Run:
         """Makes the engine's parts that depend on where weights are."""
         if self.ranks is not None:
             return OnRanks(self.ranks)
-        if self._is_from_file is None:
+        if self._options.disk is None:
             return ONE_DEVICE
-        host_memory = self._options.host_memory
-        placement, self._in_files = place_weights(found, plan, self._is_from_file, host_memory, self._device)
-        return placement
+        return place_weights(found, plan, self._options.host_memory, self._device, training=self._trains)
 
     @property
     def _balanced(self) -> bool:

@@ -84,8 +84,8 @@ class StreamingStrategy(Readings):
             safetensors (as ``save_pretrained`` writes it), a checkpoint, or a state dictionary. They come from there into the
             host store, layer by layer.
         disk: a folder on a fast drive. What ``host_memory`` does not hold of the optimizers' state is in a scratch file there,
-            which is gone when the process is. Outside of training, weights that it does not hold are read in place from the
-            file of ``weights``.
+            which is gone when the process is. Weights that it does not hold are read in place from their own files, frozen
+            ones in training, too: those of ``weights``, of transformers' ``from_pretrained``, or any that are mapped.
         host_memory: with ``disk``, memory of the host for everything: bytes, a size (``"64GiB"``), or a share of what is free
             at set-up; None for all that is free.
         callback: attach a :class:`~sp_lightning.SuperpipelineCallback` while a run lasts, if the trainer has none.
@@ -134,7 +134,7 @@ class StreamingStrategy(Readings):
             optimizer_overlap=optimizer_overlap, save_frozen=save_frozen, check_writes=check_writes, weights=weights,
             disk=disk, host_memory=host_memory, callback=callback,
         )  # fmt: skip
-        self._given = GivenValues(self._options.weights)
+        self._given = GivenValues(self._options.weights, stay=self._options.disk is not None)
         self._frozen: FrozenWeights | None = None
         self._left_out: LeftOut = {}
         self._attached: SuperpipelineCallback | None = None
@@ -155,7 +155,6 @@ class StreamingStrategy(Readings):
         assert self.model is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self._given.stays = self._options.disk is not None and trainer.state.fn != TrainerFn.FITTING
         self._given.complete(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING and self.layer_sync is not None:
             self.model = self.layer_sync.apply(self.model)
@@ -179,8 +178,9 @@ class StreamingStrategy(Readings):
         if self.ranks is not None:
             refuse_on_ranks(self.lightning_module, self._options, self.precision_plugin)
             compare_models(self.ranks, self.lightning_module, self._options)
-        stays = self._given.untouched if self._given.stays else None
-        self._run = Run(self.lightning_module, self._options, self.root_device, autocast, self.ranks, self.log, stays)
+        trains = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        device = self.root_device
+        self._run = Run(self.lightning_module, self._options, device, autocast, self.ranks, self.log, trains)
         self._loops = Loops(self._run, self.lightning_module, self._options, self.log)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

@@ -1,8 +1,10 @@
-"""Which layers' weights stay in the files that a user has them in, while a model predicts."""
+"""Which layers' weights stay in the files that a user has them in: in training the frozen ones, otherwise any."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -15,81 +17,138 @@ from sp_lightning.model.found import Found, Layer
 from sp_lightning.plan.host_memory import room_for
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.store.file_block import place_of
-from sp_lightning.store.weight_reader import BOUNCE, FilePlace, Mappings
+from sp_lightning.store.file_block import home_of
+from sp_lightning.store.mapped import FilePlace, Mappings
+from sp_lightning.store.weight_reader import BOUNCE
+
+Places = Sequence[FilePlace | None]
+
+
+@dataclass
+class InFiles:
+    """What of a model is in files.
+
+    Attributes:
+        places: the layers that can leave weights there, with the place of each weight.
+        sizes: bytes of those weights, by the layer.
+        others: bytes that come to memory whatever stays: weights that have to, and casts.
+        resident: bytes of the files that the process has mapped to its memory, which it will not have any more.
+    """
+
+    places: dict[str, Places] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    others: int = 0
+    resident: int = 0
 
 
 def place_weights(
-    found: Found,
-    plan: Plan,
-    is_from_file: Callable[[nn.Parameter], bool],
-    host_memory: int | float | None,
-    device: torch.device,
-) -> tuple[Placement, str]:
+    found: Found, plan: Plan, host_memory: int | float | None, device: torch.device, *, training: bool
+) -> Placement:
     """Decides it. Weights stay where they are as far as host memory has no room for them.
 
     Args:
         found: the layers.
         plan: their sizes.
-        is_from_file: whether a parameter has the memory of its file, and nobody has written it.
         host_memory: the user's option.
         device: where layers compute.
+        training: whether weights are trained.
 
     Returns:
-        The engine's parts for it, and one sentence on what is where.
+        The engine's parts for it.
+
+    Raises:
+        MemoryError: there is not even room for what does not stay.
     """
-    room = _room(host_memory, plan, device)
-    places = _in_files(found, plan, is_from_file)
-    sizes = {layer.name: whole_pages(layer.nbytes) for layer in (*plan.moving, plan.residents)}
-    total = sum(sizes.values())
-    if room is None or total <= room or not places:
-        return ONE_DEVICE, ""
-    staging = WINDOW * max(sizes[name] for name in places) + BOUNCE
-    kept, stay = total - sum(sizes[name] for name in places) + staging, dict(places)
-    for name in places:
-        if kept + sizes[name] <= room:
-            kept += sizes[name]
+    files = InFiles()
+    with suppress(FileNotFoundError, PermissionError):  # not every system says what is mapped
+        files = _in_files(found, plan, training=training)
+    room = _room(host_memory, plan, device, training * 3 * _trained(found) - files.resident)
+    if room is None or not files.places:
+        return ONE_DEVICE
+    largest = max(layer.nbytes for layer in plan.layers if layer.name in files.places)
+    stay = choose(files, room, WINDOW * whole_pages(largest) + BOUNCE)
+    if not stay:
+        return ONE_DEVICE
+    return_large_blocks()
+    nbytes = sum(files.sizes[name] for name in stay)
+    return OnFiles(stay, _told(stay, nbytes, room), nbytes)
+
+
+def choose(files: InFiles, room: int, staging: int) -> dict[str, Places]:
+    """Returns which layers leave weights in files: as few as there is room for the others.
+
+    Args:
+        files: what there is.
+        room: bytes of host memory.
+        staging: bytes of it for layers on their way, if there are any.
+
+    Raises:
+        MemoryError: there is not even room for what does not stay.
+    """
+    if files.others + sum(files.sizes.values()) <= room:
+        return {}
+    kept, stay = files.others + staging, dict(files.places)
+    for name in files.places:
+        if kept + files.sizes[name] <= room:
+            kept += files.sizes[name]
             del stay[name]
     if kept > room:
         raise MemoryError(
             f"{human_bytes(kept)} of host memory are needed for what is not read in place and for layers on their way, and "
             f"{human_bytes(max(room, 0))} are left. Give more by host_memory=, or name smaller layers by layers=."
         )
-    return_large_blocks()
-    read = human_bytes(sum(sizes[name] for name in stay))
-    files = sorted({place.path for each in stay.values() for place in each})
-    return OnFiles(stay), (
-        f"The weights of {len(stay)} layers ({read}) are read in place from {files[0]}"
-        + (f" and {len(files) - 1} other files" if len(files) > 1 else "")
+    return stay
+
+
+def _told(stay: Mapping[str, Places], nbytes: int, room: int) -> str:
+    paths = sorted({place.path for each in stay.values() for place in each if place is not None})
+    return (
+        f"The weights of {len(stay)} layers ({human_bytes(nbytes)}) are read in place from {paths[0]}"
+        + (f" and {len(paths) - 1} other files" if len(paths) > 1 else "")
         + f", because {human_bytes(max(room, 0))} of host memory are left for weights."
     )
 
 
-def _room(host_memory: int | float | None, plan: Plan, device: torch.device) -> int | None:
-    """Bytes of host memory for weights; None for no limit."""
+def _room(host_memory: int | float | None, plan: Plan, device: torch.device, others: int) -> int | None:
+    """Bytes of host memory for weights, beside so many for others; None for no limit."""
     room = room_for(host_memory)
     if room is not None and device.type == "cpu":  # the slots are host memory, too
         room -= plan.slot_bytes + plan.resident_bytes
-    return room
+    return None if room is None else room - others
 
 
-def _in_files(
-    found: Found, plan: Plan, is_from_file: Callable[[nn.Parameter], bool]
-) -> Mapping[str, Sequence[FilePlace]]:
-    """The layers whose weights are in files as they travel, with the place of each weight."""
-    mappings, places = Mappings(), dict[str, Sequence[FilePlace]]()
-    for layer, planned in zip(found.layers, plan.layers, strict=True):
-        if not planned.casts and planned.masters is None:
-            of_layer = _of_layer(layer, mappings, is_from_file)
-            if all(place is not None for place in of_layer):
-                places[planned.name] = [place for place in of_layer if place is not None]
-    return places
+def _trained(found: Found) -> int:
+    """Bytes of the weights that are trained. Their gradients, and two tensors of Adam's state, take as much each."""
+    layers = (*found.layers, *found.masters, *found.tables, found.residents)
+    return sum(p.nbytes for layer in layers for _, p in layer.parameters if p.requires_grad)
 
 
-def _of_layer(layer: Layer, mappings: Mappings, is_from_file: Callable[[nn.Parameter], bool]) -> list[FilePlace | None]:
+def _in_files(found: Found, plan: Plan, *, training: bool) -> InFiles:
+    mappings, files = Mappings(), InFiles()
+
     def place(parameter: nn.Parameter) -> FilePlace | None:
-        if type(parameter) is not nn.Parameter:
-            return place_of(parameter)
-        return mappings.place(parameter) if is_from_file(parameter) and parameter.is_contiguous() else None
+        if (home := home_of(parameter)) is not None:  # an earlier run has left it there
+            return home.place
+        ordinary = type(parameter) is nn.Parameter and parameter.is_contiguous()
+        return mappings.place(parameter) if ordinary else None
 
-    return [place(parameter) for _, parameter in layer.parameters]
+    for layer, planned in zip(found.layers, plan.layers, strict=True):
+        places = [place(parameter) for _, parameter in layer.parameters]
+        files.others += sum(cast.nbytes for cast in planned.casts) + _nbytes(layer, places)
+        if training:
+            places = [
+                None if p.requires_grad or p.grad is not None else each
+                for each, (_, p) in zip(places, layer.parameters, strict=True)
+            ]
+        if stays := _nbytes(layer, places):
+            files.others -= stays
+            files.places[planned.name], files.sizes[planned.name] = places, stays
+    for layer in (*found.masters, *found.tables, found.residents):
+        files.others += _nbytes(layer, [place(parameter) for _, parameter in layer.parameters])
+    files.resident = mappings.resident_bytes
+    return files
+
+
+def _nbytes(layer: Layer, places: Places) -> int:
+    pairs = zip(layer.parameters, places, strict=True)
+    return sum(parameter.nbytes for (_, parameter), place in pairs if place is not None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -278,7 +278,8 @@ class ExpertRows:
         """A weight's value on the device, with the host's rows where the device has none."""
         if self.present is None or index not in self.stacks:
             return value
-        whole, rows = part(self.layer.block.weights, self.layer.planned.spans[index]).clone(), sorted(self.present)
+        span, rows = replace(self.layer.planned.spans[index], offset=0), sorted(self.present)
+        whole = part(self.layer.block.copy_of(index), span)
         whole[rows] = value[rows].to("cpu")
         return whole
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from sp_lightning.device.layout import Elsewhere
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.digest import digest
 
@@ -59,4 +60,6 @@ class WeightWatch:
 
 def _look(place: tuple[HostBlock, int]) -> _Look:
     parameter = place[0].parameters[place[1]]
+    if isinstance(parameter, Elsewhere):  # whoever writes it brings it to memory first
+        return parameter._version, 0, ""
     return parameter._version, parameter.data_ptr(), digest(parameter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.optim.away import save
 from sp_lightning.optim.state_on_disk import StateOnDisk
 from sp_lightning.plan.state_placement import StatePlacement, place_state
+from sp_lightning.store.away import save
 from sp_lightning.trainer import disk_tier
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_disk import away, on_disk, without_room
@@ -129,6 +130,14 @@ def _replaces(optimizer: Any) -> None:
         state["exp_avg"] = state["exp_avg"] * 0.5
 
 
+def _swaps(optimizer: Any) -> None:
+    """Two layers have each other's tensors, which the update of the first one must not overwrite."""
+    states = list(optimizer.state.values())
+    first = states[0]["exp_avg"].shape
+    one, *_, other = (state for state in states if state["exp_avg"].shape == first)
+    one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
+
+
 def _loads_its_own(optimizer: Any) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
@@ -155,7 +164,17 @@ def _in_inference_mode(optimizer: Any) -> None:
 
 LOOKS = {
     look.__name__.strip("_"): look
-    for look in (_reads, _writes, _replaces, _loads_its_own, _loads_a_copy, _forgets, _pickles, _in_inference_mode)
+    for look in (
+        _reads,
+        _writes,
+        _replaces,
+        _swaps,
+        _loads_its_own,
+        _loads_a_copy,
+        _forgets,
+        _pickles,
+        _in_inference_mode,
+    )
 }
 
 
@@ -168,6 +187,35 @@ def test_user_code_finds_the_state(look: str, overlap: Any, tmp_path: Path) -> N
     plain = fit(make, vectors(), callbacks=[Looks(LOOKS[look])])
     assert_same(ours, plain)
     assert getattr(ours.trainer.optimizers[0], "norm", 0) == getattr(plain.trainer.optimizers[0], "norm", 0)
+
+
+def test_several_threads_read_the_state_at_once(tmp_path: Path) -> None:
+    norms: list[float] = []
+
+    def reads(optimizer: Any) -> None:
+        def norm() -> float:
+            return sum(float(value.norm()) for state in optimizer.state.values() for value in state.values())
+
+        with ThreadPoolExecutor(4) as threads:
+            norms.extend(each.result() for each in [threads.submit(norm) for _ in range(4)])
+
+    make = made_with(OPTIMIZERS["AdamW"])
+    assert_same(
+        fit(make, vectors(), on_disk(tmp_path), callbacks=[Looks(reads)]),
+        fit(make, vectors(), callbacks=[Looks(reads)]),
+    )
+    assert norms[: len(norms) // 2] == norms[len(norms) // 2 :]
+
+
+def test_new_state_is_in_the_order_of_the_groups(tmp_path: Path) -> None:
+    def split(parameters: Any) -> Any:
+        wide: list[Any] = []
+        narrow: list[Any] = []
+        for parameter in parameters:
+            (wide if parameter.ndim > 1 else narrow).append(parameter)
+        return torch.optim.AdamW([{"params": wide}, {"params": narrow, "weight_decay": 0.0}], lr=1e-2)
+
+    assert_same(fit(made_with(split), vectors(), on_disk(tmp_path)), fit(made_with(split), vectors()))
 
 
 def test_no_more_is_in_memory_than_the_ring_has_while_all_of_it_is_read(

@@ -9,8 +9,8 @@ import pytest
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.optim import state_on_disk
-from sp_lightning.optim.away import Away
 from sp_lightning.plan.state_placement import place_state, staging_bytes
+from sp_lightning.store.away import Away
 from sp_lightning.trainer import disk_tier
 
 

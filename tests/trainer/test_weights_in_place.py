@@ -18,18 +18,17 @@ from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.store import weight_reader
-from sp_lightning.store.file_block import FileBlock, InFile
+from sp_lightning.store.file_block import FileBlock, InFile, home_of
 from sp_lightning.trainer import weights_in_place
+from sp_lightning.trainer.weights_in_place import InFiles, choose
 from tests.support.models import Module, Stack, llama, vectors
 from tests.support.runs import assert_equal, fit, loader, trainer_for
-
-ROOM = 30_000
 
 
 @pytest.fixture(autouse=True)
 def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_in_place, "_room", lambda *_: ROOM)
-    monkeypatch.setattr(weights_in_place, "BOUNCE", 0)
+    """Whatever can stay in its file does."""
+    monkeypatch.setattr(weights_in_place, "choose", lambda files, *_: files.places)
 
 
 @pytest.fixture
@@ -38,10 +37,10 @@ def brought(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     bring = FileBlock.bring
 
-    def noted(self: FileBlock) -> None:
-        if self.in_file:
+    def noted(self: FileBlock, index: int) -> None:
+        if self.planned.name not in names and index in self.in_file:
             names.append(self.planned.name)
-        bring(self)
+        bring(self, index)
 
     monkeypatch.setattr(FileBlock, "bring", noted)
     return names
@@ -104,20 +103,33 @@ def test_offsets_in_a_file_are_aligned_to_nothing(tmp_path: Path) -> None:
     file = written(made(), tmp_path, "one file")
     module = without_values()
     predict(module, in_place(file, tmp_path))
-    offsets = [place.offset % 64 for p in module.parameters() for place in p._block.places]  # type: ignore[attr-defined]
+    offsets = [home.place.offset % 64 for p in module.parameters() if (home := home_of(p)) is not None]
     assert any(offsets)
 
 
 def test_layers_that_fit_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_in_place, "_room", lambda *_: 40_000)
+    def some(files: Any, *_: Any) -> Any:
+        return dict(list(files.places.items())[::2])
+
+    monkeypatch.setattr(weights_in_place, "choose", some)
     strategy = in_place(written(made(), tmp_path, "one file"), tmp_path)
     module = without_values()
     assert_equal(predict(module, strategy), predict(made()), "predictions")
     assert {type(p) for p in module.parameters()} == {InFile, nn.Parameter}
 
 
+def test_as_few_layers_stay_in_files_as_there_is_room_for_the_others() -> None:
+    files = InFiles({name: [None] for name in "abcd"}, {"a": 100, "b": 300, "c": 200, "d": 100}, others=50)
+    assert choose(files, 750, staging=150) == {}
+    assert list(choose(files, 749, staging=150)) == ["c"]
+    assert list(choose(files, 549, staging=150)) == ["b", "d"]
+    assert list(choose(files, 200, staging=150)) == ["a", "b", "c", "d"]
+    with pytest.raises(MemoryError, match=r"200 B of host memory are needed .* 199 B are left"):
+        choose(files, 199, staging=150)
+
+
 def test_nothing_is_in_place_where_all_of_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_in_place, "_room", lambda *_: 10**9)
+    monkeypatch.setattr(weights_in_place, "choose", choose)
     module = without_values()
     predict(module, in_place(written(made(), tmp_path, "one file"), tmp_path))
     assert {type(p) for p in module.parameters()} == {nn.Parameter}
@@ -171,10 +183,7 @@ def test_generation(tmp_path: Path) -> None:
         owner, _, own = name.rpartition(".")
         module.get_submodule(owner).register_parameter(own, nn.Parameter(parameter.detach().to("meta")))
     strategy = in_place(file, tmp_path, layers=["net.model.layers.*"])
-    run_room = ROOM * 4
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights_in_place, "_room", lambda *_: run_room)
-        ours = trainer_for(strategy).predict(module, loader(batches))
+    ours = trainer_for(strategy).predict(module, loader(batches))
     assert_equal(ours, plain, "tokens")
     assert any(type(p) is InFile for p in module.parameters())
 

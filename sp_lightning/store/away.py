@@ -1,4 +1,7 @@
-"""Stand-ins for tensors of an optimizer's state that are on a disk. Whoever computes with one brings it."""
+"""Stand-ins for tensors that are on a disk: an optimizer's state, or what was detached from a weight in its file.
+
+Whoever computes with one brings it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class Home(Protocol):
     """Where tensors are while they are away."""
 
     def bring(self, tensors: Sequence[Away]) -> None:
-        """Gives tensors memory of their own, with their values. They are ordinary tensors then."""
+        """Gives tensors memory with their values, unless they have been given it. They are ordinary tensors then."""
 
     def read(self, tensor: Away) -> Tensor:
         """Returns a tensor's bytes, flat ``uint8``, in memory that the next call may use again. The tensor stays away."""
@@ -87,11 +90,11 @@ def send_away(tensor: Tensor, home: Home, span: Span) -> None:
 
 def return_to(tensor: Away, memory: Tensor) -> None:
     """Makes a tensor that was away an ordinary one, with this memory."""
-    for name in ("home", "span", "process"):
-        del vars(tensor)[name]
     with torch.DisableTorchFunctionSubclass(), no_inference_mode():
         tensor.data = memory
     tensor.__class__ = Tensor  # type: ignore[assignment]
+    for name in ("home", "span", "process"):  # last, because another thread may look at it meanwhile
+        del vars(tensor)[name]
 
 
 def bring(tensors: Sequence[Away]) -> None:
@@ -101,13 +104,18 @@ def bring(tensors: Sequence[Away]) -> None:
         RuntimeError: this is a forked process, a worker of a ``DataLoader``, say.
         OSError: the disk failed.
     """
-    if any(tensor.process != os.getpid() for tensor in tensors):
-        raise RuntimeError(
-            "This optimizer state is on a disk, in a file of the process that trains. A forked process cannot read it: read it "
-            "before the fork (tensor.clone())."
-        )
-    for home in dict.fromkeys(tensor.home for tensor in tensors):
-        home.bring([tensor for tensor in tensors if type(tensor) is Away and tensor.home is home])
+    homes: dict[Home, list[Away]] = {}
+    for tensor in tensors:
+        found = vars(tensor)
+        if found.get("process", os.getpid()) != os.getpid():
+            raise RuntimeError(
+                "This tensor is on a disk, in a file of the process that trains. A forked process cannot read it: read it "
+                "before the fork (tensor.clone())."
+            )
+        if (home := found.get("home")) is not None:  # otherwise another thread has brought it just now
+            homes.setdefault(home, []).append(tensor)
+    for home, its in homes.items():
+        home.bring(its)
 
 
 def save(content: Any, stream: IO[bytes]) -> None:
