@@ -122,8 +122,9 @@ def main(argv: Sequence[str] | None = None) -> Result:
     say(f"\nGenerated:\n{indent(text)}\n")
     say(f"Loss of the base: {base[0]:.3f} → {base[1]:.3f}, of the adapters: {losses[0]:.3f} → {losses[1]:.3f}")
     say(
-        f"Fetched per token: {human_bytes(fetched)} by rows, of that experts {human_bytes(experts)}; {human_bytes(fetched_whole)} "
-        f"with whole blocks. Of {human_bytes(least)} that are routed to, {hits:.0%} were on the device. {speed:.1f} tokens/s"
+        f"Fetched per token: {human_bytes(fetched)} by rows, of that experts {human_bytes(experts)}; "
+        f"{human_bytes(fetched_whole)} with whole blocks. Of {human_bytes(least)} that are routed to, "
+        f"{hits:.0%} were on the device. {speed:.1f} tokens/s"
     )
     return result
 
