@@ -45,6 +45,13 @@ from sp_lightning.weights.slots import Staged
 from sp_lightning.weights.source import BlockSource
 
 
+class _Calls(threading.local):
+    """The calls of a thread that are inside one that has pushed hooks: these, and how many calls there are, with that one."""
+
+    hooks: AbstractContextManager[None] | None = None
+    depth = 0
+
+
 class Access:
     """Brings layers when they are asked for; device parameters know it as their ``Doors``.
 
@@ -99,7 +106,7 @@ class Access:
         self.gradients_complete = backward.complete
         self.depth = 0
         self.run_again = ""
-        self._calls = threading.local()  # for each thread, how many calls run, and the hooks of the outermost one
+        self._calls = _Calls()
         self._closed = False
 
     # ------------------------------------------------------------------ a module is called
@@ -312,24 +319,25 @@ class Access:
             self._step.share(True)
 
     def _push_hooks(self) -> None:
-        """Packs what autograd saves in the outermost call of a thread, and in those inside it.
+        """Packs what autograd saves in the outermost call of a thread that builds a graph, and in those inside it.
 
         This includes calls outside a step, in other threads, and forwards that run again in backward: all build graphs.
         """
-        calls = vars(self._calls)
-        calls["depth"] = calls.get("depth", 0) + 1
-        if calls["depth"] > 1 or not torch.is_grad_enabled() or top_saved_tensors_hooks() is not None:
-            return
-        if self._moves or self._offloads():
+        calls = self._calls
+        if calls.hooks is not None:
+            calls.depth += 1
+        elif torch.is_grad_enabled() and top_saved_tensors_hooks() is None and (self._moves or self._offloads()):
             hooks = self.saved_tensors.hooks()
             hooks.__enter__()
-            calls["hooks"] = hooks
+            calls.hooks, calls.depth = hooks, 1
 
     def _pop_hooks(self, *, all_calls: bool = False) -> None:
-        calls = vars(self._calls)
-        calls["depth"] = 0 if all_calls else max(calls.get("depth", 0) - 1, 0)
-        if not calls["depth"] and "hooks" in calls:
-            hooks = calls.pop("hooks")
+        calls = self._calls
+        if calls.hooks is None:
+            return
+        calls.depth -= 1
+        if all_calls or not calls.depth:
+            hooks, calls.hooks = calls.hooks, None
             if packs():  # otherwise a nested backward that failed has removed them already
                 hooks.__exit__(None, None, None)
 

@@ -65,6 +65,9 @@ class LentWeights:
         if not group.attached:
             group.attach(views[: len(group.all)])  # (3)
             self.suspect(group)
+        elif group.resting:
+            group.ask(before_use=False)
+        group.resting = False
         group.sync_requires_grad()
         if layer.masters is not None:
             self._offer_casts(layer, views[len(group.all) :])
@@ -83,6 +86,18 @@ class LentWeights:
         masters.casts = casts if layer.masters.slot is None and layer.casts.current else None
 
     # ------------------------------------------------------------------ a use ends
+
+    def rest(self, layer: StreamedLayer) -> None:
+        """Has every use of the layer's weights noticed, as while it is away."""
+        group = layer.parameters
+        group.ask(before_use=True)
+        group.resting = True
+        if layer.masters is not None:
+            layer.masters.parameters.casts = None
+
+    def written(self, layer: StreamedLayer) -> bool:
+        """Whether something of a resting layer may be left to take back."""
+        return layer.parameters.written()
 
     def move_out(self, layer: StreamedLayer, slot: Slot) -> None:
         """Takes back what was written, and has the device parameters drop the slot's memory."""

@@ -38,6 +38,12 @@ class Tenants(Protocol):
     def moved_out(self, layer: StreamedLayer, slot: Slot) -> None:
         """Called after the slot was released."""
 
+    def rest(self, layer: StreamedLayer) -> None:
+        """Called instead of :meth:`move_out` where nobody uses a layer any more and it keeps its slot."""
+
+    def written(self, layer: StreamedLayer) -> bool:
+        """Whether a layer that rests may have been written on the device, so that something is to be taken back."""
+
     def let_go(self) -> bool:
         """Takes the memory from device parameters that nobody keeps any more. Returns whether there were any."""
 
@@ -54,6 +60,9 @@ class Residency:
 
     Attributes:
         used: the layers in use, in the order in which they came into use, with their slots.
+        resting: layers that nobody uses and that keep their slots and their device parameters' memory nevertheless, which
+            saves the host's time. Whoever marks copies as out of date first has them released (:meth:`let_rest`).
+        rests: whether layers may rest where there is a slot for each.
         demand_fetches: how often a layer was needed that was not on the device.
     """
 
@@ -66,6 +75,8 @@ class Residency:
         self._tenants = tenants
         self._noted = noted
         self.used: dict[StreamedLayer, Slot] = {}
+        self.resting: dict[StreamedLayer, Slot] = {}
+        self.rests = False
         self.demand_fetches = 0
 
     # ------------------------------------------------------------------ what a batch does
@@ -85,7 +96,7 @@ class Residency:
         for layer in layers:
             layer.pins -= 1
             if layer.pins <= 0 and layer in self.used and release:
-                self.release(layer)
+                self._leave(layer)
 
     def pre_backward(self, layers: Collection[StreamedLayer]) -> None:
         """Releases the other layers, because backward has come to these: it is done with those above them."""
@@ -117,6 +128,10 @@ class Residency:
                 self._complete(layer)
             return self.used[layer]
         self._tenants.before_use(layer)
+        if layer in self.resting:
+            if not layer.outdated:
+                return self._rouse(layer, backward=backward)
+            self._release_resting(layer)
         self.slots.resume()
         layer.visits += not backward
         if not layer.on_demand:
@@ -151,6 +166,8 @@ class Residency:
 
     def fetch_ahead(self) -> None:
         """Fetches the next layers of the trace for which there are slots."""
+        if self.slots.all_settled and len(self.resting) == len(self.slots.settled):
+            return  # every layer is there
         for pairs in self.prefetch.transfers():
             self._fetch(pairs)
 
@@ -184,8 +201,34 @@ class Residency:
         """Releases the layers that no running call pins, but for ``keep``. Returns whether any memory became free."""
         loose = [layer for layer in self.used if not layer.pins and layer not in keep]
         for layer in loose:
-            self.release(layer)
+            self._leave(layer)
         return self._tenants.let_go() or bool(loose)
+
+    def _leave(self, layer: StreamedLayer) -> None:
+        """Releases a layer that nobody uses any more, or lets it rest."""
+        if self.rests and layer in self.slots.settled:
+            self._tenants.rest(layer)
+            self.resting[layer] = self.used.pop(layer)
+        else:
+            self.release(layer)
+
+    def _rouse(self, layer: StreamedLayer, *, backward: bool) -> Slot:
+        """Takes a resting layer into use again."""
+        layer.visits += not backward
+        self.prefetch.trace.visit(layer)
+        slot = self.used[layer] = self.resting.pop(layer)
+        return slot
+
+    def let_rest(self, rests: bool) -> None:
+        """Sets whether layers may rest. Those that do are released if they may not, or if they were written."""
+        self.rests = rests
+        for layer in list(self.resting):
+            if not rests or self._tenants.written(layer):
+                self._release_resting(layer)
+
+    def _release_resting(self, layer: StreamedLayer) -> None:
+        self.used[layer] = self.resting.pop(layer)
+        self.release(layer)
 
     def resize(self, plan: Plan) -> None:
         """Gives the same layers the slots of another plan, between two batches."""

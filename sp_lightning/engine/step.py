@@ -90,6 +90,8 @@ class Step:
         if not quiet:
             self.invalidate()
         training = kind is not StepKind.INFERENCE
+        # Timelines are made of uses that begin and end, and check_writes takes every weight on the device for written.
+        self._residency.let_rest(not (training or self._residency.slots.timed or self._watch is not None))
         if self._expected != phase:
             self._residency.prefetch.start(phase, training=training)
         self._residency.prefetch.trace.cyclic = quiet and not training
@@ -130,6 +132,7 @@ class Step:
     def share(self, shared: bool) -> None:
         """Sets whether several threads use weights. If so, each use is noticed, so that none leaves while it is used."""
         self.shared = shared
+        self._residency.let_rest(False)
         for layer in self._layers:
             if layer.kind is not Kind.RESIDENTS:  # residents never leave
                 layer.parameters.share(shared)
@@ -148,6 +151,7 @@ class Step:
 
     def invalidate_unused(self) -> None:
         """Marks the copies of all layers that are not in use as out of date."""
+        self._residency.let_rest(False)
         used = self._residency.used
         self._source.doubt([layer for layer in self._layers if layer.kind is not Kind.RESIDENTS and layer not in used])
 
@@ -164,9 +168,14 @@ class Step:
         self.invalidate_unused()
         self._residents.invalidate()
 
-    def take_back_writes(self) -> None:
-        """Takes every weight that was written on the device back to the host."""
+    def take_back_writes(self, *, rests: bool = False) -> None:
+        """Takes every weight that was written on the device back to the host.
+
+        Args:
+            rests: whether layers that rest, and that nobody has written, may go on resting.
+        """
         self._residency.release_unpinned()
+        self._residency.let_rest(rests and self._residency.rests)
         self._lent.take_back_all()
         self._residents.take_back_writes()
         for layer in self._layers:
@@ -193,7 +202,7 @@ class Step:
         self.running = False
         for layer in self._layers:
             layer.pins = 0
-        self.take_back_writes()
+        self.take_back_writes(rests=True)
         self._exchange.to_host()
         self._activations.remove()
         self._activations.flush()

@@ -9,6 +9,7 @@ On several devices a gradient that leaves takes more: what is sent to the others
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -103,6 +104,13 @@ class Plan:
     def moving(self) -> tuple[PlannedLayer, ...]:
         """All that may be in a slot: the layers, and behind them what comes on demand, the masters and the tables."""
         return (*self.layers, *self.masters, *self.tables)
+
+    @property
+    def settled(self) -> frozenset[int]:
+        """The indices of the layers whose ring has a slot for each of its layers, so that none makes room for another."""
+        sharing = Counter(layer.ring for layer in self.layers)
+        fits = {ring for ring, layers in sharing.items() if layers <= self.rings[ring].slots}
+        return frozenset(i for i, layer in enumerate(self.layers) if layer.ring in fits and not layer.rows)
 
     @property
     def trained(self) -> tuple[PlannedLayer, ...]:

@@ -41,9 +41,11 @@ class GradientMemory:
             index: of the parameter.
             dtype: in which its gradient comes.
         """
-        if (index, dtype) not in self._places:
+        place = self._places.get((index, dtype))
+        if place is None:
             self._allocate(index, dtype)
-        lease, memory = self._places[index, dtype]
+            place = self._places[index, dtype]
+        lease, memory = place
         return None if lease.in_use else memory.data
 
     def _allocate(self, index: int, dtype: torch.dtype) -> None:

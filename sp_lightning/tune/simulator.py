@@ -170,6 +170,13 @@ class _NoTenants:
     def moved_out(self, layer: StreamedLayer, slot: Slot) -> None:
         """The layer has no device parameters."""
 
+    def rest(self, layer: StreamedLayer) -> None:
+        """The layer has no device parameters."""
+
+    def written(self, layer: StreamedLayer) -> bool:
+        """Nothing is written."""
+        return False
+
     def let_go(self) -> bool:
         """Nothing is kept that could be let go."""
         return False
@@ -249,6 +256,7 @@ class Walk:
         self._early = 0.0
         prefetch.start("batch", training=self._training)
         prefetch.trace.cyclic = not self._training and self.ended > 0
+        self._residency.let_rest(not self._training)
         self._send_residents()
         self._residency.fetch_ahead()
         for at, visit in enumerate(self._visits):

@@ -271,7 +271,11 @@ def hides_stand_ins(inputs: Any) -> bool:
 
     The ``__torch_function__`` of a jagged nested tensor among a module's inputs comes first, and so does a mode.
     """
-    return count_function_modes() > 0 or any(
+    if count_function_modes():
+        return True
+    if type(inputs) is tuple and all(type(each) is Tensor for each in inputs):
+        return False  # nearly always; to take inputs apart takes the host longer
+    return any(
         isinstance(leaf, Tensor) and getattr(type(leaf).__torch_function__, "__func__", None) not in _NO_HANDLERS
         for leaf in tree_leaves(inputs)
         if type(leaf) is not Tensor

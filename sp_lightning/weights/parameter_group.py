@@ -74,6 +74,7 @@ class ParameterGroup:
 
     Attributes:
         layer, doors: the layer, and the engine that is asked for it; set by :meth:`connect`.
+        resting: whether they are on the device although nobody uses the layer.
         shared: whether several threads use the parameters.
         casts: the casts that functions are given in place of masters, while the layer is on the device and has them.
         look_up: ``embedding`` with the rows alone, if the parameter is that of an embedding table.
@@ -113,8 +114,7 @@ class ParameterGroup:
         self.outside: dict[int, Tensor] = {}
         self.unversioned_writes = [0] * len(spans)
         self.steps = 0
-        self.attached = False
-        self.shared = False
+        self.attached = self.resting = self.shared = False
         self._present = [_with_user_class(DeviceParameter, type(host)) for host in hosts]
         self._absent = [_with_user_class(StandIn, type(host)) for host in hosts]
         self._handles: list[RemovableHandle] = []
@@ -224,8 +224,8 @@ class ParameterGroup:
             set_class(parameter, kind)
 
     def watch(self) -> None:
-        """Counts references as the layer's forward begins, because hooks of autograd may keep device parameters in it."""
-        self._references = dict(enumerate(self._count_references())) | self._still_kept()
+        """Counts references as the layer's first forward since it came begins: hooks of autograd may keep parameters in it."""
+        self._references = self._references or dict(enumerate(self._count_references())) | self._still_kept()
 
     def detach(self) -> None:
         """Turns the parameters into stand-ins. The layer's slot may be reused once :meth:`let_go` says so.
@@ -289,6 +289,10 @@ class ParameterGroup:
         if self.exposed or versions(self._counters) != self._versions:
             self.doors.take_back_writes(self.layer)
         return versions(self.hosts), list(self.unversioned_writes)
+
+    def written(self) -> bool:
+        """Whether :meth:`take_written` would return any, or a weight has other memory than the layer's."""
+        return bool(self.exposed or self.apart) or versions(self._counters) != self._versions
 
     def take_written(self) -> list[int]:
         """The indices of the weights that were written on the device since the last call, or may have been by ``.data``.

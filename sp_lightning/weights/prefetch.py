@@ -100,13 +100,12 @@ class Prefetch:
         slots = self._slots.planned(ring) if coming else []
         more = False
         for layer, needed in coming:
-            best, most, may_go, free = None, float(needed), False, 0
-            for slot in slots:
-                gain, now = self._gain(slot, needed)
-                free += now and gain > needed
-                if gain > most or (gain == most and now and not may_go and best is not None):
-                    best, most, may_go = slot, gain, now
-            more = free > 1
+            best, may_go, more = self._choose(slots, float(needed))
+            while (
+                best is not None and not best.lent and best.lease.in_use
+            ):  # this takes the host longer than the choice
+                slots.remove(best)
+                best, may_go, more = self._choose(slots, float(needed))
             if best is None:
                 break  # every layer that could be overwritten is used sooner
             if not may_go or not self._ready(layer):
@@ -114,6 +113,20 @@ class Prefetch:
             slots.remove(best)
             pairs.append((layer, best))
         return pairs, more
+
+    def _choose(self, slots: Sequence[Slot], needed: float) -> tuple[Slot | None, bool, bool]:
+        """The slot whose overwriting gains most for a layer that is used after ``needed`` other uses.
+
+        Returns:
+            That slot, if any gains; whether it may be overwritten now; and whether others may be, too, and would gain.
+        """
+        best, most, may_go, free = None, needed, False, 0
+        for slot in slots:
+            gain, now = self._gain(slot, needed)
+            free += now and gain > needed
+            if gain > most or (gain == most and now and not may_go and best is not None):
+                best, most, may_go = slot, gain, now
+        return best, may_go, free > 1
 
     def _gain(self, slot: Slot, needed: float) -> tuple[float, bool]:
         """What is gained by overwriting a slot for a layer that is used after ``needed`` other uses.

@@ -121,6 +121,10 @@ class Slots:
         """Allocates what the plan says."""
         rings = enumerate(self._plan.rings)
         self._planned = [[self._make(index) for _ in range(ring.slots)] for index, ring in rings]
+        settled = self._plan.settled
+        self.settled = {layer for layer in self._layers if layer.index in settled}
+        """The layers of which none has to make room for another."""
+        self.all_settled = len(settled) == len(self._plan.layers)
         stacked = [layer for layer in self._layers if layer.experts is not None]
         self.cache = ExpertCache(self._device, self._plan.cache_bytes, stacked)
         self.device_bytes += self.cache.nbytes
@@ -140,15 +144,20 @@ class Slots:
         if slot.memory.nbytes:
             self.by_address[slot.memory.data_ptr()] = slot
 
+    @property
+    def timed(self) -> bool:
+        """Whether somebody has a timeline, for which every use begins and ends."""
+        return bool(self._device.timelines)
+
     def views(self, layer: StreamedLayer, slot: Slot) -> list[Tensor]:
         return slot.lease.views(layer.layout, layer.spans)
 
     def planned(self, ring: int) -> list[Slot]:
-        """The slots of a ring that layers may be fetched into ahead of time.
+        """The slots of a ring that layers may be fetched into ahead of time, unless somebody holds them after their use.
 
-        Slots that somebody holds after their use are left out, and so are extra ones, which are freed after the batch.
+        Extra slots, which are freed after the batch, are left out.
         """
-        return [slot for slot in self._planned[ring] if slot.lent or not slot.lease.in_use]
+        return list(self._planned[ring])
 
     def find(self, layer: StreamedLayer, next_use: Callable[[StreamedLayer], float]) -> Slot:
         """Returns the slot to overwrite for a layer that is needed at once.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import DisableTorchFunctionSubclass, nn
@@ -12,6 +12,9 @@ from sp_lightning.model.found import Place
 from sp_lightning.model.wrapped import StandInForWrapped, parts
 from sp_lightning.weights.device_parameter import DeviceParameter
 from sp_lightning.weights.layer import StreamedLayer
+
+_Exchange = tuple[nn.Module, str, Any, Any]
+"""A module, its attribute, what is put there and what is there before that."""
 
 
 class Swap:
@@ -35,9 +38,9 @@ class Swap:
         self._module = module
         self._modules = list(module.modules())
         plain = [pair for layer in layers for pair in zip(layer.block.parameters, layer.parameters.all, strict=True)]
-        self._swaps: list[tuple[Place, Any, nn.Parameter]] = [
-            (place, device, host) for host, device in (*plain, *wrapped.items()) for place in places.get(host, ())
-        ]
+        pairs = [(place, *pair) for pair in (*plain, *wrapped.items()) for place in places.get(pair[0], ())]
+        self._to_device: list[_Exchange] = [(*place, device, host) for place, host, device in pairs]
+        self._to_host: list[_Exchange] = [(*place, host, device) for place, host, device in pairs]
         self._wrapped = list(wrapped)
         self._fingerprint = self._take_fingerprint()
         self.on_device = False
@@ -46,16 +49,17 @@ class Swap:
     def hold_device(self) -> None:
         """Puts the device parameters into the modules."""
         self.on_device = True
-        _swap(self._swaps)
+        _swap(self._to_device)
 
     def hold_host(self) -> None:
         """Puts the host's parameters into the modules."""
-        _swap((place, host, device) for place, device, host in self._swaps)
+        _swap(self._to_host)
         for module in self._modules:  # user code may have tied weights since (b.weight = a.weight)
             parameters: dict[str, Any] = module._parameters
-            for attribute, parameter in parameters.items():
+            for attribute, parameter in parameters.items() if parameters else ():
+                kind = type(parameter)
                 # isinstance is slow: the metaclass of Parameter checks in Python.
-                if issubclass(type(parameter), (DeviceParameter, StandInForWrapped)):
+                if kind is not nn.Parameter and issubclass(kind, (DeviceParameter, StandInForWrapped)):
                     parameters[attribute] = parameter.host
         self.on_device = False  # set last, so that a call that was interrupted is repeated
 
@@ -65,23 +69,34 @@ class Swap:
 
     def close(self) -> None:
         """Drops the device parameters."""
-        self._swaps.clear()
+        self._to_device.clear()
+        self._to_host.clear()
 
-    def _take_fingerprint(self) -> list[tuple[object, ...]]:
+    def _take_fingerprint(self) -> list[object]:
         # Updates may be under way. Neither weights nor gradients are read here, so nothing is to wait for them.
         with DisableTorchFunctionSubclass():
-            return [
-                (
-                    id(module),
-                    *((n, id(p), p.dtype, p.shape, strides(p)) for n, p in module._parameters.items() if p is not None),
-                )
-                for module in self._module.modules()
-            ] + [(p.requires_grad, *(id(part) for _, part in parts("", p))) for p in self._wrapped]
+            found = list(_describe(self._module))
+            return found + [(p.requires_grad, *(id(part) for _, part in parts("", p))) for p in self._wrapped]
 
 
-def _swap(swaps: Iterable[tuple[Place, nn.Parameter, nn.Parameter]]) -> None:
+def _describe(root: nn.Module) -> Iterator[object]:
+    """Yields each module of a tree, and what each parameter is like. ``root.modules()`` takes the host several times longer."""
+    seen: set[nn.Module] = set()
+    waiting: list[nn.Module | None] = [root]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and module not in seen:
+            seen.add(module)
+            waiting += module._modules.values()
+            yield id(module)
+            for name, p in module._parameters.items():
+                if p is not None:
+                    yield name, id(p), p.dtype, p.shape, strides(p)
+
+
+def _swap(exchanges: Iterable[_Exchange]) -> None:
     """Puts ``new`` into every place that holds ``old``. User code has put something else into the other places."""
-    for (module, attribute), new, old in swaps:
+    for module, attribute, new, old in exchanges:
         parameters = module._parameters
         if parameters.get(attribute) is old:
             parameters[attribute] = new

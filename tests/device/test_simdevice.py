@@ -143,9 +143,9 @@ def test_weights_of_the_host_in_the_model_are_noticed() -> None:
 
     def forgetful(self: Exchange) -> bool:
         was_away = to_device(self)
-        for place, _, host in self._swap._swaps:
+        for module, attribute, _, host in self._swap._to_device:
             if host.shape == (16, 32):
-                place.module._parameters[place.attribute] = host
+                module._parameters[attribute] = host
         return was_away
 
     to_device = Exchange.to_device
