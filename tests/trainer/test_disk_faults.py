@@ -89,6 +89,46 @@ def test_a_fault_ends_the_step_with_one_error(
     assert_same(ours, plain)
 
 
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_a_disk_that_fails_at_any_moment(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first transfer on; the weights are ordinary ones again, and nothing is left."""
+    errors = []
+    for at in range(0, 40, 3):
+        module = fused(lambda: Module(Stack()))()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fails(getattr(os, call), at, errno.ENOSPC))
+            trainer = trainer_for(on_disk(tmp_path, optimizer_overlap="forward"), max_epochs=2)
+            try:
+                trainer.fit(module, loader(vectors()))
+            except OSError as error:
+                errors.append(error.errno)
+        assert {type(parameter) for parameter in module.parameters()} == {nn.Parameter}
+        assert all(parameter.isfinite().all() for parameter in module.parameters())
+        assert list(tmp_path.iterdir()) == []
+    assert set(errors) == {errno.ENOSPC}
+    assert len(errors) >= 11
+
+
+@pytest.mark.parametrize("how", ["cut off", "removed"])
+def test_a_checkpoint_that_is_gone_once_it_was_resumed(how: str, tmp_path: Path) -> None:
+    """State is mapped from it while it is loaded, and must not be afterwards."""
+    file, make = tmp_path / "half.ckpt", fused(lambda: Module(Stack()))
+
+    class Meanwhile(Callback):
+        def __init__(self, happens: Callable[[], Any]) -> None:
+            self.happens = happens
+
+        def on_train_start(self, *_: Any) -> None:
+            self.happens()
+
+    fit(make, vectors(), recorded="nothing").trainer.save_checkpoint(file)
+    resumed: dict[str, Any] = {"recorded": "losses", "ckpt_path": file, "max_epochs": 2}
+    plain = fit(make, vectors(), callbacks=[Meanwhile(lambda: None)], **resumed)
+    happens = file.unlink if how == "removed" else lambda: os.truncate(file, 0)
+    mine = on_disk(tmp_path, optimizer_overlap="forward")
+    assert_same(fit(make, vectors(), mine, callbacks=[Meanwhile(happens)], **resumed), plain)
+
+
 def test_a_slow_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preadv, pwritev = os.preadv, os.pwritev
 
@@ -141,34 +181,35 @@ def test_host_memory_without_a_disk_is_refused() -> None:
         SuperpipelineStrategy(host_memory="8GiB")
 
 
-class Says(Callback):
-    """Leaves a file once training has begun."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.file.touch()
-
-
-def _trains(folder: Path, begun: Path) -> None:
+def _trains(folder: Path, checkpoints: Path) -> None:
     without_room(pytest.MonkeyPatch())
     strategy = on_disk(folder, optimizer_overlap="forward")
-    fit(fused(lambda: Module(Stack())), vectors(4000), strategy, recorded="nothing", callbacks=[Says(begun)])
+    callbacks: list[Callback] = [ModelCheckpoint(checkpoints, every_n_train_steps=1, save_last=True)]
+    make = fused(lambda: Module(Stack()))
+    fit(make, vectors(4000), strategy, recorded="nothing", callbacks=callbacks, enable_checkpointing=True)
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
 @pytest.mark.rest("a process of its own, which imports everything: autograd's threads are not forked")
-def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
-    scratch_folder, begun = tmp_path / "scratch", tmp_path / "begun"
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.37])
+def test_a_process_that_is_killed_leaves_nothing(seconds: float, tmp_path: Path) -> None:
+    """Nothing but the last checkpoint, which is whole."""
+    scratch_folder, checkpoints = tmp_path / "scratch", tmp_path / "checkpoints"
     scratch_folder.mkdir()
-    process = multiprocessing.get_context("spawn").Process(target=_trains, args=(scratch_folder, begun))
+    process = multiprocessing.get_context("spawn").Process(target=_trains, args=(scratch_folder, checkpoints))
     process.start()
-    while not begun.exists():
+    last = checkpoints / "last.ckpt"
+    while not last.exists():
         assert process.exitcode is None
         time.sleep(0.01)
-    time.sleep(0.2)
+    time.sleep(seconds)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert list(scratch_folder.iterdir()) == []
+    steps = torch.load(last, weights_only=True)["global_step"]
+    make = fused(lambda: Module(Stack()))
+    resumed: dict[str, Any] = {"recorded": "losses", "ckpt_path": last, "max_steps": steps + 2}
+    ours = fit(make, vectors(4000), on_disk(scratch_folder, optimizer_overlap="forward"), **resumed)
+    assert_same(ours, fit(make, vectors(4000), **resumed))

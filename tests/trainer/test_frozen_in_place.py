@@ -23,6 +23,7 @@ from sp_lightning.trainer import weights_in_place
 from sp_lightning.trainer.frozen_weights import FROZEN
 from tests.support.models import Module, Stack, Transformer, enable_checkpointing, llama, tokens, vectors
 from tests.support.runs import assert_equal, assert_same, fit, fused, loader, trainer_for
+from tests.support.simdevice import simulated
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +122,16 @@ def test_adapters_train_as_in_plain_lightning(variant: str, file: Path, tmp_path
     assert_same(mine, fit(make, tokens(), recorded="losses", callbacks=[Kinds()], val=tokens(1), **options))
     assert kinds.found == [{InFile}] * 3
     assert any("are read in place from" in line for line in remarks)
+
+
+@pytest.mark.parametrize("variant", ["k=2", "backward", "mixed"])
+def test_adapters_on_a_device_that_copies_late(variant: str, file: Path, tmp_path: Path) -> None:
+    ours, options = VARIANTS[variant]
+    make = adapters(file.with_name("half.safetensors") if "precision" in options else file)
+    make = fused(make) if "optimizer_overlap" in ours else make
+    with simulated():
+        mine = fit(make, tokens(), in_place(tmp_path, **ours), recorded="losses", **options)
+    assert_same(mine, fit(make, tokens(), recorded="losses", **options))
 
 
 def test_checkpoints_of_torch(file: Path, tmp_path: Path, brought: list[str]) -> None:
