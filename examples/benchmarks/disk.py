@@ -111,13 +111,21 @@ def peak() -> int:
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
-def evict(file: str) -> None:
-    """Has the system forget what it has read of a file, again and again, as it must if memory cannot hold the file."""
+def bytes_from_disk() -> int:
+    """What this process has had read from disks so far, page cache not counted."""
+    return int(Path("/proc/self/io").read_text().split("read_bytes:")[1].split()[0])
+
+
+def evict(folder: str) -> None:
+    """Has the system forget what it has read of files, again and again, as it must if memory cannot hold them."""
 
     def forget() -> None:
-        descriptor = os.open(file, os.O_RDONLY)
+        files = [os.open(file, os.O_RDONLY) for file in Path(folder).rglob("*") if file.is_file()]
+        for file in files:
+            os.fdatasync(file)
         while True:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            for file in files:
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             time.sleep(0.02)
 
     threading.Thread(target=forget, daemon=True).start()
@@ -162,8 +170,6 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
 def generate(asked: dict[str, Any]) -> dict[str, Any]:
     """Generates from a file of weights, with this package or with accelerate."""
     times, prompt = Times(), torch.arange(16)[None]
-    if asked["evicts"]:
-        evict(asked["file"])
     if asked["with"] == "accelerate":
         from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 
@@ -177,10 +183,13 @@ def generate(asked: dict[str, Any]) -> dict[str, Any]:
             "model.rotary_emb": "cpu",
             "lm_head": "cpu",
         }
-        folder = tempfile.mkdtemp(dir=asked["folder"])
+        folder = tempfile.mkdtemp(dir=Path(asked["file"]).parent)
         load_checkpoint_and_dispatch(module.llama, asked["file"], device_map=places, offload_folder=folder)
+        if asked["evicts"]:
+            evict(folder)
         found = []
         with torch.no_grad():
+            before = bytes_from_disk()
             for _ in range(STEPS):
                 found.append(module.predict_step(prompt, 0))
                 times.on_predict_batch_end()
@@ -194,10 +203,12 @@ def generate(asked: dict[str, Any]) -> dict[str, Any]:
             k=1, k_prime=1, disk=asked["folder"], host_memory=asked["host_memory"], weights=asked["file"]
         )
         prompts: Any = [prompt[0]] * STEPS
+        before = bytes_from_disk()
         found = trainer_for(strategy, times).predict(module, DataLoader(prompts, batch_size=1)) or []
         print(" ".join(strategy.remarks()) or strategy.stats())
     return {
         "seconds": times.seconds / NEW_TOKENS, "peak": peak(),
+        "read_for_each": (bytes_from_disk() - before) / STEPS / NEW_TOKENS,
         "tokens": hashlib.blake2s(torch.cat(list(found)).numpy().tobytes()).hexdigest(),
     }  # fmt: skip
 
