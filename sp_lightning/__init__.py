@@ -23,6 +23,7 @@ _log = rank_zero.log if "pytorch_lightning" in sys.modules else None
 from lightning.pytorch.strategies import StrategyRegistry
 
 from sp_lightning._version import __version__
+from sp_lightning.activations.chunked_loss import chunk_loss
 from sp_lightning.device.rank_order import rank_order_hook
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.plan import Plan, PlannedLayer
@@ -36,6 +37,7 @@ __all__ = [
     "SuperpipelineCallback",
     "SuperpipelineStrategy",
     "__version__",
+    "chunk_loss",
     "rank_order_hook",
 ]
 

@@ -41,6 +41,8 @@ class Question(argparse.Namespace):
     image: int | None
     input: list[int] | None
     checkpointing: bool
+    loss_tokens: int | None
+    keep_logits: bool
     activations: Mode
     overlap: Literal["off", "forward", "backward"]
     optimizer: Literal["adamw", "adamw8bit", "sgd", "muon"]
@@ -99,6 +101,13 @@ def _add_model(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--image", type=_count, help="pixels on each side (what the model is made for)")
     plan.add_argument("--input", type=_count, nargs="+", metavar="SIZE", help="shape of what a factory's module takes")
     plan.add_argument("--checkpointing", action="store_true", help="gradient checkpointing, of transformers' models")
+    plan.add_argument(
+        "--loss-tokens",
+        type=_count,
+        metavar="N",
+        help="the loss is computed from so many tokens' logits at a time, by sp_lightning.chunk_loss(model, tokens=N)",
+    )
+    plan.add_argument("--keep-logits", action="store_true", help="with --loss-tokens: chunk_loss(…, keep_logits=True)")
 
 
 def _add_window(plan: argparse.ArgumentParser) -> None:

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from sp_lightning.activations.chunked_loss import chunk_loss
 from sp_lightning.cli.arguments import PRECISIONS, Question
 from sp_lightning.cli.below_memory import BelowMemory, place_inference, place_training
 from sp_lightning.cli.host_step import HostStep, host_step
@@ -180,6 +181,7 @@ def estimate_model(question: Question) -> ModelEstimate:
         module.to(dtype)
         if question.checkpointing:
             _checkpoint(module)
+        _chunk_loss(module, question)
         module.train(not question.predict)
         found = find_layers(module, layers=question.layers, resident=question.resident or (), autocast=autocast)
         if question.generate is None:
@@ -212,6 +214,16 @@ def _checkpoint(module: nn.Module) -> None:
     if enable is None:
         raise ValueError(f"{type(module).__name__} has no gradient_checkpointing_enable; leave out --checkpointing.")
     enable()
+
+
+def _chunk_loss(module: nn.Module, question: Question) -> None:
+    tokens, keep = question.loss_tokens, question.keep_logits
+    if tokens is None and keep:
+        raise ValueError("--keep-logits says what becomes of logits with --loss-tokens N; give that, too.")
+    if tokens is not None and question.predict:
+        raise ValueError("--loss-tokens is for training, and nothing is trained here; leave it out.")
+    if tokens is not None:
+        chunk_loss(module, tokens, keep_logits=keep)
 
 
 def _step(question: Question, module: nn.Module) -> HostStep:

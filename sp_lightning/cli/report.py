@@ -241,7 +241,7 @@ def _notes(estimate: ModelEstimate) -> list[str]:
     return [
         *notes,
         f"{human_bytes(work.outside)} are saved outside of all layers (largest: {largest}), whatever activations= says. "
-        "If that is the loss, a chunked or fused one needs a fraction: see examples/guide/activations.md.",
+        "If that is the loss, --loss-tokens 1024 says what it takes in chunks: see examples/guide/activations.md.",
     ]
 
 
@@ -338,7 +338,9 @@ def _choice(question: Question, plan: Plan) -> str:
     written = ", ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
     checkpoints = " and the model's gradient_checkpointing_enable()" if question.checkpointing else ""
     devices = f" in Trainer(devices={question.devices})" if question.devices > 1 else ""
-    return f"SuperpipelineStrategy({written}){devices}{checkpoints}"
+    keep = ", keep_logits=True" * question.keep_logits
+    chunks = f" and sp_lightning.chunk_loss(model, tokens={question.loss_tokens}{keep})" if question.loss_tokens else ""
+    return f"SuperpipelineStrategy({written}){devices}{checkpoints}{chunks}"
 
 
 # ---------------------------------------------------------------------- JSON

@@ -28,6 +28,7 @@ from examples.benchmarks import (
     foresight,
     forks,
     limits,
+    loss,
     measure,
     overhead,
     predict,
@@ -453,3 +454,13 @@ def test_a_transfer_rate_is_bytes_over_seconds(monkeypatch: pytest.MonkeyPatch) 
 def test_a_forks_cost_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     forks.main(["--gib", "0.01"])
     assert capsys.readouterr().out.count("ordinary: fork" if not torch.cuda.is_available() else "fork") == 2
+
+
+@pytest.mark.rest("three processes that import torch")
+def test_losses_in_chunks_are_measured_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+    loss.main(["--tokens", "20", "--chunk", "8", "--vocabulary", "500", "--steps", "1", "--precisions", "32-true"])
+    _, _, *lines = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in lines]
+    assert [row[1] for row in rows] == list(loss.WAYS)
+    assert rows[1][-3:] == ["0", "0", "0"]
+    assert 0 < float(rows[2][-2]) < 1e-5

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from sp_lightning import chunk_loss
 from sp_lightning.activations import offload
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.model.find import find_layers
@@ -49,9 +51,19 @@ def eager(**options: Any) -> Case:
     return Case(lambda: llama(dropout=0.0, attn_implementation="eager", **options), tokens)
 
 
+def chunked(*, keep_logits: bool = False, **options: Any) -> Any:
+    """The loss of 16 tokens, 5 at a time; the vocabulary is larger than all else."""
+    module: Any = eager(vocab_size=500, **options).make()
+    chunk_loss(module.net, 5, keep_logits=keep_logits)
+    return module
+
+
 MODELS = {
     "llama": eager(),
     "llama-checkpoint": eager(checkpointing={"use_reentrant": False}),
+    "llama-chunked": Case(lambda: chunked(), tokens),
+    "llama-chunked-checkpoint": Case(lambda: chunked(checkpointing={"use_reentrant": False}), tokens),
+    "llama-kept-logits": Case(lambda: chunked(keep_logits=True), tokens),
     "half-checkpointed": Case(lambda: Module(HalfCheckpointedStack()), vectors),
     "resnet50": CASES["resnet50"],
     "vit": CASES["vit"],
@@ -124,6 +136,46 @@ def test_what_is_saved_outside_of_units(monkeypatch: pytest.MonkeyPatch) -> None
     work = worked(Case(lambda: Module(Between(nn.Linear(16, 32), nn.Linear(32, 16))), vectors))
     assert [call.saved for call in work.calls] == [256, 512]
     assert work.outside == 256
+
+
+def saved_by(case: Case) -> int:
+    """Bytes that autograd saves when the forward really runs, but for weights and buffers."""
+    module = case.make()
+    stays = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    storages: dict[int, Any] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in stays:
+            storages[storage.data_ptr()] = storage  # held, so that no other one is given its address
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss: Any = module.training_step(case.batches()[0], 0)
+    assert loss.requires_grad
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "logits", "largest"),
+    [
+        ("llama", 16 * 64 * 4, Saved(16 * 64 * 4, torch.float32, torch.Size([16, 64]))),
+        (
+            "llama-chunked",
+            16 * 32 * 4,
+            Saved(16 * 32 * 4, torch.float32, torch.Size([5, 32])),
+        ),  # what the head is given
+        ("llama-kept-logits", 16 * 500 * 4, Saved(16 * 500 * 4, torch.float32, torch.Size([16, 500]))),
+    ],
+)
+def test_what_a_loss_in_chunks_saves(name: str, logits: int, largest: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On paper as in a run: all that units and the loss save, each storage once."""
+    monkeypatch.setattr(offload, "WORTH_MOVING", SOME)
+    work = worked(MODELS[name])
+    assert work.largest_outside == largest
+    losses = 0 if name == "llama" else 16 * 8 + 16 * 4  # where each loss is summed, and the losses
+    assert work.outside == logits + 16 * 8 + 4 + losses
+    assert work.saved("keep") == saved_by(MODELS[name])
 
 
 def test_what_is_small_is_counted_and_does_not_travel(monkeypatch: pytest.MonkeyPatch) -> None:

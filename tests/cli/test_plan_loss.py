@@ -1,0 +1,82 @@
+"""``plan --loss-tokens``: a loss in chunks is counted before it is run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from sp_lightning.__main__ import main
+
+VOCABULARY, TOKENS, CHUNK = 20_000, 256, 32
+WHOLE = TOKENS * VOCABULARY * 4  # bytes of the logits in float32
+
+
+def shape(folder: Path) -> str:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, architectures=["LlamaForCausalLM"], **sizes)
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    return str(folder)
+
+
+def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    main(
+        [
+            "plan",
+            *arguments,
+            "--tokens",
+            str(TOKENS),
+            "--precision",
+            "bf16-true",
+            "--k",
+            "1",
+            "--k-prime",
+            "1",
+            "--json",
+        ]
+    )
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_it_takes_less_memory_and_more_operations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = shape(tmp_path)
+    whole, kept, chunks = (
+        ask(capsys, model, *options)
+        for options in ((), ("--loss-tokens", str(CHUNK), "--keep-logits"), ("--loss-tokens", str(CHUNK)))
+    )
+    # At its peak the whole loss has three tensors in float32, the kept logits two in 16 bits; then there are a few chunks.
+    assert WHOLE < whole["activation_bytes"] - kept["activation_bytes"] < 3 * WHOLE
+    assert WHOLE / 2 < kept["activation_bytes"] - chunks["activation_bytes"] < 1.1 * WHOLE
+    assert kept["flops"] == whole["flops"]
+    assert chunks["flops"] - whole["flops"] == 2 * TOKENS * VOCABULARY * 64  # the head's second product
+    assert "chunk_loss" not in whole["verdict"]
+    assert f"and sp_lightning.chunk_loss(model, tokens={CHUNK}, keep_logits=True), " in kept["verdict"]
+    assert f"and sp_lightning.chunk_loss(model, tokens={CHUNK}), " in chunks["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--keep-logits"], "--keep-logits says what becomes of logits with --loss-tokens N"),
+        (["--loss-tokens", "32", "--predict"], "--loss-tokens is for training"),
+        (["--loss-tokens", "32", "--generate", "4"], "--loss-tokens is for training"),
+        (["--loss-tokens", "0"], "'0' is no whole number of at least 1"),
+    ],
+)
+def test_what_cannot_be_asked(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["plan", shape(tmp_path), *options])
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_vision_model_has_no_such_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "resnet18", "--loss-tokens", "32"])
+    assert "ResNet is no causal language model of transformers" in capsys.readouterr().err
