@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -270,3 +271,66 @@ def test_merged_adapters_on_experts_need_no_others() -> None:
         ours = predictions(make, strategy)
     assert_equal(ours, predictions(make), "predictions")
     assert strategy.stats().expert_bytes < 3 * strategy.plan.stack_bytes
+
+
+# ---------------------------------------------------------------------- what something is routed to
+
+
+def _routing(change: Callable[[Tensor], Tensor]) -> type[Router]:
+    class Changed(Router):
+        def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            indices, weights = super().route(x)
+            return change(indices), weights
+
+    return Changed
+
+
+class NothingRouted(Router):
+    """No token comes to the experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        indices, weights = self.route(x)
+        return torch.tanh(self.before(x)) + self.experts(x[:0], indices[:0], weights[:0]).sum() + 0 * weights.sum()
+
+
+@pytest.mark.parametrize(
+    ("block", "most"),
+    [
+        (_routing(torch.zeros_like), 1),
+        (_routing(lambda indices: indices[:, :1].expand(-1, 2)), 2),
+        (_routing(lambda indices: indices.int()), 4),
+        (NothingRouted, 0),
+    ],
+    ids=["all to one", "twice to the same", "int32", "nothing"],
+)
+def test_routing_extremes(block: type[Router], most: int) -> None:
+    strategy = superpipeline(k=1)
+    batches = stacked.rows()
+    with poisoned():
+        ours = fit(lambda: stacked.own(block), batches, strategy)
+    assert_same(ours, fit(lambda: stacked.own(block), batches))
+    uses = 2 * len(batches) * sum(layer.rows > 0 for layer in strategy.plan.layers)  # in forward and backward
+    assert strategy.stats().expert_misses <= uses * most
+
+
+class WithReference(stacked.Transformer):
+    """The loss of the adapted model beside that of the same one without adapters, as in preference tuning."""
+
+    def loss(self, batch: Any) -> Tensor:
+        with torch.no_grad(), self.net.disable_adapter():
+            reference = super().loss(batch)
+        return super().loss(batch) - 0.1 * reference
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_adapters_on_experts_that_are_disabled_for_one_forward(implementation: str) -> None:
+    def make() -> Any:
+        targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        config = peft.LoraConfig(r=2, target_modules=[], target_parameters=targets, init_lora_weights=False)
+        return WithReference(peft.get_peft_model(stacked.transformer("qwen3", implementation).net, config))
+
+    strategy = superpipeline(k=1)
+    with poisoned():
+        ours = fit(make, stacked.tokens(), strategy)
+    assert_same(ours, fit(make, stacked.tokens()))
+    assert strategy.stats().expert_bytes < 2 * 3 * strategy.plan.stack_bytes, "the reference needs no others"
