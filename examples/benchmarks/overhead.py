@@ -2,6 +2,7 @@
 
 Tiny layers on the CPU, where computing and copying take next to nothing: what a step takes beyond the plain one,
 divided by the visits (each layer once forward, once backward). Same layers, one process, one thread, taking turns.
+Prediction is measured, too: forwards in inference mode, where layers make room for others and where all of them fit.
 
 From the root of the repository::
 
@@ -98,6 +99,32 @@ def superpipeline(kind: str, k: int = 2, k_prime: int = 1) -> Step:
     return step
 
 
+def plain_prediction(kind: str) -> Step:
+    """Forward in inference mode."""
+    stack, x = build(kind)
+    return lambda: _infer(stack, x)
+
+
+def predicting(kind: str, k: int) -> Step:
+    """The same, streamed: what the strategy does in a step of prediction where no hook may write weights."""
+    stack, x = build(kind)
+    found = find_layers(stack)
+    streamer = Streamer(stack, found, make_plan(found, k=k, k_prime=1), Device(torch.device("cpu")), pin=False)
+
+    def step() -> None:
+        streamer.begin("predict", training=False, quiet=True)
+        with streamer.saving():
+            _infer(stack, x)
+        streamer.end()
+
+    return step
+
+
+@torch.inference_mode()
+def _infer(stack: nn.Module, x: Tensor) -> None:
+    stack(x)
+
+
 def fsdp2(kind: str) -> Step:
     """The same with ``fully_shard`` and its offloading around each layer, one rank."""
     stack, x = build(kind)
@@ -121,14 +148,23 @@ def measure(seconds: float) -> rows.Row:
             "kind": "overhead",
             "status": "ok",
             "layers": LAYERS,
-            "models": {kind: _compare(kind, seconds / len(KINDS)) for kind in KINDS},
+            "models": {kind: _compare(_training(kind), 2 * LAYERS, 0.7 * seconds / len(KINDS)) for kind in KINDS},
+            "prediction": {kind: _compare(_prediction(kind), LAYERS, 0.3 * seconds / len(KINDS)) for kind in KINDS},
         }
     finally:
         dist.destroy_process_group()
 
 
-def _compare(kind: str, seconds: float) -> dict[str, dict[str, float]]:
-    steps = {"plain": plain(kind), "superpipeline-2:1": superpipeline(kind), "fsdp2": fsdp2(kind)}
+def _training(kind: str) -> dict[str, Step]:
+    return {"plain": plain(kind), "superpipeline-2:1": superpipeline(kind), "fsdp2": fsdp2(kind)}
+
+
+def _prediction(kind: str) -> dict[str, Step]:
+    ours = {f"superpipeline-{k}:1": predicting(kind, k) for k in (2, LAYERS)}
+    return {"plain": plain_prediction(kind), **ours}
+
+
+def _compare(steps: dict[str, Step], visits: int, seconds: float) -> dict[str, dict[str, float]]:
     times: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         for _ in range(3):
@@ -137,7 +173,7 @@ def _compare(kind: str, seconds: float) -> dict[str, dict[str, float]]:
         for name, step in steps.items():
             times[name] += _timed(step, seconds / ROUNDS / len(steps))
     median = {name: statistics.median(each) for name, each in times.items()}
-    beyond = {name: (each - median["plain"]) / (2 * LAYERS) for name, each in median.items() if name != "plain"}
+    beyond = {name: (each - median["plain"]) / visits for name, each in median.items() if name != "plain"}
     return {"step_seconds": median, "visit_seconds": beyond}
 
 
@@ -158,9 +194,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     with cli.orderly(options.out):
         row = {**rows.origin(), **measure(options.seconds)}
         rows.append(options.out, row)
-    for kind, found in row["models"].items():
-        visit = {name: f"{1e6 * each:.0f} µs" for name, each in found["visit_seconds"].items()}
-        print(f"overhead per layer visit, {kind}: {visit}", flush=True)
+    for what, models in (("", row["models"]), (" of prediction", row["prediction"])):
+        for kind, found in models.items():
+            visit = {name: f"{1e6 * each:.0f} µs" for name, each in found["visit_seconds"].items()}
+            print(f"overhead per layer visit{what}, {kind}: {visit}", flush=True)
 
 
 if __name__ == "__main__":

@@ -401,6 +401,10 @@ def test_overhead_is_measured_and_told(tmp_path: Path) -> None:
     assert found["visit_seconds"]["fsdp2"] == pytest.approx(
         (found["step_seconds"]["fsdp2"] - found["step_seconds"]["plain"]) / 48
     )
+    predicted = row["prediction"]["mlp"]
+    assert predicted["visit_seconds"]["superpipeline-24:1"] == pytest.approx(
+        (predicted["step_seconds"]["superpipeline-24:1"] - predicted["step_seconds"]["plain"]) / 24
+    )
     found["visit_seconds"] = {"superpipeline-2:1": 1e-4, "fsdp2": 4e-4}
     found["step_seconds"]["plain"] = 48 * 2e-5
     text = report.write([row], tmp_path).read_text()
