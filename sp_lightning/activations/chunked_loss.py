@@ -80,6 +80,12 @@ def _check(model: nn.Module, head: Any, loss: Any) -> None:
             f"chunk_loss: {kind} is no causal language model of transformers, which has get_output_embeddings() and a "
             "loss_function. Give the model itself: chunk_loss(self.model) in a LightningModule that has one."
         )
+    forwards = (inspect.unwrap(vars(each)["forward"]) for each in type(model).__mro__ if "forward" in vars(each))
+    if not any("loss_function" in each.__code__.co_names for each in forwards if inspect.isfunction(each)):
+        raise ValueError(
+            f"chunk_loss: {kind} computes its loss by itself (T5 and BART do), so that chunks of it cannot be asked for. "
+            "Leave chunk_loss out."
+        )
     name = f"{getattr(loss, '__module__', '')}.{getattr(loss, '__qualname__', loss)}"
     if name != "transformers.loss.loss_utils.ForCausalLMLoss":
         raise ValueError(

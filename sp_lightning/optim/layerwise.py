@@ -305,7 +305,9 @@ class LayerwiseStep:
     def _updated(self, known: set[nn.Parameter], order: Sequence[nn.Parameter]) -> None:
         """Called when all updates are done: puts new state in the order of the groups, as a whole step leaves it.
 
-        Args: the parameters that had state before the step; all parameters, in that order.
+        Args:
+            known: the parameters that had state before the step.
+            order: all parameters, in the groups' order.
         """
         self._optimizer.__class__ = self._class
         state = self._optimizer.state

@@ -349,6 +349,11 @@ def test_a_model_that_changes_its_logits_can_keep_them() -> None:
     assert_same(fit(chunked(make, keep_logits=True), batches()), fit(make, batches()))
 
 
+def t5() -> nn.Module:
+    config = transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=16)
+    return transformers.T5ForConditionalGeneration(config)
+
+
 def ones_own_loss() -> nn.Module:
     net: Any = llama().net
     net.loss_function = lambda logits, labels, vocab_size: logits.mean()
@@ -361,6 +366,7 @@ def ones_own_loss() -> nn.Module:
         (llama, r"Transformer is no causal language model .* chunk_loss\(self.model\)"),
         (lambda: nn.Linear(1, 1), "Linear is no causal language model"),
         (lambda: llama().net.model, "LlamaModel is no causal language model"),
+        (t5, "T5ForConditionalGeneration computes its loss by itself"),
         (ones_own_loss, "the loss of LlamaForCausalLM is .*<lambda>, and only ForCausalLMLoss"),
     ],
 )
