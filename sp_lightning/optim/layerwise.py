@@ -303,12 +303,7 @@ class LayerwiseStep:
             self._engine.after(layer, set(map(id, trained)))
 
     def _updated(self, known: set[nn.Parameter], order: Sequence[nn.Parameter]) -> None:
-        """Called when all updates are done: puts new state in the order of the groups, as a whole step leaves it.
-
-        Args:
-            known: the parameters that had state before the step.
-            order: all parameters, in the groups' order.
-        """
+        """When all updates are done, puts state of parameters that had none (are not ``known``) in the groups' ``order``."""
         self._optimizer.__class__ = self._class
         state = self._optimizer.state
         if len(state) > len(known):

@@ -14,6 +14,7 @@ from tests.support.features import feature
 from tests.support.models import Gan, Lbfgs, Stack, vectors
 from tests.support.nets import Does, Scheduled
 from tests.support.runs import assert_equal, loader
+from tests.support.tiers import first
 from tests.support.ways import LATE, Net, Seen, Way, compare, left
 
 
@@ -62,7 +63,7 @@ KINDS = ("epoch", "step", "plateau", "plateau, step", "one cycle", "sequential")
 
 
 @feature("Optimization", *(f"learning-rate schedulers: {kind}" for kind in KINDS))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first(KINDS, "step", "plateau", why="other schedulers of torch"))
 def test_schedulers(kind: str, tmp_path: Path) -> None:
     def run(way: Way) -> Seen:
         rates: list[float] = []

@@ -111,7 +111,7 @@ def test_batch_size_scaler(way_to_find: str, limit: int, tmp_path: Path) -> None
 
 
 @feature("Callbacks", "`StochasticWeightAveraging`, with BatchNorm")
-@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("device", first([None, "cpu"], None, why="the same on the CPU"))
 def test_stochastic_weight_averaging(device: str | None, tmp_path: Path) -> None:
     def run(way: Way) -> Seen:
         averaging = plc.StochasticWeightAveraging(0.05, 1, annealing_epochs=2, device=device)
@@ -204,7 +204,7 @@ class WithBackbone(Images):
 
 @feature("Callbacks", "`BackboneFinetuning`")
 @pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist:UserWarning")  # BatchNorm's
-@pytest.mark.parametrize("train_bn", [True, False])
+@pytest.mark.parametrize("train_bn", first([True, False], True, why="the same without"))
 def test_backbone_finetuning(train_bn: bool, tmp_path: Path) -> None:
     def run(way: Way) -> Seen:
         callback = plc.BackboneFinetuning(1, lambda epoch: 1.5, train_bn=train_bn, backbone_initial_ratio_lr=0.1)
@@ -232,7 +232,7 @@ def prune(way: Way, method: str, lottery: bool) -> Seen:
 
 
 @feature("Callbacks", *(f"`ModelPruning`: {method}" for method in METHODS))
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", first(METHODS, "ln_structured", why="other methods"))
 def test_pruning(method: str, tmp_path: Path) -> None:
     """Weights are exchanged for masked ones in the middle of a fit."""
     seen = compare(partial(prune, method=method, lottery=False), tmp_path)
@@ -266,7 +266,7 @@ def test_lottery_tickets_that_share_memory(tmp_path: Path) -> None:
 
 
 @feature("Callbacks", "`ModelPruning` on an accelerator (a simulated one)")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", first(METHODS, "l1_unstructured", why="other methods"))
 def test_pruning_on_a_device_of_its_own(method: str, tmp_path: Path) -> None:
     """The second pruning draws masks from what the last forward has left, and multiplies them with weights."""
     with simulated():

@@ -42,13 +42,22 @@ from sp_lightning.weights.embedding_rows import EmbeddingRows
 from sp_lightning.weights.gradients import Gradients
 from tests.support.runs import assert_same, superpipeline
 from tests.support.simdevice import Mixed, Race, SimDevice, Watch, simulated
+from tests.support.tiers import first
 from tests.support.wait_scenarios import IMPLIED, OF_RANKS, SCENARIOS, left_out
 
 
 @pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True`` raised")
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a failed backward that fails to end
-@pytest.mark.parametrize("wait", [wait for wait in Wait if wait not in OF_RANKS], ids=lambda wait: wait.name)
+@pytest.mark.parametrize(
+    "wait",
+    first(
+        [wait for wait in Wait if wait not in OF_RANKS],
+        *(Wait.USE_AFTER_FETCH, Wait.FETCH_AFTER_USE, Wait.DRAIN_AFTER_GRADIENT, Wait.READ_AFTER_UPDATE),
+        why="each is left out once; four show that races are seen",
+    ),
+    ids=lambda wait: wait.name,
+)
 def test_every_wait_is_needed(wait: Wait, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sp_lightning.activations.offload.WORTH_MOVING", 1)
     assert wait in SCENARIOS, f"{wait} needs a scenario that fails without it"

@@ -24,6 +24,7 @@ from sp_lightning.trainer.frozen_weights import FROZEN
 from tests.support.models import Module, Stack, Transformer, enable_checkpointing, llama, tokens, vectors
 from tests.support.runs import assert_equal, assert_same, fit, fused, loader, trainer_for
 from tests.support.simdevice import simulated
+from tests.support.tiers import first
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +106,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", first(VARIANTS, "k=2", "recompute", "backward", "mixed", why="other options"))
 def test_adapters_train_as_in_plain_lightning(variant: str, file: Path, tmp_path: Path, brought: list[str]) -> None:
     ours, options = VARIANTS[variant]
     make = adapters(file.with_name("half.safetensors") if "precision" in options else file)
@@ -124,7 +125,7 @@ def test_adapters_train_as_in_plain_lightning(variant: str, file: Path, tmp_path
     assert any("are read in place from" in line for line in remarks)
 
 
-@pytest.mark.parametrize("variant", ["k=2", "backward", "mixed"])
+@pytest.mark.parametrize("variant", first(["k=2", "backward", "mixed"], "backward", why="other options"))
 def test_adapters_on_a_device_that_copies_late(variant: str, file: Path, tmp_path: Path) -> None:
     ours, options = VARIANTS[variant]
     make = adapters(file.with_name("half.safetensors") if "precision" in options else file)
@@ -315,7 +316,12 @@ FREE = ("exchanges", "moves", "loads_its_own_state", "adds_a_module")
 """What brings nothing to memory."""
 
 
-@pytest.mark.parametrize("moment", ["on_train_batch_start", "on_after_backward", "on_train_batch_end"])
+@pytest.mark.parametrize(
+    "moment",
+    first(
+        ["on_train_batch_start", "on_after_backward", "on_train_batch_end"], "on_after_backward", why="other moments"
+    ),
+)
 @pytest.mark.parametrize("touch", TOUCHES)
 def test_user_code_finds_the_weights(
     touch: str, moment: str, backbone: Callable[[], Module], tmp_path: Path, brought: list[str]
