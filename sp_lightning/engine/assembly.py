@@ -96,9 +96,14 @@ def make_tables(
 def make_experts(layers: Sequence[StreamedLayer], log: logging.Logger | None) -> None:
     """Makes what knows the rows of each layer of stacked experts, and gives it to the layer."""
 
+    said = set[str]()
+
     def say(layer: StreamedLayer, why: str) -> None:
-        line = f"Superpipeline: all experts of {layer.name!r} come with each call, because {why}."
-        say_once(log or logging.getLogger("lightning.pytorch"), line)
+        if why not in said:
+            said.add(why)
+            line = f"Superpipeline: all experts of {layer.name!r} come with each call, because {why}. "
+            line += "Other layers for which the same holds are not named."
+            say_once(log or logging.getLogger("lightning.pytorch"), line)
 
     for layer in layers:
         if layer.planned.rows:

@@ -73,11 +73,12 @@ class RoutedCalls:
             return RoutedCall(None)
         rows = self._read(indices[0])
         if rows and not 0 <= min(rows) <= max(rows) < experts.count:
-            experts.fall_back(f"indices from {min(rows)} to {max(rows)} are routed to")
+            outside = min(rows) if min(rows) < 0 else max(rows)
+            experts.fall_back(f"it is given the index {outside}, which is none of its {experts.count} experts")
             return RoutedCall(None)
         # Another hook may exchange the indices before the call has them.
-        alone = sum(len(hooks() or ()) for hooks in self.pre_hooks) == 1
-        return RoutedCall(rows, trusted=reading is Reading.ROUTED_ROWS and alone)
+        hooked = sum(len(hooks() or ()) for hooks in self.pre_hooks) > 1
+        return RoutedCall(rows, known=reading is Reading.ROUTED_ROWS, hooked=hooked)
 
     def _read(self, indices: Tensor) -> frozenset[int]:
         self._experts.host_waits += 1

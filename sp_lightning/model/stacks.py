@@ -6,6 +6,7 @@ transformers 5 has its experts so, in classes that ``use_experts_implementation`
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 from inspect import Parameter, signature
@@ -46,12 +47,17 @@ def is_stack(tensor: Tensor | None, count: int) -> bool:
 
 
 def routed_share(module: nn.Module, args: Sequence[Any]) -> float:
-    """The share of a module's stacked experts that a call is expected to use, if each is as likely as the others."""
+    """The share of a module's stacked experts that a call is expected to use, if each is as likely as the others.
+
+    The last dimension of the indices is taken for the experts of one token, which are distinct. Indices of one dimension
+    are taken for those of a token each. Of a call without indices among its positional arguments all experts are expected.
+    """
     count = stacked_rows(module)
     indices = [each for each in args if isinstance(each, Tensor) and each.dtype in (torch.int32, torch.int64)]
     if not count or len(indices) != 1:
         return 1.0
-    share = 1 - (1 - 1 / count) ** indices[0].numel()
+    *tokens, routed = indices[0].shape if indices[0].dim() > 1 else (indices[0].numel(), 1)
+    share = 1 - max(0.0, 1 - routed / count) ** math.prod(tokens)
     return share if share < NEARLY_ALL else 1.0
 
 

@@ -26,9 +26,10 @@ class Stats:
         activation_stall_seconds: seconds that compute waited for activations to leave and to come back.
         step_seconds: seconds that optimizers' steps took on the host while the device waited; 0 where the model computes on
             the host, too.
-        expert_hits, expert_misses: how many stacked experts uses of their layers have asked for that were on the device, and
-            how many had to come.
-        expert_bytes: bytes of stacked experts copied to the device. They are among ``fetched_bytes``.
+        expert_hits, expert_misses: how many stacked experts that uses of their layers have asked for were on the device when
+            the use began, kept or come ahead of time, and how many had to come then. A hit may thus have travelled, too.
+        expert_bytes: bytes of stacked experts copied to the device, ahead of time or not; what was saved is seen here. They
+            are among ``fetched_bytes``.
     """
 
     fetched_layers: int

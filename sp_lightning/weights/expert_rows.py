@@ -36,6 +36,7 @@ _STEADY = 3 / 4
 # The weight of the latest call in that share.
 _LATEST = 1 / 4
 _ALONG_ROWS = (torch.select, Tensor.select, torch.index_select, Tensor.index_select)
+_HOOKED = "a forward pre-hook, on it or on all modules, may exchange the indices; put the hook on the block"
 _BY_GROUPS = frozenset({"transpose", "grouped_mm", "grouped_mm_fallback"})
 
 
@@ -45,11 +46,18 @@ class RoutedCall:
 
     Attributes:
         rows: the experts that something is routed to.
-        trusted: whether what is called is known to read those rows alone, whatever views of a stack it makes.
+        known: whether what is called is known to read the rows alone that it is given, whatever views of a stack it makes.
+        hooked: whether a hook may give it other rows than these.
     """
 
     rows: Rows
-    trusted: bool = False
+    known: bool = False
+    hooked: bool = False
+
+    @property
+    def trusted(self) -> bool:
+        """Whether the call reads these rows alone, whatever views of a stack it makes."""
+        return self.known and not self.hooked
 
 
 class ExpertRows:
@@ -57,7 +65,7 @@ class ExpertRows:
 
     Args:
         layer: the layer, whose stacks hold ``layer.planned.rows`` experts.
-        say: told why all experts of the layer come, which users are told once for each reason.
+        say: told why all experts of the layer come, which users are told once for each reason, whatever the layer.
 
     Attributes:
         needed: the rows that the present use of the layer may read.
@@ -229,7 +237,8 @@ class ExpertRows:
             return False
         if self.present is None or self._reads_rows(call, func, args, kwargs):
             return True
-        self.fall_back(f"it computes with all of them ({getattr(func, '__name__', func)})")
+        hooked = call.hooked and (call.known or func is Tensor.__getitem__)
+        self.fall_back(_HOOKED if hooked else f"it computes with all of them ({getattr(func, '__name__', func)})")
         return False
 
     def _reads_rows(self, call: RoutedCall, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -244,7 +253,7 @@ class ExpertRows:
         return along_rows and _numbers(args[2], self.count) <= call.rows
 
     def fall_back(self, why: str) -> None:
-        """From now on all experts of the layer come with each call. Users are told once."""
+        """From now on all experts of the layer come with each call."""
         if not self.comes_whole:
             self.comes_whole = why
             self.say(why)
