@@ -377,7 +377,7 @@ def test_what_checkpoints_cannot_repeat_is_kept(transform: Callable[..., Tensor]
     assert_same(ours, fit(lambda: Transforms(Stack()), vectors()))
 
 
-@pytest.mark.rest("graphs are looked for in all memory")
+@pytest.mark.long("graphs are looked for in all memory")
 @pytest.mark.parametrize("mode", ["recompute", "offload"])
 def test_no_graph_keeps_that_of_the_batch_before(mode: Any) -> None:
     alive: list[int] = []

@@ -460,7 +460,7 @@ def test_a_forks_cost_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("ordinary: fork" if not torch.cuda.is_available() else "fork") == 2
 
 
-@pytest.mark.rest("three processes that import torch")
+@pytest.mark.long("three processes that import torch")
 def test_losses_in_chunks_are_measured_and_told(capsys: pytest.CaptureFixture[str]) -> None:
     loss.main(["--tokens", "20", "--chunk", "8", "--vocabulary", "500", "--steps", "1", "--precisions", "32-true"])
     _, _, *lines = capsys.readouterr().out.splitlines()

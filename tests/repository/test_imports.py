@@ -40,7 +40,11 @@ def said_by(code: str) -> list[str]:
 @pytest.mark.parametrize(
     ("trainers", "told"),
     [
-        ("lightning.pytorch", ["sp_lightning.trainer.strategy", "True True", "False True"]),
+        pytest.param(
+            "lightning.pytorch",
+            ["sp_lightning.trainer.strategy", "True True", "False True"],
+            marks=pytest.mark.long("the other package's names are added to these"),
+        ),
         ("pytorch_lightning", ["sp_lightning.pytorch_lightning", "True True", "True True"]),
     ],
 )

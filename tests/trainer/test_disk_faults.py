@@ -24,6 +24,7 @@ from sp_lightning.trainer import disk_tier
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_disk import on_disk, without_room
 from tests.support.runs import assert_same, fit, fused, loader, trainer_for
+from tests.support.tiers import some
 
 
 @pytest.fixture(autouse=True)
@@ -191,7 +192,7 @@ def _trains(folder: Path, checkpoints: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
 @pytest.mark.rest("a process of its own, which imports everything: autograd's threads are not forked")
-@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.37])
+@pytest.mark.parametrize("seconds", some([0.0, 0.1, 0.37], 0.1, why="other moments"))
 def test_a_process_that_is_killed_leaves_nothing(seconds: float, tmp_path: Path) -> None:
     """Nothing but the last checkpoint, which is whole."""
     scratch_folder, checkpoints = tmp_path / "scratch", tmp_path / "checkpoints"
