@@ -107,9 +107,7 @@ class Run:
         self._log = log
         self._count = 1 if ranks is None else ranks.size
         filled = options.activations == "auto"
-        self._window = Window(
-            options.k, options.k_prime, options.memory_budget, filled=filled, ranks=self._count, training=trains
-        )
+        self._window = Window(options.k, options.k_prime, options.memory_budget, filled=filled, ranks=self._count)
         self._parted: list[Parted] = []
         self._host_room: int | None = None
         self.streamer: Streamer | None = None

@@ -33,25 +33,16 @@ class Window:
             free, less a margin.
         filled: whether something else fills the memory that k and k' leave, even if both are numbers: kept activations.
         ranks: how many devices sum their gradients.
-        training: whether gradients come, of weights that are not frozen.
     """
 
     def __init__(
-        self,
-        k: Count,
-        k_prime: Count,
-        budget: int | float | None,
-        *,
-        filled: bool = False,
-        ranks: int = 1,
-        training: bool = True,
+        self, k: Count, k_prime: Count, budget: int | float | None, *, filled: bool = False, ranks: int = 1
     ) -> None:
         self._margin = _MARGIN if filled or "auto" in (k, k_prime) else 0
         self._k = k
         self._k_prime = k_prime
         self._budget = budget
         self._ranks = ranks
-        self._training = training
         self._found: Found | None = None
         self.room: int | None = None
         """Bytes of the budget; None if nothing limits device memory."""
@@ -100,7 +91,7 @@ class Window:
 
     def needs(self, plan: Plan) -> int:
         """Bytes of device memory that a plan takes, together with everything else that was measured."""
-        gradients = max(0, plan.gradient_bytes - self.rest_gradients) if self._training else 0
+        gradients = max(0, plan.gradient_bytes - self.rest_gradients)
         return plan.slot_bytes + plan.resident_bytes + plan.cache_bytes + gradients + self.rest
 
     def fits(self, plan: Plan, more: int = 0) -> bool:
@@ -174,48 +165,43 @@ class Window:
 
     def _check(self, plan: Plan, room: int, device: Device, find: Callable[[Sequence[str]], Found] | None) -> None:
         """Raises a ValueError with a remedy if the plan does not fit ``room`` bytes."""
-        if not plan.layers or self._least(plan) <= room:
+        if not plan.layers or plan.peak_device_bytes <= room:
             return
         largest = max(plan.layers, key=lambda layer: layer.nbytes)
         smallest = make_plan(self._found, k=1, k_prime=1, ranks=self._ranks) if self._found else plan
         there = f"{room} bytes ({human_bytes(room)}) are free on {device.device}"
         if self._budget is not None:
             there = f"with memory_budget={self._budget!r} there are {room} bytes ({human_bytes(room)})"
-        least = self._least(smallest)
-        if least <= room:
+        if smallest.peak_device_bytes <= room:
             remedy = "Use less: SuperpipelineStrategy(k=1, k_prime=1)."
         else:
-            remedy = self._smaller_layers(largest.name, smallest, find) or (
+            remedy = _smaller_layers(largest.name, smallest, find) or (
                 'There are no smaller layers in it. Use precision="bf16-true", where it is float32, or give it as much memory.'
             )
-        what, needed = "Weights and gradients" if self._training else "Weights", self._least(plan)
         raise ValueError(
-            f"{what} need {needed} bytes ({human_bytes(needed)}) with k={plan.k} "
+            f"Weights and gradients need {plan.peak_device_bytes} bytes ({human_bytes(plan.peak_device_bytes)}) with k={plan.k} "
             f"and k_prime={plan.k_prime}, and {there}. The least is "
-            f"{human_bytes(least)}, with k=1 and k_prime=1; the largest layer, {largest.name!r}, takes "
+            f"{human_bytes(smallest.peak_device_bytes)}, with k=1 and k_prime=1; the largest layer, {largest.name!r}, takes "
             f"{largest.nbytes} bytes ({human_bytes(largest.nbytes)}). {remedy}"
         )
 
-    def _smaller_layers(self, largest: str, least: Plan, find: Callable[[Sequence[str]], Found] | None) -> str:
-        """Advice to cut the largest layer, and those like it, so that less is needed; empty if no cut helps."""
-        if find is None:
-            return ""
-        alike = ".".join("*" if part.isdecimal() else part for part in largest.split("."))
-        for pattern in (f"{alike}.*", f"{largest}.*"):
-            try:
-                plan = make_plan(find([pattern]), k=1, k_prime=1, ranks=least.ranks)
-            except ValueError:  # the pattern matches no module, or the modules that it matches overlap
-                continue
-            if self._least(plan) < self._least(least):
-                return (
-                    f'Cut it into smaller ones: SuperpipelineStrategy(layers=["{pattern}"]), whose least is '
-                    f"{human_bytes(self._least(plan))}."
-                )
-        return ""
 
-    def _least(self, plan: Plan) -> int:
-        """The device memory that a plan needs for weights and, in training, for gradients."""
-        return plan.peak_device_bytes - (0 if self._training else plan.gradient_bytes)
+def _smaller_layers(largest: str, least: Plan, find: Callable[[Sequence[str]], Found] | None) -> str:
+    """Advice to cut the largest layer, and those like it, so that less is needed; empty if no cut helps."""
+    if find is None:
+        return ""
+    alike = ".".join("*" if part.isdecimal() else part for part in largest.split("."))
+    for pattern in (f"{alike}.*", f"{largest}.*"):
+        try:
+            plan = make_plan(find([pattern]), k=1, k_prime=1, ranks=least.ranks)
+        except ValueError:  # the pattern matches no module, or the modules that it matches overlap
+            continue
+        if plan.peak_device_bytes < least.peak_device_bytes:
+            return (
+                f'Cut it into smaller ones: SuperpipelineStrategy(layers=["{pattern}"]), whose least is '
+                f"{human_bytes(plan.peak_device_bytes)}."
+            )
+    return ""
 
 
 def _room(budget: int | float | None, free: int | None, margin: float) -> int | None:

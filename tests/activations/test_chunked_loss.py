@@ -181,10 +181,18 @@ def options(mode: str) -> dict[str, Any]:
     return {"optimizer_overlap": "backward"} if mode == "backward" else {"activations": mode}
 
 
-@pytest.mark.parametrize("keep_logits", first([False, True], False, second=(), why="a loss outside of all layers, as any"))
-@pytest.mark.parametrize("mode", first(["keep", "recompute", "offload", "backward"], "keep", second=("backward",), why="as any loss"))
-@pytest.mark.parametrize("precision", first(PRECISIONS, "32-true", "bf16-mixed", second=(), why="others of the same"))
-@pytest.mark.parametrize("name", first(MODELS, "llama", "tied", "lora-head", second=("soft-cap", "two-optimizers"), why="others"))
+@pytest.mark.parametrize(
+    "keep_logits", first([False, True], False, second=(), why="a loss outside of all layers, as any")
+)
+@pytest.mark.parametrize(
+    "mode",
+    first(["keep", "recompute", "offload", "backward"], "keep", second=("backward",), why="layers know of no loss"),
+)
+@pytest.mark.parametrize("precision", first(PRECISIONS, "32-true", "bf16-mixed", second=(), why="a dtype as others"))
+@pytest.mark.parametrize(
+    "name",
+    first(MODELS, "llama", "tied", "lora-head", second=("soft-cap", "two-optimizers"), why="heads as others"),
+)
 def test_streamed_as_on_plain_lightning(name: str, precision: Any, mode: str, keep_logits: bool) -> None:
     if mode == "backward" and name == "two-optimizers":
         pytest.skip("manual optimization has no step that could be taken apart")

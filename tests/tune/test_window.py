@@ -27,8 +27,8 @@ from sp_lightning.tune.simulator import predict
 from sp_lightning.tune.tuner import Tuner
 from sp_lightning.tune.visits import Rates, measured, schedule_visits
 from sp_lightning.tune.window import Window
-from tests.support.models import Module, Stack, vectors
-from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
+from tests.support.models import Module
+from tests.support.runs import assert_equal, assert_same, fit, superpipeline, trainer_for
 from tests.support.simdevice import SimDevice, simulated
 from tests.support.tiers import first
 
@@ -432,19 +432,6 @@ class Card(Device):
 
     def free_bytes(self) -> int:
         return self.free
-
-
-def test_a_prediction_needs_no_room_for_gradients() -> None:
-    """Although the weights are trainable. It needs the rest, and says so."""
-    module = Module(Stack())
-    plan = make_plan(find_layers(module), k=1, k_prime=1)
-    least = plan.peak_device_bytes - plan.gradient_bytes
-    assert plan.gradient_bytes
-    trainer_for(superpipeline(k=1, memory_budget=least)).predict(module, loader(vectors(2)))
-    with pytest.raises(ValueError, match=f"Weights need {least} bytes .* there are {least - 1} bytes"):
-        trainer_for(superpipeline(k=1, memory_budget=least - 1)).predict(module, loader(vectors(2)))
-    with pytest.raises(ValueError, match=f"Weights and gradients need {plan.peak_device_bytes} bytes"):
-        trainer_for(superpipeline(k=1, memory_budget=least)).fit(module, loader(vectors(2)))
 
 
 def begun(k: Any, k_prime: Any, budget: Any = None) -> Window:
