@@ -13,6 +13,7 @@ from tests.support.features import feature
 from tests.support.models import vectors
 from tests.support.nets import WithExtras
 from tests.support.runs import loader
+from tests.support.tiers import first
 from tests.support.ways import Seen, Way, compare, files, left
 
 pytestmark = [
@@ -62,7 +63,7 @@ CHOICES = {
 
 
 @feature("Command line", *(f"`LightningCLI`, `fit --config`: {name}" for name in CHOICES), "`LightningCLI`, `test`")
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", first(CHOICES, "class_path", why="the same by its name"))
 def test_cli(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.pytorch.cli import LightningCLI
 

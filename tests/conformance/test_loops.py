@@ -164,7 +164,7 @@ COMBINED = ("min_size", "max_size", "max_size_cycle", "sequential")
 
 
 @feature("Loops and flags", *(f"`CombinedLoader`: {mode}" for mode in COMBINED))
-@pytest.mark.parametrize("mode", COMBINED)
+@pytest.mark.parametrize("mode", first(COMBINED, next(iter(COMBINED)), why="other modes of Lightning's"))
 def test_combined_loaders(mode: Any, tmp_path: Path) -> None:
     def run(way: Way) -> Seen:
         trainer = way.trainer()

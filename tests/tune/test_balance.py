@@ -23,7 +23,6 @@ from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import assert_same, fit, superpipeline
 from tests.support.saving import Saves, rows, saving
 from tests.support.simdevice import SimDevice, simulated
-from tests.support.tiers import first
 
 UNITS = [f"blocks.{index}" for index in range(8)]
 GB = 10**9
@@ -124,9 +123,8 @@ def train(
     return ours, devices[0]
 
 
-@pytest.mark.parametrize(
-    "name", first(["llama-dropout", "conditional", "reused", "gan", "lstm"], "reused", why="other models")
-)
+@pytest.mark.rest("real models; the next test has a made one")
+@pytest.mark.parametrize("name", ["llama-dropout", "conditional", "reused", "gan", "lstm"])
 def test_real_models_within_a_budget(name: str, seen: list[Activations], monkeypatch: pytest.MonkeyPatch) -> None:
     """Half-way between what offloading everything takes and what keeping everything does."""
     monkeypatch.setattr(offload, "WORTH_MOVING", 1)
