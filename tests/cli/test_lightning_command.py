@@ -28,7 +28,7 @@ data:
 """
 
 
-@pytest.mark.rest("a subprocess that imports torch")
+@pytest.mark.long("a subprocess that imports torch twice; test_recipes has the command line in the second tier")
 def test_lightnings_command_line(tmp_path: Path) -> None:
     config, timeline = tmp_path / "mine.yaml", tmp_path / "timeline.json"
     config.write_text(CONFIG.replace("TIMELINE", str(timeline)))
