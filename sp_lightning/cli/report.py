@@ -63,21 +63,17 @@ def _human_count(count: int) -> str:
 
 def _experts(estimate: ModelEstimate, row: Row) -> list[str]:
     """What stacked experts take of the links, and how that changes if some of them are on the device already."""
-    stacked = [layer for layer in row.plan.layers if layer.rows]
+    stacked = {index for index, layer in enumerate(row.plan.layers) if layer.rows}
     if not stacked or estimate.work is None:
         return []
     lines = []
     for hits in (0.0, 0.25, 0.5, 0.75):
         costs = tuple(replace(cost, share=cost.share * (1 - hits)) for cost in estimate.work.costs)
         prediction = replace(estimate, work=replace(estimate.work, costs=costs)).predict(row.plan)
-        indices = {index for index, layer in enumerate(row.plan.layers) if layer.rows}
         fetches = [each for each in prediction.intervals if each.kind == "fetch"]
-        nbytes, of_experts = (
-            sum(each.nbytes for each in fetches if each.layer in of) for of in (range(10**9), indices)
-        )
-        lines.append(
-            f"  {hits:4.0%}  {human_bytes(nbytes):>10}, of that experts {human_bytes(of_experts):>10}  {prediction.seconds:.3g} s"
-        )
+        fetched = human_bytes(sum(each.nbytes for each in fetches))
+        experts = human_bytes(sum(each.nbytes for each in fetches if each.layer in stacked))
+        lines.append(f"  {hits:4.0%}  {fetched:>10}, of that experts {experts:>10}  {prediction.seconds:.3g} s")
     unit = "batch" if estimate.question.generate is None else "token of each sequence"
     kept = f"{human_bytes(row.plan.stack_bytes)} in all"
     return ["", f"per {unit}, if so many of the experts that it is routed to ({kept}) are on the device:", *lines]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.device.layout import Span, part, whole_pages
+from sp_lightning.device.layout import Span, bytes_of, part, whole_pages
 from sp_lightning.device.lease import shared
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import tree_leaves
@@ -300,7 +300,7 @@ class StateOnDisk(OptimizerState):
             if stored.buffer is None:
                 self._file.read(stored.extent.offset + span.offset, memory).wait()
                 return memory
-            memory[: span.nbytes].copy_(stored.buffer[span.offset : span.offset + span.nbytes])
+            memory[: span.nbytes].copy_(bytes_of(stored.buffer, span))
             return memory
 
 

@@ -101,9 +101,7 @@ class Prefetch:
         more = False
         for layer, needed in coming:
             best, may_go, more = self._choose(slots, float(needed))
-            while (
-                best is not None and not best.lent and best.lease.in_use
-            ):  # this takes the host longer than the choice
+            while best is not None and _is_held(best):
                 slots.remove(best)
                 best, may_go, more = self._choose(slots, float(needed))
             if best is None:
@@ -150,3 +148,8 @@ class Prefetch:
 def _absent(ring: int, layer: StreamedLayer) -> bool:
     """Whether a layer passes through this ring and is not on the device."""
     return layer.slot is None and layer.planned.ring == ring
+
+
+def _is_held(slot: Slot) -> bool:
+    """Whether somebody holds a slot after its use. To ask that takes the host longer than to choose a slot."""
+    return not slot.lent and slot.lease.in_use
