@@ -214,7 +214,9 @@ def _faster(estimate: ModelEstimate, row: Row) -> str:
     if saved[what] < _LEAST_WAITING:
         computing = f"the device computes {1 - row.waiting:.0%} of the time"
         return f"faster: {window}, {computing}; fewer operations or a faster device help."
-    return f"faster: {window}, {saved[what]:.0%} of the time is waited for {what}; {remedy(what, plan)}."
+    # Seconds, because the share would differ from the column's: what is waited for hides other waits.
+    waits = f"{saved[what] * row.prediction.seconds:.3g} of {row.prediction.seconds:.3g} s"
+    return f"faster: {window}, {waits} are waited for {what}; {remedy(what, plan)}."
 
 
 def _modes(work: Work) -> list[str]:
