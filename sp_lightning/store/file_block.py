@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -195,7 +195,14 @@ class InTheFile:
         """What was detached, is still there, and has no memory yet."""
         return [each for each in self._aliases.values() if type(each) is Away]
 
-    def bring(self, tensors: Sequence[Away]) -> None:
+    @property
+    def keeper(self) -> InTheFile:
+        return self
+
+    def bring_for_user(self, tensors: Sequence[Away] = (), beside: Collection[Any] = ()) -> None:
+        self.block.bring(self.index)
+
+    def give(self, tensor: Away) -> None:
         self.block.bring(self.index)
 
     def read(self, tensor: Away) -> Tensor:
@@ -235,15 +242,15 @@ class InFile(Elsewhere, nn.Parameter):
             return args[0]
         for leaf in tree_leaves((args, kwargs)):
             if type(leaf) is InFile:
-                leaf._home.bring(())
+                leaf._home.bring_for_user()
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self._home.bring(())
+        self._home.bring_for_user()
         return copy.deepcopy(self, memo)  # its class is that of ordinary parameters again
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self._home.bring(())
+        self._home.bring_for_user()
         return self.__reduce_ex__(protocol)
 
 
