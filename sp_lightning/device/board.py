@@ -3,6 +3,9 @@
 Every word on it has one writer, so looking takes microseconds and needs no lock between processes. What all ranks do
 together they do in one order. Each rank numbers and names these *meetings* on the board when it comes to them. So ranks that
 have parted are noticed, instead of waiting for each other or mixing what they send, and the error says where each of them is.
+
+On several nodes each has a board. A board then also has a copy of what the primary of each other node has said on its own
+(:mod:`~sp_lightning.device.node_news` brings it), which is looked at as a rank's is.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import os
 import select
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from time import monotonic, sleep
@@ -27,13 +30,14 @@ from sp_lightning.device.waits import Wait
 _WORDS, _KEPT, _ENTRY = 64, 32, 256  # of each rank: words of 8 bytes, meetings that are kept, and bytes of each of them
 _TEXT = _ENTRY - 16
 _FORMAT = f"qq{_TEXT}s"  # of a meeting: a digest of all up to it, a number, and what it is
-_CAME, _FAILED, _ENDED, _TURNS, _SAID, _VALUE = range(6)  # the last three are the primary's (rank 0's)
+# The last ones are the primary's (rank 0's); of them _HEARD is written where a copy is: when it was last another one.
+_CAME, _FAILED, _ENDED, _TURNS, _SAID, _VALUE, _BEAT, _HEARD = range(8)
 _PAGES = _WORDS * 8 + _KEPT * _ENTRY + PAGE  # the last page has the text of an error
 
 
-def board_bytes(size: int) -> int:
-    """Returns how much memory the board of so many ranks takes."""
-    return _PAGES * size
+def board_bytes(size: int, nodes: int = 1) -> int:
+    """Returns how much memory the board takes of so many ranks, on one of so many nodes."""
+    return _PAGES * (size + (nodes if nodes > 1 else 0))
 
 
 class RankError(RuntimeError):
@@ -44,18 +48,33 @@ class Board:
     """What the ranks say to each other.
 
     Args:
-        memory: of :func:`board_bytes`, which all ranks have, full of zeros.
-        rank: this process's number.
-        size: how many ranks there are.
+        memory: of :func:`board_bytes`, which all ranks of the node have, full of zeros.
+        rank: this process's number on its node.
+        size: how many ranks the node has.
         processes: of the other ranks, as far as they are known here.
+        names: what ranks are called, and behind them the nodes, if there are several.
+        node: this node's number.
 
     Attributes:
+        names: what ranks and nodes are called.
         failure: this rank's own error, in words.
         place: where this rank is in the training, in words.
     """
 
-    def __init__(self, memory: SharedMemory, rank: int, size: int, processes: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        memory: SharedMemory,
+        rank: int,
+        size: int,
+        processes: Mapping[int, int],
+        names: Sequence[str] = (),
+        node: int = 0,
+    ) -> None:
         self.rank, self.size = rank, size
+        self.names = list(names) or [f"rank {each}" for each in range(size)]
+        self._name = self.names[rank]
+        self._nodes = [each for each in range(size, len(self.names)) if each != size + node]
+        self._others = [each for each in range(size) if each != rank] + self._nodes
         self.failure = self.place = ""
         self._memory = memory  # the words below are in it
         self._words: Any = memory.words("q")
@@ -117,9 +136,10 @@ class Board:
         Raises:
             RankError: they differ.
         """
-        for other in range(self.size):
-            both = min(self._came, self._word(other, _CAME))
-            if other != self.rank and both and self._part(other, both):
+        for other in self._others:
+            came = self._word(other, _CAME)
+            both = min(self._came, came)
+            if both and self._part(other, both) and (other < self.size or self._word(other, _CAME) == came):
                 raise RankError(self._parted(other, both))
 
     def _part(self, other: int, meeting: int) -> bool:
@@ -134,9 +154,9 @@ class Board:
             first -= 1
         mine, theirs = (self._entry(rank, first)[1] for rank in (self.rank, other))
         return (
-            f"The ranks have parted: rank {self.rank} has come to {mine}, and rank {other} to {theirs}. All ranks need the same "
-            "number of batches, and whatever else they do together (steps, checkpoints, sums over ranks, exchanges of parameters "
-            "or layers) all of them must do, in one order. What it depends on must not depend on the rank."
+            f"The ranks have parted: {self._name} has come to {mine}, and {self.names[other]} to {theirs}. All ranks need the "
+            "same number of batches, and whatever else they do together (steps, checkpoints, sums over ranks, exchanges of "
+            "parameters or layers) all of them must do, in one order. What it depends on must not depend on the rank."
         )
 
     def _entry_at(self, rank: int, meeting: int) -> int:
@@ -195,27 +215,37 @@ class Board:
         Raises:
             RankError: one has failed, with its own error; or has parted from this one, ended its run, or ended.
         """
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        for rank in others:
-            if self._word(rank, _FAILED):
-                end = (rank + 1) * _PAGES
-                text = self._memory.bytes[end - PAGE : end].rstrip(b"\0").decode(errors="replace")
-                raise RankError(f"rank {rank} has failed while rank {self.rank} waited for {why}: {text}")
+        for other in self._others:
+            if self._word(other, _FAILED):
+                raise RankError(
+                    f"{self.names[other]} has failed while {self._name} waited for {why}: {self._error(other)}"
+                )
         self.compare()
         running = self._word(self.rank, _ENDED) < self._runs
-        for rank in others:
-            if running and self._word(rank, _ENDED) >= self._runs and self._word(rank, _CAME) < self._came:
+        for other in self._others:
+            if running and self._word(other, _ENDED) >= self._runs and self._word(other, _CAME) < self._came:
                 raise RankError(
-                    f"rank {rank} has ended its run while rank {self.rank} waited for {why}. The last that they did together "
-                    f"was {self._last(rank)}; rank {self.rank} has come to {self._last(self.rank)}. All ranks need the same "
+                    f"{self.names[other]} has ended its run while {self._name} waited for {why}. The last that they did together "
+                    f"was {self._last(other)}; {self._name} has come to {self._last(self.rank)}. All ranks need the same "
                     "number of batches and steps."
                 )
+        for rank in self._gone():
+            raise RankError(
+                f"the process of {self.names[rank]} has ended while {self._name} waited for {why}. It was killed, by the "
+                "system for want of memory, say, or it has left trainer.fit earlier than this one."
+            )
+
+    def _error(self, of: int) -> str:
+        end = (of + 1) * _PAGES
+        return self._memory.bytes[end - PAGE : end].rstrip(b"\0").decode(errors="replace")
+
+    def _gone(self) -> Iterator[int]:
+        """The ranks of the node whose processes have ended, as far as they are known here."""
         for rank, descriptor in self._descriptors.items():
-            if select.select([descriptor], [], [], 0)[0]:
-                raise RankError(
-                    f"the process of rank {rank} has ended while rank {self.rank} waited for {why}. It was killed, by the "
-                    "system for want of memory, say, or it has left trainer.fit earlier than this one."
-                )
+            process = select.poll()  # select itself refuses descriptors from 1,024 on
+            process.register(descriptor, select.POLLIN)
+            if process.poll(0):
+                yield rank
 
     def _last(self, rank: int) -> str:
         return self._entry(rank, self._word(rank, _CAME))[1] or "nothing"
@@ -235,12 +265,78 @@ class Board:
             try:
                 self.check(said)
                 if waited > late:
-                    places = "; ".join(f"rank {rank} was last at {self._last(rank)}" for rank in range(self.size))
-                    raise RankError(f"rank {self.rank} has waited {late:.0f} seconds for {said}. {places}.")
+                    raise RankError(f"{self._name} has waited {late:.0f} seconds for {said}. {self._places()}.")
             except RankError:
                 if reached():  # in the last moment before another rank went on, and ended
                     return
                 raise
+
+    def _places(self) -> str:
+        """Where everybody was last."""
+        found = [f"{self.names[rank]} was last at {self._last(rank)}" for rank in range(self.size)]
+        for node, seconds in self.silences().items():
+            said = f"{self.names[node]} was last at {self._last(node)}"
+            found.append(
+                f"{said}, and nothing has been heard of it for {seconds:.0f} seconds" if seconds > LATE else said
+            )
+        return "; ".join(found)
+
+    # ------------------------------------------------------------------ nodes
+
+    @property
+    def history(self) -> int:
+        """A digest of all meetings that this rank has come to. It is the same on all ranks that have come to as many."""
+        return self._entry(self.rank, self._came)[0]
+
+    def tell(self) -> bytes:
+        """Returns what the primary has said, for the other nodes; and if another rank of this one has failed, how it has."""
+        self._write(_BEAT, self._word(self.rank, _BEAT) + 1)
+        begin = self.rank * _PAGES
+        said = bytearray(self._memory.bytes[begin : begin + _PAGES])
+        failure = self._first_failure()
+        if failure:
+            struct.pack_into("q", said, _FAILED * 8, 1)
+            said[-PAGE:] = failure.encode(errors="replace")[: PAGE - 1].ljust(PAGE, b"\0")
+        return bytes(said)
+
+    def _first_failure(self) -> str:
+        """The error of a rank of this node that other ranks' errors come from, as far as that can be told."""
+        failed = [(self._error(rank), self.names[rank]) for rank in range(self.size) if self._word(rank, _FAILED)]
+        first = min(failed, key=lambda each: each[0].startswith(RankError.__name__), default=None)
+        if first is not None:
+            return f"{first[1]}: {first[0]}"
+        return next((f"the process of {self.names[rank]} has ended" for rank in self._gone()), "")
+
+    def hear(self, node: int, said: bytes) -> None:
+        """Copies what the primary of another node has said.
+
+        Whoever looks meanwhile sees nothing or all of it: the number of meetings is written last, and is 0 until then.
+        """
+        record, words = self.size + node, _WORDS * 8
+        begin, word = record * _PAGES, record * _PAGES // 8
+        came, beat = (struct.unpack_from("q", said, of * 8)[0] for of in (_CAME, _BEAT))
+        if beat == self._words[word + _BEAT]:
+            return
+        numbers = bytearray(said[:words])
+        struct.pack_into("d", numbers, _HEARD * 8, monotonic())
+        self.publish(self._words, word + _CAME, 0)
+        self._memory.bytes[begin + words : begin + _PAGES] = said[words:]
+        self._memory.bytes[begin + 8 : begin + words] = numbers[8:]
+        self.publish(self._words, word + _CAME, came)
+
+    def silences(self) -> dict[int, float]:
+        """For how many seconds nothing has been heard of each other node."""
+        heard = {node: self._values[node * _PAGES // 8 + _HEARD] for node in self._nodes}
+        return {node: monotonic() - when for node, when in heard.items() if when}
+
+    def silent(self) -> str:
+        """Of which nodes nothing is heard any more, as a further sentence; an empty string if there are none."""
+        late = [
+            f"{self.names[node]} for {seconds:.0f} seconds"
+            for node, seconds in self.silences().items()
+            if seconds > LATE
+        ]
+        return f". Nothing has been heard of {', '.join(late)}: it has ended, or cannot be reached." if late else ""
 
     def close(self) -> None:
         """Frees what this object has open."""
@@ -251,6 +347,9 @@ class Board:
 
 LOOK = 0.05
 """Seconds between two looks for ranks that have failed."""
+
+LATE = 2.0
+"""Seconds after which a node of which nothing was heard is named."""
 
 _TIMEOUT: timedelta = default_pg_timeout
 """How long a rank waits for another one that neither comes nor fails: as long as torch's process groups do."""

@@ -1,11 +1,12 @@
 """Means over ranks whose bits depend on the order of ranks alone.
 
 A library's own sum depends on where an element lies in the buffer, so from three ranks on it gives other bits for other
-buffers (``bucket_cap_mb``). Here every rank receives the same part of everybody's tensor and adds in the order of ranks.
+buffers (``bucket_cap_mb``). Here every rank receives the same part of everybody's tensor and adds in the order of ranks:
+on several nodes first the ranks of each node, then the nodes.
 """
 
 # Annotations are evaluated in this file, because DistributedDataParallel checks those of a hook.
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,18 +16,31 @@ from torch import Tensor
 _HALF = (torch.float16, torch.bfloat16)
 
 
+def added_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which tensors of a dtype are added: half precision in float32."""
+    return torch.float32 if dtype in _HALF else dtype
+
+
 def sum_in_order(parts: Iterable[Tensor], out: Tensor) -> None:
-    """Writes the sum of tensors, added one after the other. Half precision is added in float32 and rounded once."""
+    """Writes the sum of tensors, added one after the other. A sum in half precision is rounded once, at its end."""
     others = iter(parts)
     first = next(others)
-    total = first.float() if first.dtype in _HALF else out.copy_(first)
+    total = out.copy_(first) if added_in(out.dtype) is out.dtype else first.to(torch.float32, copy=True)
     for each in others:
         total += each
     if total is not out:
         out.copy_(total)
 
 
-def rank_order_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _sum_by_node(parts: Sequence[Tensor], per_node: int, out: Tensor) -> None:
+    """Writes the sum of the nodes' sums."""
+    sums = [torch.empty_like(out, dtype=added_in(out.dtype)) for _ in range(len(parts) // per_node)]
+    for node, total in enumerate(sums):
+        sum_in_order(parts[node * per_node : (node + 1) * per_node], total)
+    sum_in_order(sums, out)
+
+
+def rank_order_hook(state: dist.ProcessGroup | int | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """A communication hook for PyTorch's DistributedDataParallel, with which it gives the bits that superpipeline gives.
 
     Each rank multiplies its gradients by one over the number of ranks, as DistributedDataParallel does, and they are added
@@ -34,19 +48,33 @@ def rank_order_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) ->
 
         ddp_model.register_comm_hook(None, sp_lightning.rank_order_hook)
 
+    On several nodes superpipeline adds up the ranks of each node and then the nodes. The hook does so if it is told how many
+    ranks each node has, as ``trainer.num_devices`` is::
+
+        ddp_model.register_comm_hook(trainer.num_devices, sp_lightning.rank_order_hook)
+
     Args:
-        state: the process group; None for the default one.
+        state: the process group; None for the default one; or the number of ranks on each node of the default one.
         bucket: the gradients.
+
+    Raises:
+        ValueError: nodes with so many ranks do not make up the ranks that there are.
     """
-    group: Any = state
+    group: Any = None if isinstance(state, int) else state
     size, flat = dist.get_world_size(group), bucket.buffer()
+    per_node = state if isinstance(state, int) else size
+    if per_node < 1 or size % per_node:
+        raise ValueError(
+            f"rank_order_hook was told that each node has {per_node} ranks, but there are {size} in all. Give it the number of "
+            "devices that each node has (trainer.num_devices)."
+        )
     step = -(-flat.numel() // size)
     sent = flat.new_zeros(step * size)
     torch.mul(flat, 1 / size, out=sent[: flat.numel()])
     received = torch.empty_like(sent)
     dist.all_to_all_single(_bytes(received), _bytes(sent), group=group)
     own = flat.new_empty(step)
-    sum_in_order(received.view(size, step).unbind(), own)
+    _sum_by_node(received.view(size, step).unbind(), per_node, own)
     dist.all_gather_into_tensor(_bytes(sent), _bytes(own), group=group)
     flat.copy_(sent[: flat.numel()])
     future: torch.futures.Future[Tensor] = torch.futures.Future()

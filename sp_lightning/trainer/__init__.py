@@ -11,8 +11,8 @@ come from them or from ``weight_files``.
 ``readings`` is what a user asks a strategy.
 
 With several devices ``rank_steps`` has optimizers step once for all, ``replicas`` keeps buffers alike, ``agreement`` compares
-what must be the same on all ranks, and ``refusals`` says what they cannot do. ``host_strategy`` chooses Lightning's base class
-by their number.
+what must be the same on all ranks, ``processes`` whether as many were started as the trainer says, and ``refusals`` says what
+they cannot do. ``host_strategy`` chooses Lightning's base class by their number.
 
 In come a LightningModule, the options of a user (``options``) and the calls of a trainer; out go weights, files and lines
 in the log. This wing may import every wing but ``cli``. Only ``compat`` uses what is private in Lightning, or differs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +12,7 @@ import torch
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.trainer.compat import trainer_of
 from sp_lightning.trainer.options import Options
+from sp_lightning.weights.digest import digest
 
 
 def compare_models(ranks: Ranks, module: pl.LightningModule, options: Options) -> None:
@@ -39,6 +41,32 @@ _SETTINGS = (
     "precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "max_epochs", "max_steps",
     "limit_train_batches", "check_val_every_n_epoch", "val_check_interval", "fast_dev_run",
 )  # fmt: skip
+
+
+def compare_weights(ranks: Ranks, module: pl.LightningModule, when: str) -> None:
+    """Compares the weights of all nodes, each of which updates its own, and the kernels that do. Collective.
+
+    Args:
+        ranks: the ranks.
+        module: has the host's parameters now.
+        when: it is, in words.
+
+    Raises:
+        ValueError: some node has others than node 0.
+    """
+    mine = {"CPU capability": torch.backends.cpu.get_cpu_capability()}
+    if ranks.primary:
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            parameters = dict(module.named_parameters())
+            digests = pool.map(digest, parameters.values())
+            mine |= {name: f"{each[:16]}…" for name, each in zip(parameters, digests, strict=True)}
+    ranks.must_agree(
+        f"digests of the weights {when}",
+        mine,
+        "Every node updates a replica of its own: make the same weights on all of them (seed_everything before the module is "
+        "made, the same files), and change them on all alike.",
+        primaries=True,
+    )
 
 
 def compare_optimizers(ranks: Ranks, optimizers: Sequence[Any]) -> None:

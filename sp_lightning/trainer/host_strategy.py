@@ -25,6 +25,7 @@ from sp_lightning.trainer.compat import (
     wraps_another,
 )
 from sp_lightning.trainer.precision import prepare
+from sp_lightning.trainer.processes import never_came, refuse_other_places, refuse_processes_alone
 
 if TYPE_CHECKING:
     _Base = SingleDeviceStrategy
@@ -54,6 +55,7 @@ class HostStrategy(_Base):
         self._state_goes_to_disk = False
         self._ranks: Ranks | None = None
         self._devices = [torch.device("cpu" if device is None else device)]
+        self._nodes = 1
         super().__init__(self._devices[0], accelerator, checkpoint_io, precision_plugin)
 
     @classmethod
@@ -84,13 +86,28 @@ class HostStrategy(_Base):
     @property
     def parallel_devices(self) -> list[torch.device]:
         """The devices that were given, if any. Lightning hands its choice to strategies that have this attribute."""
-        return self._devices if self._device_given or len(self._devices) > 1 else []
+        return self._devices if self._device_given or self._several else []
 
     @parallel_devices.setter
     def parallel_devices(self, devices: Sequence[torch.device] | None) -> None:
         self._devices = list(devices or [])
         if self._devices:
-            self._derive_from(self.one_device if len(self._devices) == 1 else self.several_devices)
+            self._derive_from(self.several_devices if self._several else self.one_device)
+
+    @property
+    def _several(self) -> bool:
+        """Whether there are several devices, of this node or of all."""
+        return len(self._devices) * self._nodes > 1
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes there are. Lightning hands the trainer's number to strategies that have this attribute."""
+        return self._nodes
+
+    @num_nodes.setter
+    def num_nodes(self, number: int) -> None:
+        self._nodes = number
+        self.parallel_devices = self._devices
 
     def _derive_from(self, base: Any) -> None:
         """Lightning says how many devices there are when the strategy is made already, so it changes its class then."""
@@ -114,14 +131,15 @@ class HostStrategy(_Base):
     @property
     def ranks(self) -> Ranks | None:
         """The processes that train together, once they are connected; None for one device."""
-        if len(self._devices) > 1 and (self._ranks is None or self._ranks.failure):  # a run may follow one that failed
+        if self._several and (self._ranks is None or self._ranks.failure):  # a run may follow one that failed
             if self._ranks is not None:
                 self._ranks.close()
-            self._ranks = Ranks(self.root_device)
-            if not self._ranks.primary:  # what rank 0 says is true of all; warnings may be of one alone
-                self.log = self.log.getChild(f"rank{self._ranks.rank}")
+            refuse_other_places(self)
+            self._ranks = Ranks(self.root_device, len(self._devices))
+            if not self._ranks.first:  # what rank 0 says is true of all; warnings may be of one alone
+                self.log = self.log.getChild(f"rank{self.global_rank}")
                 self.log.setLevel(logging.WARNING)
-        return self._ranks if len(self._devices) > 1 else None
+        return self._ranks if self._several else None
 
     @property
     def layer_sync(self) -> Any | None:
@@ -138,7 +156,7 @@ class HostStrategy(_Base):
         if self._ranks is None:
             super().barrier(name, *args, **kwargs)
         elif not self._ranks.failure:
-            self._ranks.meet(f"Lightning's barrier {name!r}" if name else "a barrier of Lightning's")
+            self._ranks.meet_everybody(f"Lightning's barrier {name!r}" if name else "a barrier of Lightning's")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         with self._together("Lightning's broadcast"):
@@ -156,7 +174,7 @@ class HostStrategy(_Base):
     def _together(self, what: str, group: Any = None) -> Generator[None, None, None]:
         """Around what all processes do together: it begins once all of them have come to it."""
         if self._ranks is not None and not self._ranks.failure and group in (None, dist.group.WORLD):
-            self._ranks.meet(what)
+            self._ranks.meet_everybody(what)
         try:
             yield
         except RuntimeError as error:
@@ -166,37 +184,15 @@ class HostStrategy(_Base):
 
     def setup_environment(self) -> None:
         """The processes are connected before anything of the user's can fail in one of them."""
-        self._refuse_processes_alone()
+        refuse_processes_alone(self)
         try:
             super().setup_environment()
         except dist.DistStoreError as error:
-            number = len(self._devices)
-            raise RuntimeError(
-                f"Rank {self.global_rank} has waited in vain for the other processes of Trainer(devices={number}): {error} Each "
-                "logs that it initializes: look which has not, and why. Start them all by "
-                f"torchrun --standalone --nproc-per-node {number}, or let Lightning start them."
-            ) from error
+            raise RuntimeError(never_came(self, error)) from error
         ranks = self.ranks
         if ranks is not None and self.lightning_module is not None:
-            ranks.board.run_begins()
+            ranks.run_begins()
             meet_before_batches(self.lightning_module.trainer, lambda: ranks.meet("the beginning of the next batch"))
-
-    def _refuse_processes_alone(self) -> None:
-        """Refuses one device where torchrun, say, has started several processes: each would train by itself.
-
-        Raises:
-            ValueError: it has.
-        """
-        environment = self.cluster_environment
-        if len(self._devices) > 1 or environment is None or not environment.creates_processes_externally:
-            return
-        number = environment.world_size()
-        if number > 1:
-            raise ValueError(
-                f"{number} processes were started ({type(environment).__name__} has found them), but Trainer(devices=1) was made "
-                f"in each: each would train by itself. Pass Trainer(devices={number}), with all of them on one node, or start "
-                "one process."
-            )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -205,7 +201,7 @@ class HostStrategy(_Base):
 
     def teardown(self) -> None:
         if self._ranks is not None:
-            self._ranks.board.run_ends()
+            self._ranks.run_ends()
             if self.lightning_module is not None:
                 meet_before_batches(self.lightning_module.trainer, None)
         super().teardown()
@@ -214,18 +210,6 @@ class HostStrategy(_Base):
     def root_device(self) -> torch.device:
         """The device on which this process computes: the one that was given, else the trainer's choice."""
         return self._devices[self.local_rank if len(self._devices) > 1 else 0]
-
-    @property
-    def num_nodes(self) -> int:
-        """One. Lightning hands the trainer's number to strategies that have this attribute."""
-        return 1
-
-    @num_nodes.setter
-    def num_nodes(self, number: int) -> None:
-        if number != 1:
-            raise ValueError(
-                f"superpipeline runs on one node; the trainer was given {number}. Pass Trainer(num_nodes=1)."
-            )
 
     # ------------------------------------------------------------------ plugins
 
@@ -269,10 +253,12 @@ class HostStrategy(_Base):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """The base class would move the state to the device."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            if self.is_global_zero:
+            if self._ranks is None or self._ranks.primary:
                 optimizer.load_state_dict(state)
             else:
-                optimizer.load_state_dict({**state, "state": {}})  # rank 0's optimizers alone have state
+                optimizer.load_state_dict(
+                    {**state, "state": {}}
+                )  # the optimizers of a node's first rank alone have state
 
 
 @cache

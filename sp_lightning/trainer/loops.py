@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from sp_lightning.plan.ledger import Ledger
-from sp_lightning.trainer.agreement import compare_optimizers
+from sp_lightning.trainer.agreement import compare_optimizers, compare_weights
 from sp_lightning.trainer.batch import Batch
 from sp_lightning.trainer.optimizer_steps import Closure, OptimizerSteps
 from sp_lightning.trainer.options import Options
@@ -35,6 +35,7 @@ class Loops:
         self._module = module
         self._hooks = UserHooks(module, check_writes=options.check_writes)
         self._steps = OptimizerSteps(run, self._hooks, options, log)
+        self._begun = False
         self._buffers = None if run.ranks is None else Buffers(run.ranks, module, module.trainer.state.fn)
 
     def close(self) -> None:
@@ -71,12 +72,29 @@ class Loops:
         needed = {"for gradients": ledger.gradients, "for the optimizer's state": self._steps.place_state()}
         self._run.reserve_host_memory(needed)
 
+    def compare_nodes(self, when: str) -> None:
+        """With several nodes, compares their weights. Collective.
+
+        Args:
+            when: it is, in words.
+
+        Raises:
+            ValueError: they differ.
+        """
+        ranks = self._run.ranks
+        if ranks is not None and ranks.nodes > 1:
+            with self._run.host_parameters():
+                compare_weights(ranks, self._module, when)
+
     def optimizers_loaded(self) -> None:
         """The optimizers have the state of a checkpoint."""
         self._steps.state_loaded()
 
     def begin(self, phase: str) -> None:
         """A loop begins. What ``on_fit_start`` and its like have changed counts."""
+        if not self._begun:
+            self._begun = True
+            self.compare_nodes("before the first batch")
         self._hooks.loop_starts()
         if self._run.ranks is not None:
             self._run.ranks.board.place = f"the beginning of the loop {phase!r}"

@@ -155,14 +155,13 @@ class StreamingStrategy(Readings):
         assert self.model is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        trains = trainer.state.fn == TrainerFn.FITTING
-        self._given.complete(self.lightning_module, training=trains)
-        if trains and self.layer_sync is not None:
+        self._given.complete(self.lightning_module)
+        if trainer.state.fn == TrainerFn.FITTING and self.layer_sync is not None:
             self.model = self.layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self._frozen = None
-        if trains:
+        if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             assert self._loops is not None
             self._loops.fitting_begins()
@@ -282,6 +281,8 @@ class StreamingStrategy(Readings):
     def on_train_end(self) -> None:
         if self._run is not None:
             self._run.finish_updates()
+        if self._loops is not None:
+            self._loops.compare_nodes("after training")
 
     def on_validation_start(self) -> None:
         self._loop_begins("validate")
@@ -323,6 +324,8 @@ class StreamingStrategy(Readings):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self._left_out and "state_dict" in checkpoint:
             checkpoint[FROZEN] = self._left_out
+        if self._loops is not None:  # before anything is written
+            self._loops.compare_nodes("for a checkpoint")
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -1,13 +1,15 @@
 """One layer's sum over the ranks: each sends a part of its gradients to each other one, and adds up what it receives.
 
-What is sent is one flat tensor, cut into as many equal parts as there are ranks. So each rank has one part of the sum, which
-may begin and end in the middle of a gradient.
+What is sent is one flat tensor, cut into as many equal parts as the node has ranks. So each rank has one part of the sum, which
+may begin and end in the middle of a gradient. On several nodes the peers, which have the same part, then do the same with it,
+and send each other what they have summed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from torch import Tensor
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import Span, aligned, lay_out, part, total_bytes
 from sp_lightning.device.modes import no_inference_mode
-from sp_lightning.device.rank_order import sum_in_order
+from sp_lightning.device.rank_order import added_in, sum_in_order
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.weights.gradient_places import Family, Place
@@ -43,13 +45,17 @@ class _Total:
 
     Attributes:
         begin, end: where it begins and ends in the tensor that is sent, in bytes.
-        wider: how many bytes a byte of that has become.
+        dtype: of the sum.
+        wider: how many bytes a byte of what is sent has become.
+        at: where it begins in the memory of all sums of this part, in bytes.
         memory: the sum, flat ``uint8``.
     """
 
     begin: int
     end: int
+    dtype: torch.dtype
     wider: int
+    at: int
     memory: Tensor
 
 
@@ -108,12 +114,17 @@ def sum_over_ranks(device: Device, ranks: Ranks, family: Family, *, narrow: bool
     sent, received = (device.empty(nbytes * ranks.size) for _ in range(2))
     device.wait(Stream.REDUCE, device.record(Stream.COMPUTE), Wait.REDUCE_AFTER_GRADIENT)
     begun = device.mark(Stream.REDUCE)
+    what = f"the gradients of {family.owner.name!r}"
     with device.on(Stream.REDUCE), no_inference_mode(), torch.no_grad():
         _pack(device, family, spans, sent)
-        ranks.exchange(received, sent)
-        totals = _own_part(device, ranks, _runs(spans.values(), own), received.view(ranks.size, nbytes))
+        ranks.exchange(received, sent, what)
+        totals, memory = _own_part(device, ranks, _runs(spans.values(), own), received.view(ranks.size, nbytes))
+        used = [sent, received, memory]
+        if ranks.nodes > 1:
+            totals, more = _over_nodes(device, ranks, totals, memory, what)
+            used += [*more, *(total.memory for total in totals)]
     device.note("reduce", family.owner.index, begun, Stream.REDUCE, sent.nbytes)
-    return RankSum(totals, spans, [sent, received, *(total.memory for total in totals)])
+    return RankSum(totals, spans, used)
 
 
 def _laid_out(family: Family, places: Sequence[Place], dtypes: Sequence[torch.dtype]) -> tuple[Span, ...]:
@@ -145,27 +156,79 @@ def _pack(device: Device, family: Family, spans: Mapping[Place, Span], sent: Ten
             device.access(family.waiting[place], Stream.REDUCE, write=False)
 
 
-def _own_part(device: Device, ranks: Ranks, runs: Sequence[_Run], received: Tensor) -> list[_Total]:
+def _own_part(device: Device, ranks: Ranks, runs: Sequence[_Run], received: Tensor) -> tuple[list[_Total], Tensor]:
     """Adds the parts of all ranks, in their order, each multiplied by one over their number as DistributedDataParallel does.
 
     Args:
         device: allocates memory.
         ranks: those who sum.
         runs: what was sent.
-        received: a row of bytes from each rank.
+        received: a row of bytes from each rank of the node.
+
+    Returns:
+        The sums of the runs, and the memory in which they lie one behind the other, for as many equal parts as there are nodes.
     """
-    nbytes, totals = received.shape[1], []
+    nbytes = received.shape[1]
     first = ranks.rank * nbytes
-    for run in runs:
-        begin, end = max(run.begin, first), min(run.end, first + nbytes)
+    parts = [(run, max(run.begin, first), min(run.end, first + nbytes)) for run in runs]
+    parts = [(run, begin, end) for run, begin, end in parts if begin < end]
+    # What other nodes' sums are added to is rounded after that alone.
+    dtypes = [run.summed if ranks.nodes == 1 else added_in(run.summed) for run, _, _ in parts]
+    wider = [dtype.itemsize // run.sent.itemsize for dtype, (run, _, _) in zip(dtypes, parts, strict=True)]
+    ends = list(accumulate((end - begin) * wide for (_, begin, end), wide in zip(parts, wider, strict=True)))
+    memory = device.empty(aligned(-(-ends[-1] // ranks.nodes)) * ranks.nodes if ends else 0)
+    totals = []
+    for (run, begin, end), dtype, wide, last in zip(parts, dtypes, wider, ends, strict=True):
+        at = last - (end - begin) * wide
+        total = memory[at:last]
+        rows = received[:, begin - first : end - first].view(run.sent).unbind()
+        sum_in_order((row.to(run.summed).mul_(1 / ranks.world) for row in rows), total.view(dtype))
+        totals.append(_Total(begin, end, run.summed, wide, at, total))
+    device.access(memory, Stream.REDUCE, write=True)
+    return totals, memory
+
+
+def _over_nodes(
+    device: Device, ranks: Ranks, totals: Sequence[_Total], own: Tensor, what: str
+) -> tuple[list[_Total], list[Tensor]]:
+    """Adds the sums of all nodes, in their order: each peer those of one part, which it sends to the others.
+
+    Args:
+        device: allocates memory.
+        ranks: those who sum.
+        totals: this node's.
+        own: the memory in which they lie. It is overwritten.
+        what: what is sent, in words.
+
+    Returns:
+        The sums over all nodes, and the memory that was used beside ``own``.
+    """
+    if not totals:  # nor have the peers anything
+        return [], []
+    received, nbytes = device.empty(own.nbytes), own.nbytes // ranks.nodes
+    ranks.exchange_between_nodes(received, own, what)
+    rows = received.view(ranks.nodes, nbytes)
+    first = ranks.groups.node * nbytes
+    part = device.empty(nbytes)
+    for total in totals:
+        begin, end = max(total.at, first), min(total.at + total.memory.nbytes, first + nbytes)
         if begin < end:
-            wider = run.summed.itemsize // run.sent.itemsize
-            rows = received[:, begin - first : end - first].view(run.sent).unbind()
-            memory = device.empty((end - begin) * wider)
-            sum_in_order((row.to(run.summed).mul_(1 / ranks.size) for row in rows), memory.view(run.summed))
-            device.access(memory, Stream.REDUCE, write=True)
-            totals.append(_Total(begin, end, wider, memory))
-    return totals
+            dtype, within = added_in(total.dtype), slice(begin - first, end - first)
+            sum_in_order((row[within].view(dtype) for row in rows), part[within].view(dtype))
+    ranks.gather_between_nodes(own, part, what)
+    rounded = [_rounded(total) for total in totals]
+    for total in rounded:
+        device.access(total.memory, Stream.REDUCE, write=True)
+    return rounded, [received, part]
+
+
+def _rounded(total: _Total) -> _Total:
+    """A sum in the dtype that it is to have."""
+    wide = added_in(total.dtype)
+    if wide is total.dtype:
+        return total
+    memory = total.memory.view(wide).to(total.dtype).view(torch.uint8)
+    return replace(total, wider=total.wider * total.dtype.itemsize // wide.itemsize, memory=memory)
 
 
 def _runs(spans: Iterable[Span], summed: Iterable[torch.dtype]) -> list[_Run]:

@@ -1,7 +1,7 @@
 """Gradients of several ranks: each layer's are summed over the ranks once in a backward, and each rank drains its part.
 
-Ranks match what they send by its order alone, so all of them send the layers in one agreed order: that in which the primary's
-gradients were complete in the last backward. A layer that is complete before its turn waits on the device; if more than
+Ranks match what they send by its order alone, so all of them send the layers in one agreed order: that in which those of rank 0
+were complete in the last backward. A layer that is complete before its turn waits on the device; if more than
 ``in_flight`` wait, the oldest goes to this rank's host memory until then. At the end of backward everybody sends what is left,
 with zeros for what it lacks, so ranks that took different paths stay together.
 """
@@ -307,11 +307,11 @@ class ReducedGradients:
                 self.places().show(family, place)
 
     def _agree(self, places: list[tuple[Family, Place]]) -> list[list[int]]:
-        """Tells all ranks which parameters have a gradient on any, which had one before, and the primary's order."""
+        """Tells all ranks which parameters have a gradient on any, which had one before, and the order of rank 0."""
         count, indices = len(places), {owner: index for index, owner in enumerate(self._families)}
         came = [place in family.came for family, place in places]
         before = [layer.block.parameters[of].grad is not None for _, (layer, of) in places]
-        order = [indices[owner] for owner in self._next_order()] if self._ranks.primary else [0] * len(indices)
+        order = [indices[owner] for owner in self._next_order()] if self._ranks.first else [0] * len(indices)
         words = torch.tensor([*came, *before, *order], dtype=torch.int32)
         self._ranks.largest(words)
         bits = words[: 2 * count].view(2, count).t().tolist()

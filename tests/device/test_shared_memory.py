@@ -10,16 +10,14 @@ import struct
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from sp_lightning.device import ranks as ranks_module
-from sp_lightning.device import shared_memory
+from sp_lightning.device import handing, shared_memory
+from sp_lightning.device.handing import hand_out
 from sp_lightning.device.layout import PAGE
-from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.shared_memory import SharedMemory, create, settle
 
 PAGES = 16
@@ -137,6 +135,7 @@ def test_nothing_is_left(memory: SharedMemory) -> None:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:test")
 
+    gc.collect()  # of what earlier tests have left
     before, files = mapped(), len(os.listdir("/proc/self/fd"))
     descriptor = create(PAGE, "test")
     made = SharedMemory(descriptor, PAGE)
@@ -172,8 +171,6 @@ def flags(tensor: torch.Tensor) -> list[str]:
 
 def test_a_process_of_another_user_gets_no_memory() -> None:
     """Whoever guesses the name of the socket may connect to it."""
-    ranks: Any = object.__new__(Ranks)
-    ranks.size, ranks._pids = 2, {}
     answers: list[list[int]] = []
 
     def connect(token: str) -> None:
@@ -184,15 +181,11 @@ def test_a_process_of_another_user_gets_no_memory() -> None:
                     connection.sendall(struct.pack("q", 1))
                     answers.append(list(socket.recv_fds(connection, 1, 1)[1]))
 
-    def broadcast(token: str, name: str) -> None:
+    def announce(token: str) -> None:
         threading.Thread(target=connect, args=(token,)).start()
 
     peers = [(1, os.getuid() + 1, 0), (2, os.getuid(), 0)]
     descriptor = create(PAGE, "test")
-    with (
-        mock.patch.object(ranks_module, "_peer", side_effect=peers),
-        mock.patch.object(Ranks, "_broadcast_object", side_effect=broadcast),
-    ):
-        ranks._hand_out(descriptor, "test")
-    assert ranks._pids == {1: 2}
+    with mock.patch.object(handing, "_peer", side_effect=peers):
+        assert hand_out(descriptor, 1, announce) == {1: 2}
     assert sum(map(len, answers)) <= 1

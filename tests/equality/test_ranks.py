@@ -6,40 +6,14 @@ gloo's own sums depend on where an element lies in a buffer. Under accumulation 
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from tests.equality.cases import CASES
-from tests.equality.on_ranks import Reference, compare, train_ours
+from tests.equality.on_ranks import ACCUMULATED, MODES, REFUSED, TRAINED, compare, reference, train_ours
 from tests.support.ranks import RanksFailed, in_ranks
 from tests.support.tiers import some
 
-REFUSED = {
-    "parameter-hooks": "has a hook that runs after its gradient was accumulated",
-    "sparse-embedding": "has sparse gradients",
-    "rows/sparse": "has sparse gradients",
-    "rows/sparse-and-dense": "has sparse gradients",
-}
-NOT_DDP = {
-    "llama-checkpoint-reentrant": "a parameter is ready twice",
-    "checkpoint-calls-reentrant": "a parameter is ready twice",
-    "checkpoint-whole": "a parameter is ready twice",
-    "gan": "parameters without gradients in manual optimization",
-    "rows/thawed": "parameters that were frozen when it was made are not summed",
-    "quantised/int8": "tensor subclasses are not broadcast",
-    "quantised/int4": "tensor subclasses are not broadcast",
-    "quantised/int8-checkpoint": "tensor subclasses are not broadcast",
-}
-"""What DistributedDataParallel cannot train, with its reason. The reference averages gradients after backward."""
-
-TRAINED = [name for name in CASES if name not in REFUSED]
 QUICK = ("stack", "gan", "experts/mixture")
 SOME = ("llama-dropout", "gpt2-tied", "resnet50", "conditional", "lora-checkpoint", "rows/looked-up", "experts/mixture")
-
-
-def reference(name: str, ranks: int) -> Reference:
-    return "averages" if name in NOT_DDP else "ddp" if ranks == 2 else "ddp in order"
 
 
 EVERY_SIXTH = [name for name in TRAINED if name not in QUICK][::6]
@@ -61,9 +35,6 @@ def test_two_ranks_are_lightnings_ddp(name: str) -> None:
     compare(name, reference=reference(name, 2))
 
 
-ACCUMULATED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -80,29 +51,6 @@ def test_three_ranks_are_ddp_in_the_order_of_ranks(name: str) -> None:
     """Gradients are accumulated, so they are added to a sum before they are summed."""
     options = {} if name == "gan" else ACCUMULATED  # manual optimization does both by hand
     compare(name, 3, options=options, reference=reference(name, 3))
-
-
-MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "mixed": ({"k": 1, "k_prime": 2}, {"precision": "bf16-mixed"}),
-    "half": ({"k": 2}, {"precision": "bf16-true"}),
-    "offload": ({"k": 1, "activations": "offload"}, {}),
-    "recompute": ({"k": 1, "activations": "recompute"}, {"precision": "bf16-mixed"}),
-    "residents": ({"k": 1, "resident": ["**"]}, {}),
-    "scaled": ({"k": 1}, {"precision": "16-mixed", "gradient_clip_val": 0.1}),
-    "under forward": ({"k": 1, "optimizer_overlap": "forward"}, {}),
-    "all under forward": (
-        {"k": 1, "optimizer_overlap": "forward"},
-        {"precision": "bf16-mixed", "gradient_clip_val": 0.3, "accumulate_grad_batches": 2},
-    ),
-    "scaled under forward": (
-        {"k": 1, "optimizer_overlap": "forward"},
-        {"precision": "16-mixed", "gradient_clip_val": 0.1},
-    ),
-    "in backward": ({"k": 1, "optimizer_overlap": "backward"}, {}),
-    "mixed in backward": ({"k": 2, "k_prime": 2, "optimizer_overlap": "backward"}, {"precision": "bf16-mixed"}),
-    "added up in backward": ({"k": 1, "optimizer_overlap": "backward"}, {"accumulate_grad_batches": 2}),
-    "clipped by value": ({"k": 1}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-}
 
 
 LIKE_TWO = "the modes of two ranks have these cases"

@@ -26,9 +26,9 @@ from torch import nn
 from sp_lightning import SuperpipelineStrategy
 from tests.equality.on_ranks import EveryBatch, seen
 from tests.support.models import vectors
-from tests.support.ranks import in_ranks
+from tests.support.ranks import Number, devices, in_ranks
 from tests.support.runs import assert_equal, fit, loader, trainer_for
-from tests.support.tiers import first
+from tests.support.tiers import first, some
 
 
 class Net(pl.LightningModule):
@@ -216,14 +216,14 @@ def copy_to_another_device(new: Any, old: Any, name: str) -> None:
     weights.data = getattr(old, name).data.clone()
 
 
-def train(name: str, ours: bool, folder: str) -> Any:
+def train(name: str, ours: bool, folder: str, ranks: Number) -> Any:
     make, strategy, callbacks, options = TRAINED[name]
     added, validated = callbacks(), {**options}.pop("val", 0)
     options = {key: value for key, value in options.items() if key != "val"}
     with mock.patch.object(ModelPruning, "_copy_param", staticmethod(copy_to_another_device)):
         outcome = fit(
-            make, vectors(8), chosen(ours, strategy), val=vectors(validated) if validated else None, devices=2, callbacks=added,
-            recorded="losses" if strategy.get("optimizer_overlap") else "gradients", **options,
+            make, vectors(8), chosen(ours, strategy), val=vectors(validated) if validated else None, callbacks=added,
+            recorded="losses" if strategy.get("optimizer_overlap") else "gradients", **devices(ranks), **options,
         )  # fmt: skip
     looked = [getattr(callback, "seen", None) for callback in added]
     return seen(outcome), looked, dict(outcome.trainer.callback_metrics)
@@ -233,13 +233,13 @@ def chosen(ours: bool, strategy: dict[str, Any]) -> Any:
     return SuperpipelineStrategy(**{"k": 1, "fused_optimizer": False, **strategy}) if ours else EveryBatch()
 
 
-def compare(function: Callable[..., Any], name: str, folder: Path) -> None:
+def compare(function: Callable[..., Any], name: str, folder: Path, ranks: Number = 2) -> None:
     (folder / "ours").mkdir()
     (folder / "plain").mkdir()
-    ours = in_ranks(2, function, name, True, str(folder / "ours"))
-    plain = in_ranks(2, function, name, False, str(folder / "plain"))
+    ours = in_ranks(ranks, function, name, True, str(folder / "ours"), ranks)
+    plain = in_ranks(ranks, function, name, False, str(folder / "plain"), ranks)
     for number, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
-        if number and function is train:  # optimizers have state on rank 0 alone
+        if number % devices(ranks)["devices"] and function is train:  # a node's first rank alone has optimizers' state
             for each in (*mine[0]["optimizers"], *theirs[0]["optimizers"]):
                 each["state"] = {}
         assert_equal(mine, theirs, f"rank {number}")
@@ -248,6 +248,17 @@ def compare(function: Callable[..., Any], name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", first(list(TRAINED), "two optimizers", "pruning", why="two stand for all features"))
 def test_features_of_training(name: str, tmp_path: Path) -> None:
     compare(train, name, tmp_path)
+
+
+NODES = "one node has the features; two add up what they sum"
+
+
+@pytest.mark.rest(NODES)
+@pytest.mark.parametrize(
+    "name", some(TRAINED, "two optimizers", "averages", "early stopping", "tensors are gathered", why=NODES)
+)
+def test_features_of_training_on_two_nodes(name: str, tmp_path: Path) -> None:
+    compare(train, name, tmp_path, (2, 1))
 
 
 def state(module: Any) -> dict[str, torch.Tensor]:
@@ -292,10 +303,10 @@ def evaluate(trainer: Any, module: Any, folder: str) -> Any:
 SCRIPTS = {each.__name__: each for each in (fit_twice, everything, find_a_learning_rate, evaluate)}
 
 
-def run_script(name: str, ours: bool, folder: str) -> Any:
+def run_script(name: str, ours: bool, folder: str, ranks: Number) -> Any:
     pl.seed_everything(7, verbose=False)
     trainer = trainer_for(
-        chosen(ours, {}), devices=2, default_root_dir=folder, enable_checkpointing=name == "everything",
+        chosen(ours, {}), **devices(ranks), default_root_dir=folder, enable_checkpointing=name == "everything",
         callbacks=[ModelCheckpoint(folder, save_last=True, monitor="val", filename="best")] if name == "everything" else [],
     )  # fmt: skip
     module = Net()
@@ -306,3 +317,9 @@ def run_script(name: str, ours: bool, folder: str) -> Any:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_loops_after_one_another(name: str, tmp_path: Path) -> None:
     compare(run_script, name, tmp_path)
+
+
+@pytest.mark.rest("loops after one another, on two nodes")
+@pytest.mark.parametrize("name", some(SCRIPTS, "everything", why=NODES))
+def test_loops_after_one_another_on_two_nodes(name: str, tmp_path: Path) -> None:
+    compare(run_script, name, tmp_path, (2, 1))

@@ -39,13 +39,28 @@ class RanksFailed(AssertionError):
         self.errors = errors
 
 
-def in_ranks(number: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+Number = int | tuple[int, int]
+"""How many processes there are; or how many of them stand for nodes, and how many there are on each."""
+
+
+def total(number: Number) -> int:
+    """How many processes there are in all."""
+    return number if isinstance(number, int) else number[0] * number[1]
+
+
+def devices(number: Number) -> dict[str, int]:
+    """The options of a trainer of so many processes."""
+    nodes, devices = (1, number) if isinstance(number, int) else number
+    return {"devices": devices, "num_nodes": nodes}
+
+
+def in_ranks(number: Number, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     """Returns what a function of a module returns in each of so many processes, in the order of ranks.
 
     The processes stay for the next call, unless one has raised.
 
     Args:
-        number: how many.
+        number: how many processes, of how many nodes.
         function: a function of a module. It finds its rank as Lightning does, in the environment.
         args, kwargs: are pickled.
 
@@ -68,7 +83,7 @@ def in_ranks(number: int, function: Callable[..., Any], *args: Any, **kwargs: An
     return [result for _, result in outcomes]
 
 
-_waiting: dict[int, Started] = {}
+_waiting: dict[Number, Started] = {}
 
 
 @atexit.register
@@ -140,14 +155,15 @@ def free_port() -> int:
     raise AssertionError("a cycle has no end")
 
 
-def start(number: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Started:
+def start(number: Number, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Started:
     """Starts the processes of :func:`in_ranks`."""
-    port = free_port()
+    port, per_node = free_port(), number if isinstance(number, int) else number[1]
     processes, ends, orders = [], [], []
-    for rank in range(number):
+    for rank in range(total(number)):
         here, there = _context().Pipe(duplex=False)
         reads, writes = _context().Pipe(duplex=False)
-        process = _context().Process(target=_run, args=(there, reads, rank, port, function, args, kwargs))
+        where = {"NODE_RANK": str(rank // per_node), "LOCAL_RANK": str(rank % per_node), "MASTER_PORT": str(port)}
+        process = _context().Process(target=_run, args=(there, reads, rank, where, function, args, kwargs))
         process.start()
         there.close()
         reads.close()
@@ -158,9 +174,15 @@ def start(number: int, function: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def _run(
-    end: Connection, orders: Connection, rank: int, port: int, function: Callable[..., Any], args: Any, kwargs: Any
+    end: Connection,
+    orders: Connection,
+    rank: int,
+    where: dict[str, str],
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
 ) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", **where, _RANK: str(rank)}
     torch.set_num_threads(1)
     if function is _serve:
         _serve(orders, end)
@@ -186,6 +208,9 @@ def _loaded(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
+_RANK = "SP_LIGHTNING_TEST_RANK"
+
+
 def rank() -> int:
-    """This process's rank."""
-    return int(os.environ["LOCAL_RANK"])
+    """This process's rank among those of all nodes."""
+    return int(os.environ[_RANK])

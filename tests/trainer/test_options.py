@@ -163,9 +163,16 @@ def test_a_strategy_can_be_pickled() -> None:
     assert isinstance(copied, SingleDeviceStrategy)
 
 
-def test_more_than_one_node() -> None:
-    with pytest.raises(ValueError, match=r"runs on one node; the trainer was given 2"):
-        pl.Trainer(strategy="superpipeline", accelerator="cpu", devices=1, num_nodes=2)
+def test_the_strategy_takes_the_nodes_of_its_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NODE_RANK", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    one_each = pl.Trainer(strategy="superpipeline", accelerator="cpu", devices=1, num_nodes=3).strategy
+    assert isinstance(one_each, DDPStrategy)
+    assert (one_each.world_size, one_each.global_rank, one_each.local_rank) == (3, 2, 0)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    two_each = pl.Trainer(strategy="superpipeline", accelerator="cpu", devices=2, num_nodes=3)
+    assert (two_each.world_size, two_each.global_rank, two_each.local_rank) == (6, 5, 1)
+    assert two_each.distributed_sampler_kwargs == {"num_replicas": 6, "rank": 5}
 
 
 @pytest.mark.parametrize("kind", [TransformerEnginePrecision, BitsandbytesPrecision])

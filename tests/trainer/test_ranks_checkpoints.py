@@ -14,9 +14,9 @@ from lightning.pytorch.callbacks import Callback
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.store.block_memory import SharedStore
-from tests.equality.on_ranks import EveryBatch, seen
+from tests.equality.on_ranks import InOrder, seen
 from tests.support.models import Module, Stack, vectors
-from tests.support.ranks import in_ranks, rank
+from tests.support.ranks import Number, devices, in_ranks, rank, total
 from tests.support.runs import assert_equal, fit
 
 BATCHES = 12
@@ -27,48 +27,58 @@ class Net(Module):
         super().__init__(Stack())
 
 
-def train(ranks: int, plain: bool, epochs: int, resume: str | None, save: str) -> dict[str, Any]:
+def train(ranks: Number, plain: bool, epochs: int, resume: str | None, save: str) -> dict[str, Any]:
     """Trains up to so many epochs, each of the same number of batches on all devices together."""
-    strategy: Any = EveryBatch() if plain else SuperpipelineStrategy(k=1, fused_optimizer=False)
+    strategy: Any = InOrder() if plain else SuperpipelineStrategy(k=1, fused_optimizer=False)
     if plain and ranks == 1:
         strategy = "auto"
     outcome = fit(
         Net, vectors(BATCHES), strategy, ckpt_path=None if resume is None else Path(resume),
-        devices=ranks, max_epochs=epochs, limit_train_batches=BATCHES // ranks, recorded="losses",
+        max_epochs=epochs, limit_train_batches=BATCHES // total(ranks), recorded="losses", **devices(ranks),
     )  # fmt: skip
     outcome.trainer.save_checkpoint(save)
     return seen(outcome)
 
 
-def chain(plain: bool, folder: Path, devices: tuple[int, ...]) -> tuple[list[dict[str, Any]], Path]:
+def chain(plain: bool, folder: Path, numbers: tuple[Number, ...]) -> tuple[list[dict[str, Any]], Path]:
     """One epoch on each number of devices, one after the other."""
     resume: str | None = None
-    for epoch, ranks in enumerate(devices, start=1):
+    for epoch, ranks in enumerate(numbers, start=1):
         save = str(folder / f"{epoch}.ckpt")
-        found = in_ranks(ranks, train, ranks, plain, epoch, resume, save) if ranks > 1 else [
+        found = in_ranks(ranks, train, ranks, plain, epoch, resume, save) if ranks != 1 else [
             train(1, plain, epoch, resume, save)
         ]  # fmt: skip
         resume = save
     return found, Path(save)
 
 
-@pytest.mark.parametrize("devices", [(2, 1), (1, 2), (2, 2)], ids=str)
-def test_another_number_of_devices_goes_on(devices: tuple[int, ...], tmp_path: Path) -> None:
+NODES = pytest.mark.rest("files are the same of one node and of several")
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [(2, 1), (1, 2), (2, 2), pytest.param(((2, 2), 1), marks=NODES), pytest.param((1, (2, 2)), marks=NODES),
+     pytest.param(((2, 1), (2, 2), 2), marks=NODES)],
+    ids=str,
+)  # fmt: skip
+def test_another_number_of_devices_goes_on(numbers: tuple[Number, ...], tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     (tmp_path / "ours").mkdir()
-    plain, theirs = chain(True, tmp_path / "plain", devices)
-    ours, mine = chain(False, tmp_path / "ours", devices)
+    plain, theirs = chain(True, tmp_path / "plain", numbers)
+    ours, mine = chain(False, tmp_path / "ours", numbers)
     for number, (a, b) in enumerate(zip(ours, plain, strict=True)):
-        optimizers = [{**each, "state": {}} for each in b["optimizers"]] if number else b["optimizers"]
+        follows = number % devices(numbers[-1])["devices"]
+        optimizers = [{**each, "state": {}} for each in b["optimizers"]] if follows else b["optimizers"]
         assert_equal(a, {**b, "optimizers": optimizers}, f"rank {number}")
     for name in ("state_dict", "optimizer_states"):
         files = [torch.load(file, weights_only=True)[name] for file in (mine, theirs)]
         assert_equal(files[0], files[1], name)
 
 
-def test_plain_lightning_goes_on_from_ours(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param((2, 2), marks=NODES)], ids=str)
+def test_plain_lightning_goes_on_from_ours(ranks: Number, tmp_path: Path) -> None:
     save = str(tmp_path / "2.ckpt")
-    in_ranks(2, train, 2, False, 1, None, save)
+    in_ranks(ranks, train, ranks, False, 1, None, save)
     plain = train(1, True, 2, save, str(tmp_path / "plain.ckpt"))
     ours = train(1, False, 2, save, str(tmp_path / "ours.ckpt"))
     assert_equal(ours, plain, "resumed")
@@ -105,7 +115,7 @@ SECONDS = 0.4
 
 def train_and_load(plain: bool) -> Any:
     loads = Loads()
-    strategy: Any = EveryBatch() if plain else SuperpipelineStrategy(k=1, fused_optimizer=False)
+    strategy: Any = InOrder() if plain else SuperpipelineStrategy(k=1, fused_optimizer=False)
     fit(Net, vectors(8), strategy, devices=2, callbacks=[loads])
     return loads.seen
 
@@ -131,7 +141,7 @@ def evaluate(plain: bool, checkpoint: str) -> Any:
     pl.seed_everything(7, verbose=False)
     from tests.support.runs import loader, trainer_for
 
-    strategy: Any = EveryBatch() if plain else SuperpipelineStrategy(k=1)
+    strategy: Any = InOrder() if plain else SuperpipelineStrategy(k=1)
     trainer = trainer_for(strategy, devices=2, enable_progress_bar=False)
     module = Says()
     said = trainer.predict(module, loader(vectors(6)), ckpt_path=checkpoint)

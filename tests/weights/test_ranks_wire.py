@@ -61,9 +61,9 @@ def ours(make: Make, precision: Any, **options: Any) -> tuple[dict[str, Any], in
     sent: list[int] = []
     exchange = Ranks.exchange
 
-    def noted(self: Ranks, received: Tensor, memory: Tensor) -> None:
+    def noted(self: Ranks, received: Tensor, memory: Tensor, what: str) -> None:
         sent.append(memory.nbytes)
-        exchange(self, received, memory)
+        exchange(self, received, memory, what)
 
     strategy = SuperpipelineStrategy(k=1, fused_optimizer=False)
     with mock.patch.object(Ranks, "exchange", noted):

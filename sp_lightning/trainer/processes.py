@@ -1,0 +1,83 @@
+"""The processes of several devices and nodes: as many have to be started as the trainer says, each in its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+def _number(strategy: Any) -> tuple[int, int]:
+    """How many nodes there are, and how many devices each has."""
+    return strategy.num_nodes, len(strategy.parallel_devices)
+
+
+def _trainer(nodes: int, devices: int) -> str:
+    """The trainer that was made, as it is written."""
+    return f"Trainer(devices={devices})" if nodes == 1 else f"Trainer(devices={devices}, num_nodes={nodes})"
+
+
+def _torchrun(nodes: int, devices: int) -> str:
+    """How torchrun starts these processes."""
+    if nodes == 1:
+        return f"torchrun --standalone --nproc-per-node {devices}"
+    rendezvous = "--rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+    return f"torchrun --nnodes {nodes} --nproc-per-node {devices} {rendezvous} on each node"
+
+
+def never_came(strategy: Any, error: BaseException) -> str:
+    """What to say when other processes have not come."""
+    nodes, devices = _number(strategy)
+    where = "" if nodes == 1 else f" of node {strategy.node_rank}"
+    return (
+        f"Rank {strategy.global_rank}{where} has waited in vain for the other processes of {_trainer(nodes, devices)}: {error} "
+        "Each logs that it initializes: look which has not, and why. Start them all by "
+        f"{_torchrun(nodes, devices)}, or let Lightning start them."
+    )
+
+
+def refuse_processes_alone(strategy: Any) -> None:
+    """Refuses one device where torchrun, say, has started several processes: each would train by itself.
+
+    Raises:
+        ValueError: it has.
+    """
+    environment = strategy.cluster_environment
+    if environment is None or not environment.creates_processes_externally:
+        return
+    if strategy.num_nodes * len(strategy.parallel_devices) > 1:
+        return
+    number = environment.world_size()
+    if number > 1:
+        raise ValueError(
+            f"{number} processes were started ({type(environment).__name__} has found them), but Trainer(devices=1) was made "
+            f"in each: each would train by itself. Pass Trainer(devices={number}) if all of them are on one node, num_nodes= and "
+            "the devices of each node if they are on several, or start one process."
+        )
+
+
+def refuse_other_places(strategy: Any) -> None:
+    """Refuses processes that are not numbered node by node, or are not as many as the trainer was told. Collective.
+
+    Raises:
+        ValueError: they are not.
+    """
+    nodes, devices = _number(strategy)
+    expected = [(node, local) for node in range(nodes) for local in range(devices)]
+    found: list[Any] = [None] * dist.get_world_size()
+    if len(found) != len(expected):
+        raise ValueError(
+            f"{_trainer(nodes, devices)} needs {len(expected)} processes, and {len(found)} were started. Start them by "
+            f"{_torchrun(nodes, devices)}."
+        )
+    if nodes == 1:
+        return
+    group: Any = dist.new_group(backend="gloo")
+    dist.all_gather_object(found, (strategy.node_rank, strategy.local_rank), group=group)
+    if found != expected:
+        places = "; ".join(f"rank {rank} is number {local} on node {node}" for rank, (node, local) in enumerate(found))
+        raise ValueError(
+            f"{_trainer(nodes, devices)} needs {devices} processes on each node, numbered node by node, and found others: "
+            f"{places}. Start them by {_torchrun(nodes, devices)}, or under SLURM with --ntasks-per-node={devices} "
+            "--distribution=block."
+        )

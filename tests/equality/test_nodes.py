@@ -1,0 +1,83 @@
+"""Several nodes: what every rank sees is bitwise what it sees under Lightning's ``ddp``.
+
+Processes stand for nodes: each two of them, say, have shared memory of their own, and the network is this machine's. Two nodes of
+one device are compared with ``ddp`` itself, two of two devices with ``ddp`` whose communication hook adds up the ranks of a node
+and then the nodes.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.equality.on_ranks import ACCUMULATED, APART, MODES, TRAINED, compare, reference, train_ours
+from tests.support.ranks import RanksFailed, in_ranks
+from tests.support.tiers import some
+
+pytestmark = pytest.mark.rest("several processes; the first tier has those of one node")
+
+ONE_EACH, TWO_EACH = (2, 1), (2, 2)
+ALIKE = [name for name in TRAINED if name not in APART]
+FEW = ("stack", "gan", "conditional")
+KINDS = ("conditional", "resnet50", "experts/mixture", "lora-checkpoint", "rows/looked-up")
+EVERY_FIFTH = [name for name in ALIKE if name not in (*FEW, *KINDS)][::5]
+
+
+@pytest.mark.parametrize("name", some(ALIKE, *FEW, why="the second tier has a few cases, one node has more"))
+def test_two_nodes_of_one_device_are_ddp(name: str) -> None:
+    compare(name, ONE_EACH, reference=reference(name, ONE_EACH))
+
+
+@pytest.mark.parametrize("name", some(ALIKE, *KINDS, why="the second tier has one of each kind"))
+def test_two_nodes_of_two_devices_are_ddp_in_order(name: str) -> None:
+    compare(name, TWO_EACH, reference=reference(name, TWO_EACH))
+
+
+@pytest.mark.parametrize("name", some([*EVERY_FIFTH, *KINDS], "conditional", why="two nodes take the same way"))
+def test_gradients_are_accumulated_on_two_nodes(name: str) -> None:
+    compare(name, TWO_EACH, options=ACCUMULATED, reference=reference(name, TWO_EACH))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "name", some(["conditional", "llama-dropout", "experts/mixture"], "conditional", why="one shows it")
+)
+def test_modes(name: str, mode: str) -> None:
+    strategy, options = MODES[mode]
+    compare(name, TWO_EACH, strategy, options, reference(name, TWO_EACH))
+
+
+@pytest.mark.parametrize(
+    "mode", some(MODES, "scaled", "half", "in backward", why="two devices on each take the same way")
+)
+def test_modes_with_one_device_on_each_node(mode: str) -> None:
+    strategy, options = MODES[mode]
+    compare("conditional", ONE_EACH, strategy, options, reference("conditional", ONE_EACH))
+
+
+@pytest.mark.long("the second tier has two nodes")
+@pytest.mark.parametrize("name", KINDS)
+def test_three_nodes(name: str) -> None:
+    compare(name, (3, 1), reference=reference(name, (3, 1)))
+
+
+@pytest.mark.parametrize(
+    "mode", some(["all under forward", "mixed", "scaled"], "mixed", why="one shows the order of streams")
+)
+def test_nodes_with_simulated_devices(mode: str) -> None:
+    """As on accelerators: copies take effect late, and memory that is used too early is NaN."""
+    strategy, options = MODES[mode]
+    compare("llama-dropout", TWO_EACH, strategy, options, reference("llama-dropout", TWO_EACH), on_devices=True)
+
+
+def test_the_comparison_can_fail() -> None:
+    """All ranks one after the other have another sum than the nodes' sums have."""
+    with pytest.raises(AssertionError, match="values differ"):
+        compare("llama-dropout", TWO_EACH, reference="ddp in one row")
+
+
+@pytest.mark.parametrize("name", APART)
+def test_nodes_that_write_other_weights_are_told(name: str) -> None:
+    """On one node what rank 0 writes counts; each node has a rank that it counts of."""
+    with pytest.raises(RanksFailed) as caught:
+        in_ranks(ONE_EACH, train_ours, name, ONE_EACH, {"k": 1}, {})
+    assert all(APART[name] in str(error) for error in caught.value.errors)
