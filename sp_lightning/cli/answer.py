@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 from sp_lightning.cli.arguments import Question
 from sp_lightning.cli.model_estimate import ModelEstimate, estimate_model
+from sp_lightning.plan.activation_policy import Modes
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.tune.simulator import Prediction
 from sp_lightning.tune.window import SAME
@@ -17,12 +19,14 @@ class Row:
 
     Attributes:
         plan: the plan for it.
+        modes: what becomes of each unit's activations.
         device_bytes: device memory of weights, gradients and activations.
         prediction: the time of a batch.
         fits: whether the device has the memory.
     """
 
     plan: Plan
+    modes: Modes
     device_bytes: int
     prediction: Prediction
     fits: bool
@@ -71,7 +75,8 @@ class Answer:
         """The time before the first token. None if nothing is generated, or nothing fits."""
         if self.estimate.prompts is None or self.best is None:
             return None
-        return replace(self.estimate, work=self.estimate.prompts).predict(self.best.plan).seconds
+        prompts = replace(self.estimate, work=self.estimate.prompts)
+        return prompts.predict(self.best.plan, prompts.modes(self.best.plan)).seconds
 
 
 def answer(question: Question) -> Answer:
@@ -85,16 +90,32 @@ def answer(question: Question) -> Answer:
 
 
 def _windows(estimate: ModelEstimate) -> list[tuple[int, int]]:
-    """The pairs of k and k' that were asked for; otherwise powers of two up to all layers."""
+    """The pairs of k and k' that were asked for; otherwise powers of two up to all layers, and the largest k that fits."""
     asked, count = estimate.question, max(len(estimate.found.layers), 1)
-    ks = asked.k or sorted({k for k in (1, 2, 4, 8, 16, 32, 64) if k < count} | {count})
-    return [
-        (k, k_prime) for k in ks for k_prime in (asked.k_prime or (1, 2)) if k + k_prime <= max(count, 2) or asked.k
-    ]
+    together = asked.k_prime or (1, 2)
+    if asked.k:
+        return [(k, k_prime) for k in asked.k for k_prime in together]
+    ks = {k for k in (1, 2, 4, 8, 16, 32, 64) if k < count} | {count}
+    pairs = {(k, k_prime) for k_prime in together for k in ks | {_largest(estimate, k_prime)}}
+    return sorted(pair for pair in pairs if sum(pair) <= max(count, 2))
+
+
+def _largest(estimate: ModelEstimate, k_prime: int) -> int:
+    """The largest k that fits; 1 if none does, or if there is no limit."""
+    limit = estimate.question.gpu_memory
+    if limit is None:
+        return 1
+    room = limit - estimate.activation_bytes
+    ks = range(1, max(len(estimate.found.layers), 1) + 1)
+    return max(1, bisect_right(ks, room, key=lambda k: estimate.weight_bytes(_plan(estimate, k, k_prime))))
+
+
+def _plan(estimate: ModelEstimate, k: int, k_prime: int) -> Plan:
+    return make_plan(estimate.found, k=k, k_prime=k_prime, ranks=estimate.question.devices)
 
 
 def _row(estimate: ModelEstimate, k: int, k_prime: int) -> Row:
-    plan = make_plan(estimate.found, k=k, k_prime=k_prime, ranks=estimate.question.devices)
-    nbytes = estimate.weight_bytes(plan) + estimate.activation_bytes
-    limit = estimate.question.gpu_memory
-    return Row(plan, nbytes, estimate.predict(plan), limit is None or nbytes <= limit)
+    plan = _plan(estimate, k, k_prime)
+    modes, limit = estimate.modes(plan), estimate.question.gpu_memory
+    nbytes = estimate.weight_bytes(plan) + (0 if estimate.work is None else estimate.work.alive(modes))
+    return Row(plan, modes, nbytes, estimate.predict(plan, modes), limit is None or nbytes <= limit)

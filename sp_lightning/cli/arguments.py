@@ -43,7 +43,7 @@ class Question(argparse.Namespace):
     checkpointing: bool
     loss_tokens: int | None
     keep_logits: bool
-    activations: Mode
+    activations: Mode | Literal["auto"]
     overlap: Literal["off", "forward", "backward"]
     optimizer: Literal["adamw", "adamw8bit", "sgd", "muon"]
     step_seconds: float | None
@@ -112,7 +112,7 @@ def _add_model(plan: argparse.ArgumentParser) -> None:
 
 def _add_window(plan: argparse.ArgumentParser) -> None:
     """The options of the strategy."""
-    plan.add_argument("--activations", choices=MODES, default="keep", help="of all layers (%(default)s)")
+    plan.add_argument("--activations", choices=(*MODES, "auto"), default="keep", help="of all layers (%(default)s)")
     plan.add_argument(
         "--overlap", choices=("off", "forward", "backward"), default="forward", help="optimizer_overlap (%(default)s)"
     )

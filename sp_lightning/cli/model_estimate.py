@@ -22,7 +22,7 @@ from sp_lightning.cli.model_with_batch import FORWARD_WANTED, ModelWithBatch, ha
 from sp_lightning.device.torch_private import VALUES_NEEDED
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found
-from sp_lightning.plan.activation_policy import Call
+from sp_lightning.plan.activation_policy import FREEING, Call, Mode, Modes, peak_bytes
 from sp_lightning.plan.ledger import Ledger, make_ledger
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.tune.activation_choice import Balance
@@ -63,14 +63,25 @@ class ModelEstimate:
 
     @property
     def activation_bytes(self) -> int:
-        """Device memory beside weights and their gradients, as far as it is known."""
-        return self.work.alive(self.question.activations) if self.work is not None else 0
+        """Device memory beside weights and their gradients, as far as it is known; the least with ``auto``."""
+        return min(map(self.work.alive, self._choices)) if self.work is not None else 0
+
+    @property
+    def saved_bytes(self) -> int:
+        """How much of that autograd saves."""
+        return min(map(self.work.saved, self._choices)) if self.work is not None else 0
+
+    @property
+    def _choices(self) -> tuple[Mode, ...]:
+        """The modes that all units may have."""
+        return FREEING if self.question.activations == "auto" else (self.question.activations,)
 
     @property
     def offloaded_bytes(self) -> int:
-        """Host memory of activations, of all devices."""
-        offloads = self.work is not None and self.question.activations == "offload"
-        return self.question.devices * self.work.offloaded if self.work is not None and offloads else 0
+        """Host memory of activations, of all devices. With ``auto``, all units are offloaded in the first batches."""
+        if self.work is None or self.question.activations not in ("offload", "auto"):
+            return 0
+        return self.question.devices * self.work.offloaded
 
     @cached_property
     def below(self) -> BelowMemory | None:
@@ -100,8 +111,9 @@ class ModelEstimate:
         if self.work is None:
             return 0
         visits = self.work.visits(flops=1.0, memory=math.inf)  # each operation takes one second
+        plan = self.smallest_plan
         return round(
-            sum(each.seconds for each in self._with_activations(self.smallest_plan, visits, Rates(1, 1, 1, 1)))
+            sum(each.seconds for each in self._balance(plan, visits, Rates(1, 1, 1, 1)).visited(self.modes(plan)))
         )
 
     def weight_bytes(self, plan: Plan) -> int:
@@ -136,30 +148,42 @@ class ModelEstimate:
         waits = self.step is not None and self.step.seconds is not None and not self.step.separable
         return "off" if waits else self.question.overlap
 
-    def predict(self, plan: Plan, rates: Rates | None = None) -> Prediction:
-        """The time of a batch with a window; by default on the machine that the question describes."""
+    def modes(self, plan: Plan) -> Modes:
+        """The mode of each unit with a window. ``auto`` is, as in a run, the fastest choice within the memory that it leaves."""
+        work, choice, limit = self.work, self.question.activations, self.question.gpu_memory
+        if choice != "auto":
+            return dict.fromkeys((call.unit for call in self._calls(plan)), choice)
+        if work is None or limit is None:
+            return dict.fromkeys((call.unit for call in self._calls(plan)), "offload")  # as a run begins
+        offloaded = dict.fromkeys((call.unit for call in work.calls), FREEING[1])
+        others = work.alive("offload") - peak_bytes(work.calls, offloaded)
+        balance = self._balance(plan, self._visits(plan), self.rates)
+        choices = balance.candidates(max(0, limit - self.weight_bytes(plan) - others))
+        return min(choices, key=lambda modes: self.predict(plan, modes).seconds)
+
+    def predict(self, plan: Plan, modes: Modes, rates: Rates | None = None) -> Prediction:
+        """The time of a batch with a window and modes; by default on the machine that the question describes."""
         rates = rates or self.rates
-        visits = self._visits(plan, rates)
+        visits = self._balance(plan, self._visits(plan), rates).visited(modes)
         on_disk = {} if self.below is None else self.below.by_index(plan)
         return predict(plan, visits, rates, overlap=self.overlap, host_traffic=self._update_traffic, on_disk=on_disk)
 
-    def _visits(self, plan: Plan, rates: Rates) -> list[Visit]:
+    def _visits(self, plan: Plan) -> list[Visit]:
+        """What a batch does if all activations are kept."""
         flops = self.question.tflops * 1e12
         if self.work is not None:
-            visits = self.work.visits(flops=flops, memory=self.question.device_bandwidth * 1e9)
-        else:
-            counts = [sum(math.prod(span.shape) for span in (*layer.spans, *layer.casts)) for layer in plan.layers]
-            seconds = [2 * count * self.model.uses / flops for count in counts]
-            visits = schedule_visits(plan, seconds, training=not self.question.predict)
-        return self._with_activations(plan, visits, rates)
+            return self.work.visits(flops=flops, memory=self.question.device_bandwidth * 1e9)
+        counts = [sum(math.prod(span.shape) for span in (*layer.spans, *layer.casts)) for layer in plan.layers]
+        seconds = [2 * count * self.model.uses / flops for count in counts]
+        return schedule_visits(plan, seconds, training=not self.question.predict)
 
-    def _with_activations(self, plan: Plan, visits: list[Visit], rates: Rates) -> list[Visit]:
-        """The visits with second forwards and with the activations that travel, if the question asks for that."""
+    def _calls(self, plan: Plan) -> tuple[Call, ...]:
         unknown = tuple(Call(layer.name, saved=0, inputs=0) for layer in plan.layers)
-        calls = self.work.calls if self.work is not None else unknown
+        return self.work.calls if self.work is not None else unknown
+
+    def _balance(self, plan: Plan, visits: list[Visit], rates: Rates) -> Balance:
         index_of = {layer.name: index for index, layer in enumerate(plan.layers)}
-        modes = dict.fromkeys((call.unit for call in calls), self.question.activations)
-        return Balance(calls, index_of, visits, rates).visited(modes)
+        return Balance(self._calls(plan), index_of, visits, rates)
 
 
 def estimate_model(question: Question) -> ModelEstimate:
@@ -171,6 +195,9 @@ def estimate_model(question: Question) -> ModelEstimate:
     """
     if question.devices > 1 and question.disk is not None:
         raise ValueError("--disk is for one device: several have their memory in common. Leave out one of them.")
+    if question.activations == "auto" and (question.gpu_memory is None or question.predict):
+        why = "nothing is trained here, so none are saved" if question.predict else "give that limit, too"
+        raise ValueError(f"--activations auto: what becomes of activations is chosen within --gpu-memory; {why}.")
     dtype, autocast = PRECISIONS[question.precision]
     with _default_dtype(dtype), on_paper(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from copy import copy
 from dataclasses import replace
 
 from sp_lightning.cli.answer import Answer, Row
 from sp_lightning.cli.arguments import MODES, Question
 from sp_lightning.cli.model_estimate import ModelEstimate
+from sp_lightning.cli.verdict import verdict
 from sp_lightning.observe.summary import remedy
-from sp_lightning.plan.plan import Plan
+from sp_lightning.plan.activation_policy import summary
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.tune.dry_run import Work
 
@@ -28,7 +28,7 @@ def as_text(answer: Answer) -> str:
         _heading(estimate),
         row.plan.table(training=not question.predict, state=state),
         "",
-        _activations(estimate),
+        _activations(estimate, row),
         _host(estimate),
         *_disk(answer),
         *_step(estimate),
@@ -63,34 +63,32 @@ def _human_count(count: int) -> str:
 
 def _experts(estimate: ModelEstimate, row: Row) -> list[str]:
     """What stacked experts take of the links, and how that changes if some of them are on the device already."""
-    stacked = [layer for layer in row.plan.layers if layer.rows]
+    stacked = {index for index, layer in enumerate(row.plan.layers) if layer.rows}
     if not stacked or estimate.work is None:
         return []
     lines = []
     for hits in (0.0, 0.25, 0.5, 0.75):
         costs = tuple(replace(cost, share=cost.share * (1 - hits)) for cost in estimate.work.costs)
-        prediction = replace(estimate, work=replace(estimate.work, costs=costs)).predict(row.plan)
-        indices = {index for index, layer in enumerate(row.plan.layers) if layer.rows}
+        prediction = replace(estimate, work=replace(estimate.work, costs=costs)).predict(row.plan, row.modes)
         fetches = [each for each in prediction.intervals if each.kind == "fetch"]
-        nbytes, of_experts = (
-            sum(each.nbytes for each in fetches if each.layer in of) for of in (range(10**9), indices)
-        )
-        lines.append(
-            f"  {hits:4.0%}  {human_bytes(nbytes):>10}, of that experts {human_bytes(of_experts):>10}  {prediction.seconds:.3g} s"
-        )
+        fetched = human_bytes(sum(each.nbytes for each in fetches))
+        experts = human_bytes(sum(each.nbytes for each in fetches if each.layer in stacked))
+        lines.append(f"  {hits:4.0%}  {fetched:>10}, of that experts {experts:>10}  {prediction.seconds:.3g} s")
     unit = "batch" if estimate.question.generate is None else "token of each sequence"
     kept = f"{human_bytes(row.plan.stack_bytes)} in all"
     return ["", f"per {unit}, if so many of the experts that it is routed to ({kept}) are on the device:", *lines]
 
 
-def _activations(estimate: ModelEstimate) -> str:
+def _activations(estimate: ModelEstimate, row: Row) -> str:
     if estimate.work is None:
         return (
             f"activations unknown: no batch could be run without values ({estimate.why_no_work}). Times are guessed from "
             f"parameter counts, as if each weight was used {estimate.model.uses} times in a forward"
         )
     flops = f"{estimate.flops / 1e12:.3g} TFLOP per {'batch' if estimate.question.generate is None else 'token'}"
-    return f"activations and intermediate results {human_bytes(estimate.activation_bytes)}, {flops}"
+    nbytes = row.device_bytes - estimate.weight_bytes(row.plan)
+    chosen = f"; {summary(row.modes)}" if estimate.question.activations == "auto" else ""
+    return f"activations and intermediate results {human_bytes(nbytes)}, {flops}{chosen}"
 
 
 def _host(estimate: ModelEstimate) -> str:
@@ -198,17 +196,14 @@ def _faster(estimate: ModelEstimate, row: Row) -> str:
     # In inference, fetches alone pass over the host's memory.
     memory = math.inf if estimate.question.predict else rates.host_memory
     without = {
-        "fetches": estimate.predict(plan, replace(rates, upload=math.inf, host_memory=memory)),
-        "gradients to leave": estimate.predict(plan, replace(rates, download=math.inf)),
-        "updates": replace(estimate, ledger=None).predict(plan, replace(rates, update=math.inf)),
+        "fetches": estimate.predict(plan, row.modes, replace(rates, upload=math.inf, host_memory=memory)),
+        "gradients to leave": estimate.predict(plan, row.modes, replace(rates, download=math.inf)),
+        "updates": replace(estimate, ledger=None).predict(plan, row.modes, replace(rates, update=math.inf)),
     }
     if estimate.question.devices > 1:
-        without["sums of gradients"] = estimate.predict(plan, replace(rates, links=math.inf))
-    if estimate.question.activations == "offload":
-        question = copy(estimate.question)
-        question.activations = "keep"
-        kept = replace(estimate, question=question)
-        without["activations"] = kept.predict(plan)
+        without["sums of gradients"] = estimate.predict(plan, row.modes, replace(rates, links=math.inf))
+    if "offload" in row.modes.values():
+        without["activations"] = estimate.predict(plan, dict.fromkeys(row.modes, "keep"))
     saved = {what: 1 - other.seconds / max(row.prediction.seconds, 1e-9) for what, other in without.items()}
     what = max(saved, key=saved.__getitem__)
     window = f"with k = {plan.k} and k' = {plan.k_prime}"
@@ -218,7 +213,9 @@ def _faster(estimate: ModelEstimate, row: Row) -> str:
     if saved[what] < _LEAST_WAITING:
         computing = f"the device computes {1 - row.waiting:.0%} of the time"
         return f"faster: {window}, {computing}; fewer operations or a faster device help."
-    return f"faster: {window}, {saved[what]:.0%} of the time is waited for {what}; {remedy(what, plan)}."
+    # Seconds, because the share would differ from the column's: what is waited for hides other waits.
+    waits = f"{saved[what] * row.prediction.seconds:.3g} of {row.prediction.seconds:.3g} s"
+    return f"faster: {window}, {waits} are waited for {what}; {remedy(what, plan)}."
 
 
 def _modes(work: Work) -> list[str]:
@@ -236,111 +233,13 @@ def _notes(estimate: ModelEstimate) -> list[str]:
     notes = [estimate.found.ungrouped] if estimate.found.ungrouped else []
     largest = work.largest_outside
     saved = max((call.saved for call in work.calls), default=0)
-    if largest is None or (work.outside <= work.saved(question.activations) / 4 and largest.nbytes <= saved):
+    if largest is None or (work.outside <= estimate.saved_bytes / 4 and largest.nbytes <= saved):
         return notes
     return [
         *notes,
         f"{human_bytes(work.outside)} are saved outside of all layers (largest: {largest}), whatever activations= says. "
         "If that is the loss, --loss-tokens 1024 says what it takes in chunks: see examples/guide/activations.md.",
     ]
-
-
-# ---------------------------------------------------------------------- does it fit, and with which k?
-
-
-def verdict(answer: Answer) -> str:
-    """The last lines: whether the model fits, and what to choose."""
-    refusals = [] if answer.host_fits else [_refused_by_host(answer)]
-    if not any(row.fits for row in answer.rows):
-        refusals.append(_refused_by_device(answer))
-    return "\n".join(refusals) if refusals else _recommended(answer)
-
-
-def _refused_by_host(answer: Answer) -> str:
-    return (
-        f"It does not fit: {human_bytes(answer.estimate.host_bytes)} of host memory are needed, "
-        f"{_there(answer.estimate.host_bytes, answer.question.host_memory or 0)}. {_less_host_memory(answer.question)}"
-    )
-
-
-def _there(needed: int, limit: int) -> str:
-    """What there is, and what is missing, which may be less than the last digit of both."""
-    return f"{human_bytes(limit)} are there, {human_bytes(needed - limit)} too little"
-
-
-def _less_host_memory(question: Question) -> str:
-    if question.predict:
-        return "Use a lower precision: --precision bf16-true."
-    precision = "Use --precision bf16-true, or freeze" if question.precision != "bf16-true" else "Freeze"
-    overlap = "" if question.overlap == "backward" else "; --overlap backward saves gradients"
-    return f"{precision} layers, or train adapters{overlap}."
-
-
-def _refused_by_device(answer: Answer) -> str:
-    question, work = answer.question, answer.estimate.work
-    least, limit = min(row.device_bytes for row in answer.rows), question.gpu_memory or 0
-    activations = answer.estimate.activation_bytes
-    weights = least - activations
-    modes = [] if work is None or question.predict else [mode for mode in MODES if mode != question.activations]
-    needs = {mode: weights + work.alive(mode) for mode in modes} if work is not None else {}
-    fitting = [mode for mode in modes if needs[mode] <= limit]
-    if fitting or (activations > least / 2 and weights < limit):
-        advice = f"Use a smaller batch{_fitting_batch(question.batch, limit - weights, activations)}"
-    else:
-        advice = "Cut layers finer with --layers"
-    smallest = min(needs, key=needs.__getitem__, default=None)
-    for mode in fitting or ([smallest] if smallest is not None and needs[smallest] < 0.9 * least else []):
-        more = f", and {human_bytes(work.offloaded)} more of the host" if work is not None and mode == "offload" else ""
-        advice += f", or --activations {mode}" if fitting else f"; --activations {mode}"
-        advice += f" (the least is {human_bytes(needs[mode])} then{more})"
-    advice += "."
-    return (
-        f"It does not fit: the least is {human_bytes(least)} of device memory, of which {human_bytes(activations)} are "
-        f"activations; {_there(least, limit)}. {advice}"
-    )
-
-
-def _fitting_batch(batch: int, free: int, activations: int) -> str:
-    """The batch that would fit: activations and caches grow with it, weights do not. Memory is in bytes."""
-    count = int(batch * free / activations) if activations > 0 else 0
-    return f" (about {count} would fit)" if 1 <= count < batch else ""
-
-
-def _recommended(answer: Answer) -> str:
-    best, question = answer.best, answer.question
-    if best is None:
-        return ""
-    limited = question.gpu_memory is not None
-    fits = "It fits" if limited else "The fastest"
-    if answer.estimate.work is None:
-        fits = "Weights and gradients fit, activations are unknown" if limited else "Perhaps the fastest"
-    choice = _choice(question, best.plan)
-    seconds = best.prediction.seconds
-    if answer.prompt_seconds is None:
-        return f"{fits}: {choice}, {seconds:.3g} s per batch{' on each device' * (question.devices > 1)}."
-    return (
-        f"{fits}: {choice}, {answer.prompt_seconds:.3g} s for the prompts, then {seconds:.3g} s for each token of "
-        f"{question.batch} sequence{'s' * (question.batch > 1)}: {question.batch / seconds:.3g} tokens/s"
-        f"{' on each device' * (question.devices > 1)}."
-    )
-
-
-def _choice(question: Question, plan: Plan) -> str:
-    """The strategy as it is to be written: every option that the answer depends on."""
-    options: dict[str, object] = {"k": plan.k, "k_prime": plan.k_prime}
-    if question.activations != "keep":
-        options["activations"] = question.activations
-    if question.overlap != "forward" and not question.predict:
-        options["optimizer_overlap"] = question.overlap
-    if question.disk is not None:
-        options |= {"disk": "FOLDER"} | ({"host_memory": question.host_memory} if question.host_memory else {})
-    options |= {name: given for name in ("layers", "resident") if (given := getattr(question, name))}
-    written = ", ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
-    checkpoints = " and the model's gradient_checkpointing_enable()" if question.checkpointing else ""
-    devices = f" in Trainer(devices={question.devices})" if question.devices > 1 else ""
-    keep = ", keep_logits=True" * question.keep_logits
-    chunks = f" and sp_lightning.chunk_loss(model, tokens={question.loss_tokens}{keep})" if question.loss_tokens else ""
-    return f"SuperpipelineStrategy({written}){devices}{checkpoints}{chunks}"
 
 
 # ---------------------------------------------------------------------- JSON
@@ -384,6 +283,7 @@ def as_json(answer: Answer) -> str:
 
 def _window(row: Row) -> dict[str, object]:
     return {
-        "k": row.plan.k, "k_prime": row.plan.k_prime, "device_bytes": row.device_bytes, "fits": row.fits,
+        "k": row.plan.k, "k_prime": row.plan.k_prime, "activations": summary(row.modes),
+        "device_bytes": row.device_bytes, "fits": row.fits,
         "seconds": row.prediction.seconds, "busy_seconds": row.prediction.busy, "binds": row.prediction.binds,
     }  # fmt: skip

@@ -108,9 +108,14 @@ def view(memory: Tensor, span: Span) -> Tensor:
     return strided(memory, span.offset, span.dtype, span.shape, span.stride)
 
 
+def bytes_of(memory: Tensor, span: Span) -> Tensor:
+    """Returns the bytes at ``span`` of flat ``uint8`` memory, flat as well."""
+    return memory[span.offset : span.offset + span.nbytes]
+
+
 def part(memory: Tensor, span: Span) -> Tensor:
     """As :func:`view`, for a flat ``uint8`` tensor that may begin anywhere in its storage."""
-    return memory[span.offset : span.offset + span.nbytes].view(span.dtype).as_strided(span.shape, span.stride)
+    return bytes_of(memory, span).view(span.dtype).as_strided(span.shape, span.stride)
 
 
 def strided(memory: Tensor, offset: int, dtype: torch.dtype, shape: Iterable[int], stride: Iterable[int]) -> Tensor:

@@ -95,7 +95,6 @@ def make_tables(
 
 def make_experts(layers: Sequence[StreamedLayer], log: logging.Logger | None) -> None:
     """Makes what knows the rows of each layer of stacked experts, and gives it to the layer."""
-
     said = set[str]()
 
     def say(layer: StreamedLayer, why: str) -> None:

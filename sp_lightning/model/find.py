@@ -121,8 +121,8 @@ def _small(units: Sequence[Unit]) -> set[Unit]:
 
 
 def _looked_up(units: Sequence[Unit], places: Places) -> list[Unit]:
-    """The embeddings that are at least as large as the median unit, and that nothing but their own calls uses."""
-    median = statistics.median(unit.nbytes for unit in units) if units else 0
+    """The embeddings that are at least as large as the median unit that moves whole, and that nothing but their calls uses."""
+    median = statistics.median([unit.nbytes for unit in units if not unit.rows] or [0])
     return [unit for unit in units if not unit.chosen and unit.nbytes >= median and _is_table(unit, places)]
 
 

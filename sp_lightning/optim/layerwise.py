@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from sp_lightning.device.torch_private import accumulation_hooks, run_first_after_step, tree_map
 from sp_lightning.device.waits import Stream
 from sp_lightning.optim.pieces import InPieces
-from sp_lightning.optim.separable import is_separable
+from sp_lightning.optim.separable import is_separable, lacks_buffers, shares_state
 from sp_lightning.optim.updatable import OnHost, OptimizerState, Updatable
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import Change, Norms, as_it_came, change, drop, stored
@@ -236,12 +236,14 @@ class LayerwiseStep:
 
         Settings are copied, because schedulers change them after the step, while updates may still run.
         """
-        by_layer = defaultdict(list)
+        by_layer, state = defaultdict(list), vars(self._optimizer)["state"]
+        if not self._begun and shares_state(self._optimizer.param_groups, state):
+            return None
         for group in self._optimizer.param_groups:
             if not group.get("fused") and not self._separable:
                 return None
             settings = tree_map(_snapshot, {key: value for key, value in group.items() if key != "params"})
-            if self._early and not self._begun and _lacks_buffers(group, vars(self._optimizer)["state"]):
+            if self._early and not self._begun and lacks_buffers(group, state):
                 return None
             parts = defaultdict(list)
             for parameter in group["params"]:
@@ -360,19 +362,14 @@ _NOT_ALL = (
 )
 
 _NEVER_WHOLE = (
-    "{who} layers one by one, but there are sparse gradients, parameters that are not the module's, or momentum for some alone. "
-    "Make embeddings with sparse=False and such parameters the module's, or leave disk= out and pass optimizer_overlap='off'."
+    "{who} layers one by one, but there are sparse gradients, parameters that are not the module's, momentum for some alone, or "
+    "state that two parameters share. Make embeddings with sparse=False, such parameters the module's, and each parameter's "
+    "state its own, or leave disk= out and pass optimizer_overlap='off'."
 )
 
 
 def _snapshot(setting: Any) -> Any:
     return setting.clone() if isinstance(setting, Tensor) else setting
-
-
-def _lacks_buffers(group: dict[str, Any], state: dict[Any, Any]) -> bool:
-    """Whether some parameters of a group have a momentum buffer and others have none yet: torch's fused SGD then fails."""
-    buffers = [state.get(p, {}).get("momentum_buffer") is not None for p in group["params"] if p.requires_grad]
-    return bool(group.get("momentum")) and any(buffers) and not all(buffers)
 
 
 def _waiting(kind: type[Optimizer], finish: Callable[[], None]) -> type[Optimizer]:

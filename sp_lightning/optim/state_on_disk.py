@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.device.layout import Span, part, whole_pages
+from sp_lightning.device.layout import Span, bytes_of, part, whole_pages
 from sp_lightning.device.lease import shared
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.optim.updatable import OptimizerState
-from sp_lightning.store.away import Away, can_go_away, memory_for, return_to, send_away
+from sp_lightning.store.away import Away, can_go_away, give, memory_for, return_to, send_away
 from sp_lightning.store.scratch import Extent, ScratchFile, Transfer, aligned_memory
 from sp_lightning.store.staging_ring import StagingRing
 from sp_lightning.weights.layer import StreamedLayer
@@ -54,13 +54,10 @@ class _Place:
 
     def __init__(self, state: StateOnDisk, stored: _Stored) -> None:
         self.stored = stored
-        self._state = state
-
-    def bring(self, tensors: Sequence[Away]) -> None:
-        self._state.bring_for_user(tensors)
+        self.keeper = state
 
     def read(self, tensor: Away) -> Tensor:
-        return self._state.read_for_user(tensor)
+        return self.keeper.read_for_user(tensor)
 
 
 class StateOnDisk(OptimizerState):
@@ -95,6 +92,8 @@ class StateOnDisk(OptimizerState):
 
     def bring(self, layer: StreamedLayer, optimizer: Any) -> None:
         away = [tensor for tensor in _tensors(optimizer) if type(tensor) is Away]
+        give([tensor for tensor in away if tensor.home.keeper is not self])  # another optimizer had them
+        away = [tensor for tensor in away if type(tensor) is Away]
         with self._lock:
             if not away and layer.name not in self._stay and layer not in self._stored:
                 self._make_room_for_new()
@@ -255,23 +254,31 @@ class StateOnDisk(OptimizerState):
 
     # ------------------------------------------------------------------ what users see
 
-    def bring_for_user(self, tensors: Sequence[Away]) -> None:
+    def bring_for_user(self, tensors: Sequence[Away], beside: Collection[Any]) -> None:
         """Gives tensors that somebody looks at memory of their own, until their next update or until others need the room."""
         self._finish()
         with self._lock, no_dispatch_modes(), torch.no_grad():
             tensors = [tensor for tensor in tensors if type(tensor) is Away]  # another thread may have been first
-            self._make_room(sum(tensor.span.nbytes for tensor in tensors))
-            for tensor in tensors:
+            self._make_room(sum(tensor.span.nbytes for tensor in tensors), set(map(id, beside)))
+            for tensor in dict.fromkeys(tensors):
                 stored, span = _stored(tensor), tensor.span
-                memory = memory_for(span)
-                memory.copy_(part(self.read_for_user(tensor), replace(span, offset=0)))
-                return_to(tensor, memory)
+                self.give(tensor)
                 self._seen.append((tensor, stored, span))
 
-    def _make_room(self, nbytes: int) -> None:
-        """Writes tensors that were looked at, the first ones first, so that no more are in memory than the ring has."""
+    def give(self, tensor: Away) -> None:
+        memory, span = memory_for(tensor.span), replace(tensor.span, offset=0)
+        memory.copy_(part(self._read(tensor), span))
+        return_to(tensor, memory)
+
+    def _make_room(self, nbytes: int, beside: Collection[int]) -> None:
+        """Writes tensors that were looked at, the first ones first, so that no more are in memory than the ring has.
+
+        Args:
+            nbytes: of those that come.
+            beside: the ``id`` of what stays, because the same call looks at it.
+        """
         nbytes += sum(span.nbytes for _, _, span in self._seen)
-        for seen in list(self._seen):
+        for seen in [each for each in self._seen if id(each[0]) not in beside]:
             if nbytes <= self._ring.limit:
                 return
             tensor, stored, span = seen
@@ -289,6 +296,9 @@ class StateOnDisk(OptimizerState):
     def read_for_user(self, tensor: Away) -> Tensor:
         """Returns the bytes of one tensor, from the disk or from the buffer that they are in just now."""
         self._finish()
+        return self._read(tensor)
+
+    def _read(self, tensor: Away) -> Tensor:
         stored, span = _stored(tensor), tensor.span
         with self._lock:
             memory = aligned_memory(span.nbytes)
@@ -300,15 +310,16 @@ class StateOnDisk(OptimizerState):
             if stored.buffer is None:
                 self._file.read(stored.extent.offset + span.offset, memory).wait()
                 return memory
-            memory[: span.nbytes].copy_(stored.buffer[span.offset : span.offset + span.nbytes])
+            memory[: span.nbytes].copy_(bytes_of(stored.buffer, span))
             return memory
 
 
 def _tensors(optimizer: Any) -> list[Tensor]:
-    """All tensors of the state of an optimizer's parameters."""
+    """All tensors of the state of an optimizer's parameters, each once."""
     state = vars(optimizer)["state"]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return [leaf for p in parameters if p in state for leaf in tree_leaves(state[p]) if isinstance(leaf, Tensor)]
+    leaves = (leaf for p in parameters if p in state for leaf in tree_leaves(state[p]) if isinstance(leaf, Tensor))
+    return list({id(leaf): leaf for leaf in leaves}.values())
 
 
 def _stored(tensor: Away) -> _Stored:

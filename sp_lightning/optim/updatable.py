@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.device.device import Device
 from sp_lightning.optim.background import BackgroundUpdates
+from sp_lightning.store.away import Away, give
 from sp_lightning.weights.gradient_sink import Wanted
 from sp_lightning.weights.layer import StreamedLayer
 
@@ -72,7 +73,10 @@ class OnHost:
     """State that stays on the host."""
 
     def bring(self, layer: StreamedLayer, optimizer: Optimizer) -> None:
-        """The state is on the host already."""
+        """The state is on the host already, but for what an earlier run with ``disk=`` has left away."""
+        state = vars(optimizer)["state"]
+        found = (state.get(p, {}) for group in optimizer.param_groups for p in group["params"])
+        give([value for each in found for value in each.values() if type(value) is Away])
 
     def put(self, layer: StreamedLayer, optimizer: Optimizer) -> None:
         """The state stays on the host."""

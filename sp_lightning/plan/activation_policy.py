@@ -19,6 +19,9 @@ Mode = Literal["keep", "recompute", "offload"]
 Activations = Mode | Literal["auto"] | Mapping[str, Mode]
 """What ``activations=`` takes."""
 
+Modes = Mapping[str, Mode]
+"""The mode of each unit."""
+
 FREEING: tuple[Mode, ...] = ("recompute", "offload")
 """The modes that free memory on the device."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import IO, Any, Protocol
 
 import torch
@@ -16,18 +16,37 @@ from torch import Tensor, nn
 
 from sp_lightning.device.layout import Span
 from sp_lightning.device.metadata import UNCHANGED_BY_UPDATES
-from sp_lightning.device.modes import no_inference_mode
+from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import save_by_way_of, tree_leaves
 
 
 class Home(Protocol):
-    """Where tensors are while they are away."""
+    """Where tensors are while they are away.
 
-    def bring(self, tensors: Sequence[Away]) -> None:
-        """Gives tensors memory with their values, unless they have been given it. They are ordinary tensors then."""
+    Attributes:
+        keeper: who brings them. A call's tensors that have one keeper come together, and none goes before the call.
+    """
+
+    @property
+    def keeper(self) -> Keeper: ...
 
     def read(self, tensor: Away) -> Tensor:
         """Returns a tensor's bytes, flat ``uint8``, in memory that the next call may use again. The tensor stays away."""
+
+
+class Keeper(Protocol):
+    """Brings tensors that are away."""
+
+    def bring_for_user(self, tensors: Sequence[Away], beside: Collection[Any]) -> None:
+        """Gives tensors memory with their values, unless they have been given it. They are ordinary tensors then.
+
+        Args:
+            tensors: those that somebody looks at.
+            beside: what is looked at in the same call. None of it may leave memory meanwhile.
+        """
+
+    def give(self, tensor: Away) -> None:
+        """Gives a tensor memory of its own, for good. No update of it is under way, and none is waited for."""
 
 
 class Away(Tensor):
@@ -50,9 +69,10 @@ class Away(Tensor):
         if func in UNCHANGED_BY_UPDATES:  # the stand-in's data has it, too
             with torch.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        away = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is Away]
+        leaves = tree_leaves((args, kwargs))
+        away = [leaf for leaf in leaves if type(leaf) is Away]
         if away:
-            bring(away)
+            bring(away, leaves)
         return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -97,14 +117,18 @@ def return_to(tensor: Away, memory: Tensor) -> None:
         del vars(tensor)[name]
 
 
-def bring(tensors: Sequence[Away]) -> None:
+def bring(tensors: Sequence[Away], beside: Collection[Any] = ()) -> None:
     """Brings tensors that are away.
+
+    Args:
+        tensors: those that somebody looks at.
+        beside: what is looked at in the same call.
 
     Raises:
         RuntimeError: this is a forked process, a worker of a ``DataLoader``, say.
         OSError: the disk failed.
     """
-    homes: dict[Home, list[Away]] = {}
+    keepers: dict[Keeper, list[Away]] = {}
     for tensor in tensors:
         found = vars(tensor)
         if found.get("process", os.getpid()) != os.getpid():
@@ -113,9 +137,16 @@ def bring(tensors: Sequence[Away]) -> None:
                 "before the fork (tensor.clone())."
             )
         if (home := found.get("home")) is not None:  # otherwise another thread has brought it just now
-            homes.setdefault(home, []).append(tensor)
-    for home, its in homes.items():
-        home.bring(its)
+            keepers.setdefault(home.keeper, []).append(tensor)
+    for keeper, its in keepers.items():
+        keeper.bring_for_user(its, beside)
+
+
+def give(tensors: Sequence[Away]) -> None:
+    """Gives tensors memory of their own, for good: what has them now is not what they were sent away by."""
+    with no_dispatch_modes(), torch.no_grad():
+        for tensor in tensors:
+            tensor.home.keeper.give(tensor)
 
 
 def save(content: Any, stream: IO[bytes]) -> None:

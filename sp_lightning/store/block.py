@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import Span, addresses, part, view
+from sp_lightning.device.layout import addresses, bytes_of, part, view
 from sp_lightning.device.lease import lend
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.model.found import Layer
@@ -68,6 +68,7 @@ class HostBlock:
         self._begin(partial(allocate, planned.nbytes, pin and not fetched_seldom))
 
     def _begin(self, allocate: Callable[[], BlockMemory]) -> None:
+        """Takes memory, and the parameters' values into it."""
         self.memory = allocate()
         # Each original is freed as soon as it is absorbed, so that set-up takes no more than the model and one layer.
         for index in range(len(self.parameters)):
@@ -98,7 +99,7 @@ class HostBlock:
 
     def copy_of(self, index: int) -> Tensor:
         """Returns a copy of a weight's present bytes, flat ``uint8``."""
-        return _part(self.weights, self.planned.spans[index]).clone()
+        return bytes_of(self.weights, self.planned.spans[index]).clone()
 
     def write(self, index: int, value: Tensor) -> bool:
         """Takes over the value of a weight that may have been written on the device.
@@ -132,7 +133,7 @@ class HostBlock:
                 # Bytes are compared and not values, because a NaN is not equal to itself and -0.0 is equal to 0.0.
                 written = torch.empty(target.nbytes, dtype=torch.uint8)
                 view(written, self._alone[index]).copy_(value)
-                if torch.equal(written, _part(self.weights, self.planned.spans[index])):
+                if torch.equal(written, bytes_of(self.weights, self.planned.spans[index])):
                     return False
                 self._device.access(self.weights, None, write=True)
             target.copy_(value)
@@ -177,7 +178,7 @@ class HostBlock:
         """
         parameter, span = self.parameters[index], self.planned.spans[index]
         with no_inference_mode():
-            target = view(lend(_part(self.memory.seen, span)), self._alone[index])
+            target = view(lend(bytes_of(self.memory.seen, span)), self._alone[index])
         with no_inference_mode(), torch.no_grad():
             if into is not None:
                 self._device.access(self.weights, None, write=True)
@@ -222,7 +223,3 @@ class HostBlock:
                 "batches."
             )
         common.copy_(parameter.data)
-
-
-def _part(memory: Tensor, span: Span) -> Tensor:
-    return memory[span.offset : span.offset + span.nbytes]

@@ -22,13 +22,15 @@ class BlockMemory(Protocol):
 
     Attributes:
         common: what optimizers write.
-        first: where the values that parameters have at first go; None if another process has them.
         pinned: whether ``common`` is page-locked.
     """
 
     common: Tensor
-    first: Tensor | None
     pinned: bool
+
+    @property
+    def first(self) -> Tensor | None:
+        """Where the values that parameters have at first go; None if another process has them."""
 
     @property
     def seen(self) -> Tensor:
@@ -49,8 +51,26 @@ Allocate = Callable[[int, bool], BlockMemory]
 """Returns memory for a block: so many bytes, page-locked or not."""
 
 
-class PrivateMemory:
-    """The :class:`BlockMemory` of one device. Everybody reads and writes the same tensor.
+class _OneTensor:
+    """A :class:`BlockMemory` whose one tensor everybody reads and writes."""
+
+    common: Tensor
+
+    @property
+    def first(self) -> Tensor | None:
+        return self.common
+
+    @property
+    def seen(self) -> Tensor:
+        return self.common
+
+    @property
+    def fetched(self) -> Tensor:
+        return self.common
+
+
+class PrivateMemory(_OneTensor):
+    """The :class:`BlockMemory` of one device.
 
     Args:
         device: allocates it.
@@ -66,24 +86,15 @@ class PrivateMemory:
 
     def anew(self) -> None:
         self._memory = PinnedMemory(self._device, self._nbytes, pin=self._pin)
-        self.common = self._seen = self._memory.bytes[: self._nbytes]
-        self.first: Tensor | None = self.common
+        self.common = self._memory.bytes[: self._nbytes]
         self.pinned = self._memory.pinned
-
-    @property
-    def seen(self) -> Tensor:
-        return self._seen
-
-    @property
-    def fetched(self) -> Tensor:
-        return self.common
 
     def unpin(self) -> None:
         self._memory.unpin()
         self.pinned = False
 
 
-class SparseMemory:
+class SparseMemory(_OneTensor):
     """The :class:`BlockMemory` of a block most of whose weights are elsewhere: pages that nobody writes take no memory.
 
     Args:
@@ -101,15 +112,6 @@ class SparseMemory:
         pages = mmap.mmap(-1, whole_pages(self._nbytes), flags=flags)
         pages.madvise(mmap.MADV_NOHUGEPAGE)
         self.common = torch.frombuffer(pages, dtype=torch.uint8)[: self._nbytes]
-        self.first: Tensor | None = self.common
-
-    @property
-    def seen(self) -> Tensor:
-        return self.common
-
-    @property
-    def fetched(self) -> Tensor:
-        return self.common
 
     def unpin(self) -> None:
         """Nothing is page-locked."""

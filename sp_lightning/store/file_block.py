@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import Elsewhere, Span, addresses, view
+from sp_lightning.device.layout import Elsewhere, Span, addresses, bytes_of, view
 from sp_lightning.device.lease import lend
 from sp_lightning.device.metadata import METADATA
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
@@ -89,14 +89,14 @@ class FileBlock(HostBlock):
     def read(self, memory: Tensor) -> Transfer:
         """Begins to read what is in files to memory of the block's size, each weight to its place."""
         indices = sorted(self.in_file)
-        targets = [_of(memory, self.planned.spans[index]) for index in indices]
+        targets = [bytes_of(memory, self.planned.spans[index]) for index in indices]
         return self._reader.read([place for i in indices if (place := self.places[i]) is not None], targets)
 
     def complete(self, memory: Tensor) -> None:
         """Copies what is in the block's own memory to such memory, which has been read to."""
         for index, span in enumerate((*self.planned.spans, *self.planned.casts)):
             if index not in self.in_file:
-                _of(memory, span).copy_(_of(self.weights, span))
+                bytes_of(memory, span).copy_(bytes_of(self.weights, span))
 
     def contents(self, index: int) -> Tensor:
         """Returns the bytes of a weight that is in a file, flat ``uint8``, in memory of its own.
@@ -122,7 +122,7 @@ class FileBlock(HostBlock):
                 return
             place, span, parameter = self.places[index], self.planned.spans[index], self.parameters[index]
             assert place is not None
-            memory = _of(self.memory.seen, span)
+            memory = bytes_of(self.memory.seen, span)
             self._reader.read([place], [memory]).wait()
             target = view(lend(memory), self._alone[index])
             self._lent[index] = StorageWeakRef(target.untyped_storage())
@@ -195,7 +195,14 @@ class InTheFile:
         """What was detached, is still there, and has no memory yet."""
         return [each for each in self._aliases.values() if type(each) is Away]
 
-    def bring(self, tensors: Sequence[Away]) -> None:
+    @property
+    def keeper(self) -> InTheFile:
+        return self
+
+    def bring_for_user(self, tensors: Sequence[Away] = (), beside: Collection[Any] = ()) -> None:
+        self.block.bring(self.index)
+
+    def give(self, tensor: Away) -> None:
         self.block.bring(self.index)
 
     def read(self, tensor: Away) -> Tensor:
@@ -235,15 +242,15 @@ class InFile(Elsewhere, nn.Parameter):
             return args[0]
         for leaf in tree_leaves((args, kwargs)):
             if type(leaf) is InFile:
-                leaf._home.bring(())
+                leaf._home.bring_for_user()
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self._home.bring(())
+        self._home.bring_for_user()
         return copy.deepcopy(self, memo)  # its class is that of ordinary parameters again
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self._home.bring(())
+        self._home.bring_for_user()
         return self.__reduce_ex__(protocol)
 
 
@@ -258,10 +265,6 @@ def home_of(tensor: Any) -> InTheFile | None:
         return None
     home = vars(tensor).get("_home") or vars(tensor).get("home")
     return home if isinstance(home, InTheFile) else None
-
-
-def _of(memory: Tensor, span: Span) -> Tensor:
-    return memory[span.offset : span.offset + span.nbytes]
 
 
 def _leaves_it(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import lay_out, total_bytes, whole_pages
+from sp_lightning.device.layout import bytes_of, lay_out, total_bytes, whole_pages
 from sp_lightning.device.lease import Lease
 from sp_lightning.device.pinned import PinnedMemory
 
@@ -59,7 +59,7 @@ class GradientMemory:
         memory = self._staging.take(total_bytes(spans))
         self._memory.append(memory)
         for key, span in zip(dtypes.items(), spans, strict=True):
-            lease = Lease(memory.bytes[span.offset : span.offset + span.nbytes])
+            lease = Lease(bytes_of(memory.bytes, span))
             self._places[key] = lease, lease.views(None, [replace(span, offset=0)])[0]
 
     def release(self) -> None:

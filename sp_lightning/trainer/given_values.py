@@ -46,7 +46,8 @@ class GivenValues:
         """
         found = find_without_values(module)
         if found and self._path is not None:
-            self._read_file(module, found, self._path)
+            # What the checkpoint has is written over what the file has, which brings it to memory.
+            self._read_file(module, found, self._path, [each for each in found if state.keys() & each.names])
             return set()
         _check_room(found)
         restored: set[str] = set()
@@ -57,11 +58,16 @@ class GivenValues:
                 restored.update(each.names)
         return restored
 
-    def complete(self, module: pl.LightningModule) -> None:
+    def complete(self, module: pl.LightningModule, *, training: bool) -> None:
         """Gives a module all values that it can be given, before its set-up. What is left is refused there.
+
+        Args:
+            module: the module.
+            training: whether weights that are not frozen are trained, and come to memory.
 
         Raises:
             ValueError: there is a file, and the module has values already, or the file does not fit.
+            MemoryError: the host has no room for the weights that come to memory.
         """
         found = find_without_values(module)
         if self._path is not None:
@@ -71,16 +77,19 @@ class GivenValues:
                     f'{type(module).__name__} have values. Leave it out, or build the module inside torch.device("meta").'
                 )
             if found and (not self._read or any(isinstance(each.tensor, nn.Parameter) for each in found)):
-                self._read_file(module, found, self._path)
+                trained = [each for each in found if training and each.tensor.requires_grad]
+                self._read_file(module, found, self._path, trained)
         if not any(parameter.is_meta for parameter in module.parameters()):
             compute_buffers(module)
 
-    def _read_file(self, module: pl.LightningModule, found: list[WithoutValues], path: Path) -> None:
+    def _read_file(
+        self, module: pl.LightningModule, found: list[WithoutValues], path: Path, written: list[WithoutValues]
+    ) -> None:
+        """Gives values from the file; what is in ``written`` does not stay there."""
         file = open_weights(path)
         prefix = _find_prefix(module, found, file, path)
         _refuse_shapes(module, file, prefix, path)
-        if not self._stay:
-            _check_room(found)
+        _check_room(written if self._stay else found)
         for each in found:
             name = next((name for name in each.names if _strip(name, prefix) in file.shapes), None)
             if name is not None:

@@ -325,7 +325,16 @@ def _leave_to_primary(optimizer: Optimizer, clip_val: float) -> None:
 
 
 def _hold_hosts(optimizer: Any) -> None:
-    """Puts the host's parameters into groups that were added inside the step and have the device's."""
+    """Puts the host's parameters into groups and the state's keys where the device's were put inside the step."""
     for group in optimizer.param_groups:
-        if any(issubclass(type(p), DeviceParameter) for p in group["params"]):
-            group["params"] = [p.host if issubclass(type(p), DeviceParameter) else p for p in group["params"]]
+        if any(map(_is_device_s, group["params"])):
+            group["params"] = [p.host if _is_device_s(p) else p for p in group["params"]]
+    state = optimizer.state
+    if any(map(_is_device_s, state)):
+        items = list(state.items())
+        state.clear()
+        state.update((key.host if _is_device_s(key) else key, value) for key, value in items)
+
+
+def _is_device_s(key: Any) -> bool:
+    return issubclass(type(key), DeviceParameter)

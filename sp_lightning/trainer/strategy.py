@@ -155,13 +155,14 @@ class StreamingStrategy(Readings):
         assert self.model is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self._given.complete(self.lightning_module)
-        if trainer.state.fn == TrainerFn.FITTING and self.layer_sync is not None:
+        trains = trainer.state.fn == TrainerFn.FITTING
+        self._given.complete(self.lightning_module, training=trains)
+        if trains and self.layer_sync is not None:
             self.model = self.layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self._frozen = None
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trains:
             self.setup_optimizers(trainer)
             assert self._loops is not None
             self._loops.fitting_begins()

@@ -11,10 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from sp_lightning.plan.activation_policy import EXEMPT, FREEING, Call, Mode, least_bytes, peak_bytes
+from sp_lightning.plan.activation_policy import EXEMPT, FREEING, Call, Mode, Modes, least_bytes, peak_bytes
 from sp_lightning.tune.visits import Rates, Visit
-
-Modes = Mapping[str, Mode]
 
 
 def without_second_forwards(visits: Sequence[Visit]) -> list[Visit]:

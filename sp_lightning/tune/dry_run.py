@@ -32,7 +32,7 @@ from sp_lightning.device.torch_private import (
 )
 from sp_lightning.model.found import Found
 from sp_lightning.model.stacks import routed_share
-from sp_lightning.plan.activation_policy import EXEMPT, Call, Mode, peak_bytes
+from sp_lightning.plan.activation_policy import EXEMPT, Call, Mode, Modes, peak_bytes
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.tune.flops import formula
 from sp_lightning.tune.visits import Visit
@@ -104,18 +104,22 @@ class Work:
         """Bytes of saved tensors on the host if all units are offloaded."""
         return sum(call.saved for call in self.calls[:-EXEMPT])
 
-    def saved(self, mode: Mode) -> int:
-        """The most bytes of saved tensors on the device at once if all units have one mode."""
-        modes = dict.fromkeys((call.unit for call in self.calls), mode)
-        if mode == "offload":
-            return peak_bytes(self.calls, modes) + sum(call.saved for call in self.small) + self.outside
-        pairs = zip(self.calls, self.small, strict=True)
-        calls = [Call(call.unit, call.saved + small.saved, call.inputs + small.inputs) for call, small in pairs]
-        return peak_bytes(calls, modes) + self.outside
+    def saved(self, modes: Mode | Modes) -> int:
+        """The most bytes of saved tensors on the device at once: with one mode for all units, or with one for each."""
+        if isinstance(modes, str):
+            modes = dict.fromkeys((call.unit for call in self.calls), modes)
+        stay, calls = self.outside, []
+        for call, small in zip(self.calls, self.small, strict=True):
+            if modes[call.unit] == "offload":
+                stay += small.saved
+                calls.append(call)
+            else:
+                calls.append(Call(call.unit, call.saved + small.saved, call.inputs + small.inputs))
+        return peak_bytes(calls, modes) + stay
 
-    def alive(self, mode: Mode) -> int:
-        """As ``activation_bytes``, if all units have one mode."""
-        return self.activation_bytes - self.saved("keep") + self.saved(mode)
+    def alive(self, modes: Mode | Modes) -> int:
+        """As ``activation_bytes``, with such modes."""
+        return self.activation_bytes - self.saved("keep") + self.saved(modes)
 
     def visits(self, *, flops: float, memory: float) -> list[Visit]:
         """The visits with their times, on a device of ``flops`` FLOP/s whose own memory moves ``memory`` bytes/s."""

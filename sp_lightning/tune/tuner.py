@@ -15,11 +15,11 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.timeline import Timeline
 from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.engine.streamer import Streamer
-from sp_lightning.plan.activation_policy import FREEING, Call, Mode, least_bytes, peak_bytes, scaled, summary
+from sp_lightning.plan.activation_policy import FREEING, Call, Mode, Modes, least_bytes, peak_bytes, scaled, summary
 from sp_lightning.plan.options import Overlap
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.tune.activation_choice import Balance, Modes, without_second_forwards
+from sp_lightning.tune.activation_choice import Balance, without_second_forwards
 from sp_lightning.tune.simulator import Prediction, predict
 from sp_lightning.tune.visits import Rates, Visit, measured
 from sp_lightning.tune.window import Window

@@ -44,6 +44,7 @@ class Prefetch:
         self._plan = plan
         wanted = self._wanted if plan.experts else _absent
         self._wanted_in = [partial(wanted, ring) for ring in range(len(plan.rings))]
+        self._awaited_in = [partial(self._awaited, ring) for ring in range(len(plan.rings))]
 
     def start(self, phase: str, *, training: bool) -> None:
         """Begins a batch, which is expected to do what the phase's last one did.
@@ -86,6 +87,10 @@ class Prefetch:
             return layer.experts.ahead != NOTHING and _absent(ring, layer)
         return (self._training or not layer.expert) and _absent(ring, layer)
 
+    def _awaited(self, ring: int, layer: StreamedLayer) -> bool:
+        """Whether a layer is not worth a fetch ahead of time, and so comes on demand if at all."""
+        return _absent(ring, layer) and not self._wanted(ring, layer)
+
     def _next(self, ring: int) -> tuple[list[tuple[StreamedLayer, Slot]], bool]:
         """The next transfer of a ring: its next k' absent layers, with the slots for them.
 
@@ -98,12 +103,12 @@ class Prefetch:
         pairs: list[tuple[StreamedLayer, Slot]] = []
         coming = self.trace.coming(self._wanted_in[ring], size)
         slots = self._slots.planned(ring) if coming else []
+        if coming and self._plan.experts:
+            self._leave_one(ring, slots, before=coming[0][1])
         more = False
         for layer, needed in coming:
             best, may_go, more = self._choose(slots, float(needed))
-            while (
-                best is not None and not best.lent and best.lease.in_use
-            ):  # this takes the host longer than the choice
+            while best is not None and _is_held(best):
                 slots.remove(best)
                 best, may_go, more = self._choose(slots, float(needed))
             if best is None:
@@ -113,6 +118,18 @@ class Prefetch:
             slots.remove(best)
             pairs.append((layer, best))
         return pairs, more
+
+    def _leave_one(self, ring: int, slots: list[Slot], *, before: int) -> None:
+        """Leaves out the slot that the next layer on demand will overwrite, if it comes before so many other uses.
+
+        Without it, a layer that is fetched ahead into that slot is overwritten before its use, and fetched again after each
+        such layer. One slot is enough: a layer on demand that follows overwrites the one before it.
+        """
+        awaited = self.trace.coming(self._awaited_in[ring], 1)
+        if awaited and awaited[0][1] < before:
+            best, _, _ = self._choose(slots, float(awaited[0][1]))
+            if best is not None:
+                slots.remove(best)
 
     def _choose(self, slots: Sequence[Slot], needed: float) -> tuple[Slot | None, bool, bool]:
         """The slot whose overwriting gains most for a layer that is used after ``needed`` other uses.
@@ -150,3 +167,8 @@ class Prefetch:
 def _absent(ring: int, layer: StreamedLayer) -> bool:
     """Whether a layer passes through this ring and is not on the device."""
     return layer.slot is None and layer.planned.ring == ring
+
+
+def _is_held(slot: Slot) -> bool:
+    """Whether somebody holds a slot after its use. To ask that takes the host longer than to choose a slot."""
+    return not slot.lent and slot.lease.in_use

@@ -454,13 +454,13 @@ def test_what_is_waited_for_is_named_with_what_helps(capsys: pytest.CaptureFixtu
         (line,) = re.findall(r"^faster: (.*)$", capsys.readouterr().out, re.MULTILINE)
         return str(line)
 
-    waited = r"with k = 1 and k' = 1, (9\d|100|\d\d)% of the time is waited for "
+    waited = r"with k = 1 and k' = 1, ([\d.e+-]+) of ([\d.e+-]+) s are waited for "
     assert re.fullmatch(waited + "updates; a larger batch, or accumulate_grad_batches, makes them rarer\\.", faster())
     fetches = waited + "fetches; a larger k or memory_budget, or more work.*"
     assert re.fullmatch(fetches, faster("--pcie", "3", "--dram", "1000"))
     all_of_it = re.fullmatch(fetches, faster("--predict", "--dram", "40", "--batch", "1", "--tokens", "16"))
     assert all_of_it is not None
-    assert int(all_of_it[1]) >= 90
+    assert float(all_of_it[1]) >= 0.9 * float(all_of_it[2])
     computes = (
         r"with k = 1 and k' = 1, the device computes (9\d|100)% of the time; fewer operations or a faster device help\."
     )

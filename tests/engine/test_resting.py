@@ -141,19 +141,22 @@ def test_a_write_on_the_device_reaches_the_host(when: str) -> None:
         assert torch.equal(module.b.bias, before + 1)
 
 
-def test_memory_that_a_weight_was_given_reaches_the_host() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_memory_that_a_weight_was_given_reaches_the_host(dtype: torch.dtype) -> None:
     module = Three()
+    module.c = Scaled(4, 4)
 
     def give() -> None:
-        module.b.bias.data = torch.full((4,), 7.0)
+        module.c.bias.data = torch.full((4,), 7.0, dtype=dtype)
 
     with streamed(module, sim(), k=3, k_prime=1) as streamer:
         predict(streamer, module, quiet=False)
         module.between = give
         predict(streamer, module)
         module.between = lambda: None
-        assert torch.equal(module.b.bias, torch.full((4,), 7.0))
-        plain = module(X).detach()
+        assert torch.equal(module.c.bias, torch.full((4,), 7.0, dtype=dtype))
+        with torch.inference_mode():
+            plain = module(X)
         assert torch.equal(predict(streamer, module), plain)
 
 

@@ -64,6 +64,23 @@ def test_what_is_no_private_mapping(file: Path, tmp_path: Path) -> None:
     assert Mappings().place(common) is None
 
 
+@pytest.mark.parametrize(
+    ("entry", "is_known"), [(0, True), (1 << 61, True), (1 << 63 | 1 << 61, True), (1 << 62, False), (1 << 63, False)]
+)
+def test_what_linux_says_of_a_page(file: Path, monkeypatch: pytest.MonkeyPatch, entry: int, is_known: bool) -> None:
+    """A page that was written may be swapped out, or be in memory; entries as Linux's ``pagemap`` documents them."""
+    tensor = load_file(file)["b"]
+    pread = os.pread
+
+    def with_entry(descriptor: int, nbytes: int, offset: int) -> bytes:
+        return pread(descriptor, nbytes, offset)[:-8] + entry.to_bytes(8, "little")
+
+    monkeypatch.setattr(os, "pread", with_entry)
+    assert (Mappings().place(tensor) is not None) == is_known
+    monkeypatch.setattr(os, "pread", lambda *args: pread(*args)[:-8])  # of the last page nothing is known
+    assert Mappings().place(tensor) is None
+
+
 def test_a_file_that_was_replaced(file: Path) -> None:
     tensor = load_file(file)["a"]
     save_file({"a": torch.zeros(SIZE)}, file.with_name("other"))

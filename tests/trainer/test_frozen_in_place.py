@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.store.file_block import FileBlock, InFile
-from sp_lightning.trainer import weights_in_place
+from sp_lightning.store.file_block import InFile
 from sp_lightning.trainer.frozen_weights import FROZEN
+from tests.support.in_files import brought_to_memory, stay
 from tests.support.models import Module, Stack, Transformer, enable_checkpointing, llama, tokens, vectors
 from tests.support.runs import assert_equal, assert_same, fit, fused, loader, trainer_for
 from tests.support.simdevice import simulated
@@ -29,23 +29,13 @@ from tests.support.tiers import first
 
 @pytest.fixture(autouse=True)
 def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever can stay in its file does."""
-    monkeypatch.setattr(weights_in_place, "choose", lambda files, *_: files.places)
+    stay(monkeypatch)
 
 
 @pytest.fixture
 def brought(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The weights that came to memory."""
-    names: list[str] = []
-    bring = FileBlock.bring
-
-    def noted(self: FileBlock, index: int) -> None:
-        if index in self.in_file:
-            names.append(self.planned.spans[index].name)
-        bring(self, index)
-
-    monkeypatch.setattr(FileBlock, "bring", noted)
-    return names
+    return brought_to_memory(monkeypatch, lambda block, index: block.planned.spans[index].name)
 
 
 @pytest.fixture

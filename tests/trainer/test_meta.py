@@ -171,7 +171,7 @@ def test_a_parameter_keeps_its_dtype_its_strides_and_its_identity(tmp_path: Path
     kept[0].note = "kept"
     strategy = superpipeline(weights=tmp_path / "net.safetensors")
     strategy.connect(module)
-    strategy._given.complete(module)
+    strategy._given.complete(module, training=True)
     assert all(ours is before for ours, before in zip(module.parameters(), kept, strict=True))
     assert [(p.dtype, p.stride(), p.requires_grad) for p in kept] == declared
     assert kept[0].note == "kept"
@@ -379,7 +379,7 @@ def test_buffers_that_transformers_computes_in_part() -> None:
     module = Module(model)
     before = torch.get_rng_state()
     SuperpipelineStrategy()._given.restore(module, {"net.weight": torch.full((1,), 3.0)})
-    SuperpipelineStrategy()._given.complete(module)
+    SuperpipelineStrategy()._given.complete(module, training=True)
     assert torch.equal(torch.get_rng_state(), before)
     assert [name for name, buffer in model.named_buffers() if buffer.is_meta] == ["partly", "drawn", "left"]
     assert (model.computed.tolist(), model.weight.item()) == ([1.0] * 4, 3.0)
@@ -488,6 +488,9 @@ def test_more_than_the_host_has(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
     with pytest.raises(MemoryError, match="for the weights"):
         start(superpipeline(weights=tmp_path / "net.safetensors"), on_meta(lambda: Module(Stack()))())
+    # All of them are trained, so that none stays in the file.
+    with pytest.raises(MemoryError, match="for the weights"):
+        start(superpipeline(weights=tmp_path / "net.safetensors", disk=tmp_path), on_meta(lambda: Module(Stack()))())
 
 
 # ---------------------------------------------------------------------- memory

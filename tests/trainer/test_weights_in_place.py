@@ -18,32 +18,25 @@ from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.store import weight_reader
-from sp_lightning.store.file_block import FileBlock, InFile, home_of
+from sp_lightning.store.file_block import InFile, home_of
+from sp_lightning.store.mapped import FilePlace, identity_of
+from sp_lightning.store.weight_reader import WeightReader
 from sp_lightning.trainer import weights_in_place
 from sp_lightning.trainer.weights_in_place import InFiles, choose
+from tests.support.in_files import brought_to_memory, stay
 from tests.support.models import Module, Stack, llama, vectors
 from tests.support.runs import assert_equal, fit, loader, trainer_for
 
 
 @pytest.fixture(autouse=True)
 def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever can stay in its file does."""
-    monkeypatch.setattr(weights_in_place, "choose", lambda files, *_: files.places)
+    stay(monkeypatch)
 
 
 @pytest.fixture
 def brought(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The layers that came to memory."""
-    names: list[str] = []
-    bring = FileBlock.bring
-
-    def noted(self: FileBlock, index: int) -> None:
-        if self.planned.name not in names and index in self.in_file:
-            names.append(self.planned.name)
-        bring(self, index)
-
-    monkeypatch.setattr(FileBlock, "bring", noted)
-    return names
+    return brought_to_memory(monkeypatch, lambda block, index: block.planned.name)
 
 
 def made(make: Callable[[], pl.LightningModule] = lambda: Module(Stack())) -> pl.LightningModule:
@@ -296,6 +289,26 @@ def test_a_file_that_is_changed_ends_in_an_error(how: str, tmp_path: Path) -> No
     with pytest.raises(OSError, match="was changed while a run reads it") as caught:
         predict(without_values(), in_place(file, tmp_path), callbacks=[Meanwhile(changed)])
     assert caught.value.filename == str(file)
+
+
+def test_a_file_that_is_written_while_it_is_read_ends_in_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at the next read, which may never come."""
+    file = written(made(), tmp_path, "one file")
+    preadv = os.preadv
+
+    def and_written(*args: Any) -> int:
+        count = preadv(*args)
+        os.utime(file, (1, 1))
+        return count
+
+    place, reader = FilePlace(str(file), 0, identity_of(file.stat())), WeightReader()
+    reader.open(place)
+    monkeypatch.setattr(os, "preadv", and_written)
+    transfer = reader.read([place], [torch.empty(64, dtype=torch.uint8)])
+    with pytest.raises(OSError, match="was changed while a run reads it"):
+        transfer.wait()
 
 
 @pytest.mark.parametrize("fault", ["read error", "too short"])

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from sp_lightning.device.device import Device
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.stacks import Reading, how_it_reads
 from sp_lightning.observe import messages
 from sp_lightning.plan.plan import make_plan
 from tests.support import stacked
+from tests.support.engine import events, step, streamed
 from tests.support.models import Module
 from tests.support.poison import poisoned
 from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
@@ -355,3 +357,31 @@ def test_adapters_on_experts_that_are_disabled_for_one_forward(implementation: s
         ours = fit(make, stacked.tokens(), strategy)
     assert_same(ours, fit(make, stacked.tokens()))
     assert strategy.stats().expert_bytes < 2 * 3 * strategy.plan.stack_bytes, "the reference needs no others"
+
+
+class _AndOthers(nn.Module):
+    """Blocks of experts, and two linear layers after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Stack() for _ in range(4))
+        self.others = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, torch.randperm(EXPERTS)[None, :2].expand(len(x), 2), torch.full((len(x), 2), 0.5))
+        return self.others(x)
+
+
+@pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 1), (1, 2)])
+def test_what_comes_ahead_leaves_a_slot_to_experts_on_demand(k: int, k_prime: int) -> None:
+    """Without it, a layer behind the experts is overwritten by each of their blocks, and fetched again after it."""
+    torch.manual_seed(0)
+    module, x = _AndOthers(), torch.randn(2, 16)
+    with streamed(module, Device(torch.device("cpu")), k=k, k_prime=k_prime) as streamer, torch.inference_mode():
+        for number in range(4):
+            with events() as happened:
+                step(streamer, lambda: module(x), training=False, quiet=number > 0)
+        names = [streamer._layers[int(i)].name for e in happened if e.startswith("fetch") for i in e[6:].split("+")]
+    assert sorted(names) == sorted(set(names))
+    assert "others.1" in names

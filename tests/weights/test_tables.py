@@ -19,6 +19,7 @@ from tests.support.models import Module, Transformer, llama
 from tests.support.poison import poisoned
 from tests.support.runs import assert_equal, assert_same, fit, fused, loader, superpipeline, trainer_for
 from tests.support.simdevice import simulated
+from tests.support.stacked import Stack
 from tests.support.tables import CASES, ROWS, Replaced, Sgd, Text, numbers
 
 
@@ -112,6 +113,13 @@ def small() -> nn.Module:
 @pytest.mark.parametrize("make", [tied, small, scaled, patched, lambda: Text(max_norm=1.0)])
 def test_others_move_whole(make: Callable[[], nn.Module]) -> None:
     assert not find_layers(make()).tables
+
+
+def test_stacked_experts_do_not_count_among_the_layers_that_a_table_is_as_large_as() -> None:
+    """They are the largest by far, and nearly nothing of them travels."""
+    net = Text()
+    net.blocks.extend(Stack(64) for _ in range(9))
+    assert [table.name for table in find_layers(net).tables] == ["table"]
 
 
 def test_the_plan_says_so() -> None:
