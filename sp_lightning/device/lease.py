@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,8 +15,46 @@ from sp_lightning.device.layout import Span, strided, view
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import storage_id, storage_use_count
 
-MOST_SAVED = 64
+MOST_SAVED = 256
 """How many different saved views a lease keeps. A model that slices its weights elsewhere in each step has no end of them."""
+
+
+@dataclass(eq=False, slots=True)
+class SavedView:
+    """A view of a slot, as autograd saves it in each step. It is looked up by its identity, which takes the host least.
+
+    Attributes:
+        offset: bytes from the start of the memory.
+        dtype, shape, stride: those of the view; strides in elements.
+        again: whether the same object comes in each step, so that a lease may keep its view.
+    """
+
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    again: bool = True
+
+
+class SavedViews:
+    """The views that autograd saves of layers whose weights lie alike, an object for each."""
+
+    def __init__(self) -> None:
+        self._at: defaultdict[int, list[SavedView]] = defaultdict(list)
+        self._count = 0
+
+    def find(self, tensor: Tensor, offset: int) -> SavedView:
+        """The view that a tensor is, which begins ``offset`` bytes into the memory."""
+        dtype, shape, stride = tensor.dtype, tensor.shape, tensor.stride()
+        known = self._at[offset]
+        for saved in known:  # one or two; to compare takes the host less than to hash
+            if saved.stride == stride and saved.shape == shape and saved.dtype is dtype:
+                return saved
+        saved = SavedView(offset, dtype, shape, stride, again=self._count < MOST_SAVED)
+        if saved.again:
+            known.append(saved)
+            self._count += 1
+        return saved
 
 
 def lend(memory: Tensor) -> Tensor:
@@ -47,7 +87,7 @@ class Lease:
         self._storage = self.memory.untyped_storage()
         self._id = storage_id(self._storage)
         self._views: dict[Hashable, list[Tensor]] = {}
-        self._saved: dict[Hashable, Tensor] = {}
+        self._saved: dict[SavedView, Tensor] = {}
         self._own = self._holders()
 
     @property
@@ -81,23 +121,18 @@ class Lease:
             self._own = tensors + len(spans), objects, address
         return self._views[key]
 
-    def saved(self, offset: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    def saved(self, saved: SavedView) -> Tensor:
         """Returns a view of the memory, a tensor of its own each time, which counts as use.
 
         The same views are saved in every step. The first :data:`MOST_SAVED` of them are made once, and an alias of one
         takes a third of the time that a view takes.
-
-        Args:
-            offset: bytes from the start of the memory.
-            dtype, shape, stride: those of the view; strides in elements.
         """
-        key = offset, dtype, shape, stride
-        found = self._saved.get(key)
+        found = self._saved.get(saved)
         if found is None:
             with no_inference_mode():
-                found = strided(self.memory, offset, dtype, shape, stride)
-            if len(self._saved) < MOST_SAVED:
-                self._saved[key] = found
+                found = strided(self.memory, saved.offset, saved.dtype, saved.shape, saved.stride)
+            if saved.again and len(self._saved) < MOST_SAVED:
+                self._saved[saved] = found
                 tensors, objects, address = self._own
                 self._own = tensors + 1, objects, address
         return found.detach()

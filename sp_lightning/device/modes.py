@@ -9,7 +9,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from sp_lightning.device.torch_private import count_dispatch_modes, disable_dispatch_modes, frame_compiler
+from sp_lightning.device.torch_private import (
+    count_dispatch_modes,
+    disable_dispatch_modes,
+    frame_compiler,
+    leave_frame_out,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,14 +31,16 @@ def no_dispatch_modes() -> AbstractContextManager[Any]:
     return disable_dispatch_modes() if count_dispatch_modes() else _NOTHING
 
 
-def no_modes() -> AbstractContextManager[None]:
-    """Both of them in one, where each context counts: to enter one that does nothing takes the host time, too."""
-    return _no_modes() if count_dispatch_modes() or torch.is_inference_mode_enabled() else _NOTHING
+def held(lock: AbstractContextManager[Any], *, leaves_inference_mode: bool = False) -> AbstractContextManager[Any]:
+    """Holds a lock outside of these modes. Nearly always there are none, and a second context would take the host time, too."""
+    if count_dispatch_modes() or (leaves_inference_mode and torch.is_inference_mode_enabled()):
+        return _held(lock, no_inference_mode() if leaves_inference_mode else _NOTHING)
+    return lock
 
 
 @contextmanager
-def _no_modes() -> Iterator[None]:
-    with no_dispatch_modes(), no_inference_mode():
+def _held(lock: AbstractContextManager[Any], outside: AbstractContextManager[None]) -> Iterator[None]:
+    with lock, no_dispatch_modes(), outside:
         yield
 
 
@@ -46,4 +53,4 @@ def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
         return (function if frame_compiler() is None else disabled)(*args, **kwargs)
 
     # This frame itself is left out. What it calls is left out by ``disabled``.
-    return torch.compiler.disable(call, recursive=False)
+    return leave_frame_out(call)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, autograd, nn, serialization
-from torch._dynamo import eval_frame
+from torch._dynamo import decorators, eval_frame
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
 from torch.nn.modules import batchnorm
@@ -182,10 +182,8 @@ no_torch_functions: Callable[[], AbstractContextManager[None]] = torch._C.Disabl
 subclasses_are_asked: Callable[[], bool] = torch._C._is_torch_function_enabled
 """Whether ``__torch_function__`` of subclasses is called here: not inside ``torch.DisableTorchFunctionSubclass``."""
 
-
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """A number that only this storage has while it lives. ``data_ptr`` is 0 for all fake ones, and changes with a resize."""
-
 
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """How many owners a storage, given by its :data:`storage_id`, has in C++: tensors, graphs, and one for all its Python
@@ -351,9 +349,11 @@ RNN_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 frame_compiler: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 """What ``torch.compile`` does with the frames that this thread enters now: None while it compiles nothing. No public way."""
 
+leave_frame_out: Callable[[Callable[..., Any]], Callable[..., Any]] = decorators.skip
+"""Has ``torch.compile`` leave out a frame. The public ``torch.compiler.disable(recursive=False)`` puts another around it."""
+
 DYNAMO_MARKS = ("_dynamo", "_has_dynamo", "_specialize_on")
-"""How the attributes begin that ``torch.compile`` hangs on tensors and looks for in their ``__dict__``. The one that says
-whether there are others (``_has_dynamo…``) is in torch 2.15 and not in 2.11."""
+"""How attributes begin that ``torch.compile`` looks for in a tensor's ``__dict__`` (``_has_dynamo…`` is not in torch 2.11)."""
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.lease import Lease
-from sp_lightning.device.modes import no_dispatch_modes, no_modes
+from sp_lightning.device.modes import held
 from sp_lightning.device.torch_private import (
     DIFFERENTIATING,
     current_graph_task,
@@ -119,7 +119,7 @@ class Access:
         if self._casts and hides_stand_ins(inputs):
             visits = (*visits, *(layer.masters for layer in visits if layer.masters is not None))
         step = self._step
-        with self._lock, no_dispatch_modes():
+        with held(self._lock):
             if not (step.running or self._backward.tasks or self.depth):
                 step.begin_outside()
             self.depth += 1
@@ -136,7 +136,7 @@ class Access:
     def leave(self, visits: Visits, output: Any) -> None:
         """Releases the layers of a module whose call has returned or raised."""
         step = self._step
-        with self._lock, no_dispatch_modes():
+        with held(self._lock):
             self.depth = max(self.depth - 1, 0)
             if torch.is_grad_enabled() and visits:
                 self._watch(visits, output)
@@ -170,7 +170,7 @@ class Access:
     def _pre_backward(self, visits: Visits, gradient: Tensor) -> None:
         """Hook on the outputs of a module: backward has come to its layers, and is done with those above them."""
         self._backward.join()
-        with self._lock, no_dispatch_modes():
+        with held(self._lock):
             self._step.activate()
             self._residency.pre_backward(visits)
         self._backward.sink.make_room(visits)
@@ -188,11 +188,14 @@ class Access:
         """
         self._backward.join()
         residency = self._residency
-        with self._lock, no_modes():
-            if layer.experts is not None:
-                layer.experts.need(rows)
-            new = residency.unpack(layer)
-            saved = view(residency.used[layer].lease)  # (6)
+        with held(self._lock, leaves_inference_mode=True):
+            slot = residency.used.get(layer)
+            new = slot is None
+            if slot is None or layer.experts is not None:
+                if layer.experts is not None:
+                    layer.experts.need(rows)
+                slot = residency.unpack(layer)
+            saved = view(slot.lease)  # (6)
         if new:
             self._backward.sink.make_room((layer,))
         return saved
@@ -221,7 +224,7 @@ class Access:
         layers = sorted(wanted - {self._residents.layer}, key=lambda layer: layer.index)
         if casts:
             layers = [masters.owner for masters in layers]
-        with self._lock, no_dispatch_modes():
+        with held(self._lock):
             self._notice_thread()
             if residents:
                 self._residents.refresh()
@@ -240,7 +243,7 @@ class Access:
         try:
             yield
         finally:
-            with self._lock, no_dispatch_modes():
+            with held(self._lock):
                 self._residency.end_call(layers, release=False)
                 if residents and not self._exchange.on_device:
                     self._residents.take_back_writes()
@@ -258,7 +261,7 @@ class Access:
         Raises:
             RuntimeError: the running backward has updated the table already.
         """
-        with self._lock, no_dispatch_modes():
+        with held(self._lock):
             if layer.owner.updated_early:
                 raise RuntimeError(needed_again(layer, "its weights were needed again"))
             layer.parameters.sync_requires_grad()
@@ -272,7 +275,7 @@ class Access:
 
     def take_back_writes(self, layer: StreamedLayer) -> None:
         """Takes what may have been written of a layer through ``.data`` back to the host."""
-        with self._lock, no_dispatch_modes():
+        with held(self._lock):
             self._lent.take_back(layer)
 
     def replacing(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
@@ -281,7 +284,7 @@ class Access:
         Raises:
             RuntimeError: the value is in the memory of another parameter, or has other strides.
         """
-        with self._lock, no_dispatch_modes():
+        with held(self._lock):
             self._refuse_tying(layer, index, value)
             self._lent.replace(layer, index, value)
 

@@ -122,14 +122,14 @@ class Backward:
         """
         gradient = take_gradient(parameter)
         group = layer.parameters
+        host = group.hosts[index]
         # The user may have frozen the host's parameter since the forward. Once it has arrived, a gradient counts as one that
         # is in param.grad already, whether its parameter is frozen later or not.
-        if gradient is None or not group.hosts[index].requires_grad:
+        if gradient is None or not host.requires_grad:
             return
-        if gradient.dtype is not group.hosts[index].dtype:
-            self._lent.take_back(
-                layer
-            )  # param.data = other: the host's parameter takes the other dtype before the gradient
+        if gradient.dtype is not host.dtype:
+            # param.data = other: the host's parameter takes the other dtype before the gradient
+            self._lent.take_back(layer)
         if group.autocast is not None and group.lossless(index, gradient):
             gradient = gradient.to(group.autocast)
         self.join()

@@ -103,17 +103,13 @@ class Residency:
         if self.release_unpinned(keep=layers):
             self.fetch_ahead()
 
-    def unpack(self, layer: StreamedLayer) -> bool:
-        """Makes a layer resident for autograd, which needs its weights. Returns whether it was not in use before."""
-        if layer in self.used:
-            if layer.experts is not None:
-                self.require(layer, backward=True)
-            return False
-        released = self.release_unpinned()
-        self.require(layer, backward=True)
+    def unpack(self, layer: StreamedLayer) -> Slot:
+        """Makes a layer resident for autograd, which needs its weights."""
+        released = layer not in self.used and self.release_unpinned()
+        slot = self.require(layer, backward=True)
         if released:
             self.fetch_ahead()
-        return True
+        return slot
 
     # ------------------------------------------------------------------ layers come
 

@@ -6,19 +6,20 @@ of saved tensors if saved-tensor hooks are active, so this is done here, for wei
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning.activations.offload import Offload
 from sp_lightning.activations.offloaded_storage import SavedReference
 from sp_lightning.device.device import Device
-from sp_lightning.device.lease import Lease
+from sp_lightning.device.lease import Lease, SavedView, SavedViews
 from sp_lightning.device.modes import never_compiled
 from sp_lightning.device.torch_private import top_saved_tensors_hooks
 from sp_lightning.weights.device_parameter import DeviceParameter
@@ -28,13 +29,14 @@ from sp_lightning.weights.saved_values import SavedValues
 from sp_lightning.weights.slots import Slot
 
 
-class _Packed(NamedTuple):
+@dataclass(eq=False, slots=True)
+class _Packed:
     """The place of a saved tensor that lay in a slot, in place of its values.
 
     Attributes:
         which: the index of the weight that the tensor is, or is a view of; None for a cast, and for a view of ``.data``.
         version: the version of that weight when the tensor was saved; -1 for a cast.
-        offset: bytes from the start of the slot.
+        place: where it lies in the slot; None for a weight itself.
         values: the values of a view of a weight, or of a cast. None for a weight itself, which plain autograd follows if it
             is given other memory (``param.data = other``), whereas a view keeps the old memory.
         rows: the experts that it needs, if they are stacked; None for all of them.
@@ -43,16 +45,14 @@ class _Packed(NamedTuple):
     layer: StreamedLayer
     which: int | None
     version: int
-    offset: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
+    place: SavedView | None
     values: SavedValues | None
     rows: Rows = None
 
     def view(self, lease: Lease) -> Tensor:
         """The saved tensor, in the memory that its layer has now."""
-        return lease.saved(self.offset, self.dtype, self.shape, self.stride)
+        assert self.place is not None
+        return lease.saved(self.place)
 
     def follow(self, lease: Lease) -> Tensor:
         """The present weight, which may lie outside of the slot."""
@@ -109,6 +109,7 @@ class SavedTensors:
         self._offload = offload
         self._device = device
         self._reach = reach
+        self._views: defaultdict[int, SavedViews] = defaultdict(SavedViews)  # by the layers' layout
 
     def hooks(self) -> AbstractContextManager[None]:
         """A context that packs what autograd saves. Tensors that are no weights go to the hooks that were active before."""
@@ -142,15 +143,15 @@ class SavedTensors:
     def _pack(self, layer: StreamedLayer, tensor: Tensor) -> _Packed:
         offset = int(tensor.storage_offset()) * tensor.element_size()
         group = layer.parameters
-        which = group.at(offset)
+        index = which = group.at(offset)
         if which is None:
             version, values = -1, layer.casts.saved_values(offset) if layer.casts is not None else None
         else:
-            version, values = group.version(which), group.present_values[which].now()
+            version, values = group.version(which), group.present_values[which].now
             if tensor._version != version:  # a view of .data, for example, whose writes autograd does not check
                 which = None
-        rows = None if layer.experts is None else layer.experts.saved_rows(group.at(offset), tensor, offset)
-        return _Packed(layer, which, version, offset, tensor.dtype, tensor.shape, tensor.stride(), values, rows)
+        rows = None if layer.experts is None else layer.experts.saved_rows(index, tensor, offset)
+        return _Packed(layer, which, version, self._views[layer.layout].find(tensor, offset), values, rows)
 
     @never_compiled
     def _pack_weight(self, weight: Any) -> _Packed | _Kept:
@@ -158,17 +159,17 @@ class SavedTensors:
         group, index = weight._of, weight._index
         if group.layer.kind is Kind.RESIDENTS:  # residents are never away
             return weight, weight._version
-        version, span = group.version_once_fetched(index), group.spans[index]
-        if weight.dtype is not span.dtype:  # param.data = other, for which the slot has no place
+        version = group.version_once_fetched(index)
+        if weight.dtype is not group.spans[index].dtype:  # param.data = other, for which the slot has no place
             return weight.detach(), weight._version
         rows = None if group.experts is None else group.experts.saved_stack_rows()
-        return _Packed(group.layer, index, version, span.offset, span.dtype, span.shape, span.stride, None, rows)
+        return _Packed(group.layer, index, version, None, None, rows)
 
     def _unpack(self, packed: Any) -> Tensor:
         if type(packed) is tuple:  # most saved tensors are of this kind
             tensor, expected = packed
             version = tensor._version
-        elif isinstance(packed, _Packed):
+        elif type(packed) is _Packed:
             expected = packed.version
             tensor, version = self._unpack_weight(packed)
         elif isinstance(packed, SavedReference):
@@ -189,7 +190,8 @@ class SavedTensors:
         tensor = self._reach(packed.layer, packed.follow if follows else packed.view, packed.rows)
         version = packed.version if which is None else group.version(which)
         if values is not None and values.kept is not None:  # the layer has other values by now
-            tensor = values.recall(self._device, packed.offset, packed.dtype, packed.shape, packed.stride)
+            assert packed.place is not None
+            tensor = values.recall(self._device, packed.place)
         return tensor, version
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.modes import no_dispatch_modes
+from sp_lightning.device.modes import held
 from sp_lightning.device.ranks import FINISHED
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.engine.backward import Backward
@@ -130,7 +130,7 @@ class Updating:
         for member in layer.family:
             self._residency.slots.synchronize(Wait.UPDATE_AFTER_FETCH, member)
             if member.parameters.exposed:
-                with self._lock, no_dispatch_modes():
+                with held(self._lock):
                     self._lent.take_back(member)
                 member.parameters.exposed.clear()  # otherwise the device's values would overwrite the update later
 

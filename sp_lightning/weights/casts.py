@@ -164,7 +164,7 @@ class Casts:
 
     def saved_values(self, offset: int) -> SavedValues | None:
         """The present values of the casts, if ``offset`` of the slot is among them; otherwise None."""
-        return self._present_values.now() if offset >= self._begin else None
+        return self._present_values.now if offset >= self._begin else None
 
     def _cast_into(self, wire: Tensor, but: Collection[int] = ()) -> None:
         for master, (cast, span) in zip(self._masters.parameters, self._spans, strict=True):

@@ -190,18 +190,21 @@ def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
     Returns:
         The result; None if the function needs the masters themselves.
     """
+    casts: dict[ParameterGroup, Any] = {}
+    for argument in (*args, *kwargs.values()):
+        if issubclass(type(argument), StandIn) and argument._of not in casts:
+            group = argument._of
+            if group.autocast is None or not autocast_would_cast(group.autocast, group.device):
+                return None
+            # Read once, because another thread may replace them meanwhile. Without any the function is called from outside
+            # the forward of their layer.
+            casts[group] = None if group.shared else group.casts
+    if None not in casts.values():
+        return _call(casts, func, args, kwargs) if casts else None
     away = [argument for argument in (*args, *kwargs.values()) if issubclass(type(argument), StandIn)]
-    groups = list(dict.fromkeys(stand_in._of for stand_in in away))
-    for group in groups:
-        if group.autocast is None or not autocast_would_cast(group.autocast, group.device):
-            return None
-    casts = {group: group.casts for group in groups}  # read once, because another thread may replace them meanwhile
-    for group in groups:
-        if casts[group] is None or group.shared:  # the function is called from outside the forward of their layer
-            with group.doors.on_demand(away, casts=True):
-                casts = {group: group.casts for group in groups}
-                return None if None in casts.values() else _call(casts, func, args, kwargs)
-    return _call(casts, func, args, kwargs) if groups else None
+    with away[0]._of.doors.on_demand(away, casts=True):
+        casts = {group: group.casts for group in casts}
+        return None if None in casts.values() else _call(casts, func, args, kwargs)
 
 
 def _look_up(indices: Any, weight: Any, *args: Any, **kwargs: Any) -> Tensor | None:

@@ -235,11 +235,12 @@ class ParameterGroup:
         hooks that return what they are given. Every other use is noticed, as it is of all stand-ins.
         """
         self._kept, self._references = self._references or self._kept, {}
-        self._kept = self._still_kept()
+        kept = self._kept = self._still_kept()
+        set_data = tensor_data.__set__
         with Untouched():
             for index, (parameter, kind) in enumerate(zip(self.all, self._absent, strict=True)):
-                if index not in self._kept:
-                    tensor_data.__set__(parameter, self._away[index])
+                if index not in kept:
+                    set_data(parameter, self._away[index])
                 set_class(parameter, kind)
         self.attached = False
 

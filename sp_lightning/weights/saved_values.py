@@ -8,19 +8,19 @@ given other memory since (``param.data = other``). Whoever is about to replace s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from weakref import ref
+import sys
 
-import torch
 from torch import Tensor
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import ALIGNMENT, strided
+from sp_lightning.device.lease import SavedView
 from sp_lightning.device.modes import no_inference_mode
 
 
 class SavedValues:
-    """Values at one place of a layer's memory, of which a graph has saved some. Only such graphs keep it alive.
+    """Values at one place of a layer's memory, of which graphs may have saved some. Once others have taken their place,
+    only such graphs keep it alive.
 
     Args:
         begin: bytes from the start of the slot to the first value; a multiple of :data:`ALIGNMENT`.
@@ -33,17 +33,17 @@ class SavedValues:
         self.kept: Tensor | None = None
         self._begin = begin
 
-    def recall(
-        self, device: Device, offset: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
-    ) -> Tensor:
-        """Returns some of the kept values in new device memory; ``offset`` counts bytes from the start of the slot."""
+    def recall(self, device: Device, place: SavedView) -> Tensor:
+        """Returns some of the kept values, those that lay at a place of the slot, in new device memory."""
         assert self.kept is not None
-        ahead = offset % ALIGNMENT  # the values keep the alignment that they had, because kernels are chosen by it
-        last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-        source = self.kept[offset - ahead - self._begin :][: ahead + (last + 1) * dtype.itemsize]
+        ahead = (
+            place.offset % ALIGNMENT
+        )  # the values keep the alignment that they had, because kernels are chosen by it
+        last = sum((size - 1) * step for size, step in zip(place.shape, place.stride, strict=True))
+        source = self.kept[place.offset - ahead - self._begin :][: ahead + (last + 1) * place.dtype.itemsize]
         memory = device.send(source)
         with no_inference_mode():
-            return strided(memory, ahead, dtype, shape, stride)
+            return strided(memory, ahead, place.dtype, place.shape, place.stride)
 
 
 class PresentValues:
@@ -51,24 +51,19 @@ class PresentValues:
 
     Args:
         begin: bytes from the start of the slot to the place; see :class:`SavedValues`.
+
+    Attributes:
+        now: the present values, for a graph that saves some of them.
     """
 
     def __init__(self, begin: int) -> None:
         self._begin = begin
-        self._now: ref[SavedValues] | None = None
+        self.now = SavedValues(begin)
 
     @property
     def saved(self) -> bool:
         """Whether a graph that is still alive has saved some of the present values."""
-        return self._now is not None and self._now() is not None
-
-    def now(self) -> SavedValues:
-        """The present values, for a graph that saves some of them."""
-        saved = self._now() if self._now is not None else None
-        if saved is None:
-            saved = SavedValues(self._begin)
-            self._now = ref(saved)
-        return saved
+        return sys.getrefcount(self.now) > _UNSAVED
 
     def keep(self, values: Tensor) -> None:
         """Keeps the present values for the graphs that have saved some of them, before others take their place.
@@ -76,7 +71,10 @@ class PresentValues:
         Args:
             values: the bytes of the present values, flat ``uint8`` on the host. Nobody else writes this memory.
         """
-        saved = self._now() if self._now is not None else None
-        if saved is not None:
-            saved.kept = values
-        self._now = None
+        if self.saved:
+            self.now.kept = values
+            self.now = SavedValues(self._begin)
+
+
+_UNSAVED = 2
+"""References that ``sys.getrefcount`` counts where no graph holds any: one of :class:`PresentValues` and one of the call."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import DisableTorchFunctionSubclass, nn
@@ -75,23 +75,27 @@ class Swap:
     def _take_fingerprint(self) -> list[object]:
         # Updates may be under way. Neither weights nor gradients are read here, so nothing is to wait for them.
         with DisableTorchFunctionSubclass():
-            found = list(_describe(self._module))
-            return found + [(p.requires_grad, *(id(part) for _, part in parts("", p))) for p in self._wrapped]
+            return _describe(self._module) + [
+                (p.requires_grad, *(id(part) for _, part in parts("", p))) for p in self._wrapped
+            ]
 
 
-def _describe(root: nn.Module) -> Iterator[object]:
-    """Yields each module of a tree, and what each parameter is like. ``root.modules()`` takes the host several times longer."""
-    seen: set[nn.Module] = set()
+def _describe(root: nn.Module) -> list[object]:
+    """Each module of a tree, and what each parameter is like. ``root.modules()`` takes the host several times longer."""
+    found: list[object] = []
+    seen: set[nn.Module | None] = {None}
     waiting: list[nn.Module | None] = [root]
     while waiting:
         module = waiting.pop()
-        if module is not None and module not in seen:
+        if module not in seen:
             seen.add(module)
+            assert module is not None
             waiting += module._modules.values()
-            yield id(module)
+            found.append(id(module))
             for name, p in module._parameters.items():
                 if p is not None:
-                    yield name, id(p), p.dtype, p.shape, strides(p)
+                    found += name, id(p), p.dtype, p.shape, p.stride() if type(p) is nn.Parameter else strides(p)
+    return found
 
 
 def _swap(exchanges: Iterable[_Exchange]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import Span
-from sp_lightning.device.lease import MOST_SAVED, Lease, lend
+from sp_lightning.device.lease import MOST_SAVED, Lease, SavedView, SavedViews, lend
 from sp_lightning.engine.access import Access
 from sp_lightning.weights.layer import StreamedLayer
 from tests.support.engine import step, streamed
@@ -69,17 +69,29 @@ def test_views_are_made_once_and_lie_where_their_spans_say() -> None:
 
 
 def test_saved_views_count_as_use_one_by_one_and_only_some_are_kept_ready() -> None:
-    memory = torch.arange(1024, dtype=torch.int32).to(torch.uint8)
-    lease = Lease(memory)
-    for _ in range(2):
+    memory = torch.arange(2048, dtype=torch.int32).to(torch.uint8)
+    lease, views = Lease(memory), SavedViews()
+    found: list[list[SavedView]] = [[], []]
+    for each in found:
         for begin in range(MOST_SAVED + 8):
-            saved = lease.saved(512 + 4 * begin, torch.float32, torch.Size((2, 2)), (1, 2))
-            assert lease.in_use
             expected = memory[512 + 4 * begin :][:16].view(torch.float32).view(2, 2).t()
+            each.append(views.find(expected, 512 + 4 * begin))
+            saved = lease.saved(each[-1])
+            assert lease.in_use
             assert torch.equal(saved.view(torch.int32), expected.view(torch.int32))
             assert saved.stride() == (1, 2)
             del saved
             assert not lease.in_use
+    again = [first is second for first, second in zip(*found, strict=True)]
+    assert again == [True] * MOST_SAVED + [False] * 8
+
+
+def test_views_of_one_place_are_told_apart() -> None:
+    memory, views = torch.zeros(64, dtype=torch.uint8), SavedViews()
+    whole = memory.view(torch.float32).view(4, 4)
+    alike = [whole, whole.t(), whole[:2], whole.flatten(), whole.view(torch.int32)]
+    assert len({views.find(each, 0) for each in alike}) == len(alike)
+    assert all(views.find(each, 0) is views.find(each.detach(), 0) for each in alike)
 
 
 def test_memory_that_was_moved_is_held_for_good() -> None:

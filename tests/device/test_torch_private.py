@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import pickle
 import pickletools
@@ -499,10 +498,10 @@ def test_an_rnn_lists_its_weights_anew() -> None:
     assert all(getattr(rnn, name) is not old for name, old in zip(torch_private.RNN_WEIGHTS, before, strict=True))
 
 
-def test_a_thread_that_compiles_says_so() -> None:
+def test_a_thread_that_compiles_says_so_in_a_frame_that_is_left_out() -> None:
     seen: list[bool] = []
 
-    @functools.partial(torch.compiler.disable, recursive=False)
+    @torch_private.leave_frame_out
     def look() -> None:
         seen.append(torch_private.frame_compiler() is not None)
 
