@@ -28,7 +28,7 @@ from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.tune.activation_choice import Balance
 from sp_lightning.tune.dry_run import Work, estimate, on_paper
 from sp_lightning.tune.simulator import Prediction, predict
-from sp_lightning.tune.visits import Rates, Visit, schedule_visits
+from sp_lightning.tune.visits import HOST_SECONDS, Rates, Visit, schedule_visits
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,8 @@ class ModelEstimate:
         links = self.question.links * 1e9 * self.question.devices / others if others else math.inf
         update = self._update_rate(memory)
         disk = self.question.disk or math.inf
-        return Rates(upload=transfers, download=transfers, update=update, host_memory=memory, links=links, disk=disk)
+        visit, weight = HOST_SECONDS["inference" if self.question.predict else "training"]
+        return Rates(transfers, transfers, update, memory, visit, weight, links=links, disk=disk)
 
     def _update_rate(self, memory: float) -> float:
         """Bytes of gradients that the optimizer consumes in a second, if it reads and writes ``memory`` bytes in that."""

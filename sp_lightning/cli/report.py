@@ -14,6 +14,7 @@ from sp_lightning.observe.summary import remedy
 from sp_lightning.plan.activation_policy import summary
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.tune.dry_run import Work
+from sp_lightning.tune.visits import HOST_SECONDS
 
 # Waiting that takes a smaller share of the time is not worth a line.
 _LEAST_WAITING = 0.05
@@ -140,8 +141,10 @@ def _assumed(question: Question) -> list[str]:
         f"{question.pcie:g} GB/s each way, {question.dram:g} GB/s of host memory "
         "(--tflops --device-bandwidth --pcie --dram)"
     )
+    visit, weight = (1e6 * each for each in HOST_SECONDS["inference" if question.predict else "training"])
+    host = f"assumed of the host: {visit:g} µs of Python for each visit of a layer, and {weight:g} µs for each weight in it"
     if question.devices == 1:
-        return [line]
+        return [line, host]
     several = (
         f"assumed of the {question.devices} devices: each has so many TFLOP/s and GB/s and fetches all layers by itself; they "
         f"share the host's memory, one process updates the weights for all, and {question.links:g} GB/s lead from each device "
@@ -150,6 +153,7 @@ def _assumed(question: Question) -> list[str]:
     )
     return [
         line,
+        host,
         several if not question.predict else several.replace(", one process updates the weights for all,", ""),
     ]
 
@@ -183,7 +187,7 @@ def _words(answer: Answer) -> list[str]:
         "weights+grads": weights,
         "with the rest": f"{rest} and intermediate results: what the device needs",
         "waiting": "share of the time in which the device does not compute",
-        "binds": "what takes longest and so decides the time; host memory: reading and writing it"
+        "binds": "what takes longest and so decides the time; host: Python's own time; host memory: reading and writing it"
         + "; links: sums of gradients between devices" * (question.devices > 1),
         "◀": "the smallest of the fastest windows that fit",
     }
@@ -199,6 +203,7 @@ def _faster(estimate: ModelEstimate, row: Row) -> str:
         "fetches": estimate.predict(plan, row.modes, replace(rates, upload=math.inf, host_memory=memory)),
         "gradients to leave": estimate.predict(plan, row.modes, replace(rates, download=math.inf)),
         "updates": replace(estimate, ledger=None).predict(plan, row.modes, replace(rates, update=math.inf)),
+        "the host": estimate.predict(plan, row.modes, replace(rates, visit_seconds=0.0, weight_seconds=0.0)),
     }
     if estimate.question.devices > 1:
         without["sums of gradients"] = estimate.predict(plan, row.modes, replace(rates, links=math.inf))

@@ -54,6 +54,7 @@ def remedy(what: str, plan: Plan) -> str:
         "fetches": f"{more}more work per batch (tokens, images) hides them",
         "gradients to leave": "a larger k_prime leaves them more time",
         "updates": rarer,
+        "the host": "larger layers (layers=), or more work per batch (tokens, images), leave it more time",
         "sums of gradients": "more work per batch (tokens, images) hides them",
         "activations": "recompute some of them, or give a larger memory_budget",
         "optimizers' steps": f"{rarer}; those of torch's Adam, AdamW, SGD and Adagrad can run beside the model "

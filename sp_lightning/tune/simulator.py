@@ -39,7 +39,7 @@ class Prediction:
     Attributes:
         seconds: from the beginning of one batch to that of the next.
         busy: seconds of work by resource: ``compute``, ``fetch``, ``drain``, ``optimizer``, ``links`` (between
-            devices), ``disk`` (if something is there), ``host memory`` (of the node).
+            devices), ``disk`` (if something is there), ``host`` (Python's own time), ``host memory`` (of the node).
         stalls: seconds that compute waited, by what it waited for. The keys are the index of each layer, ``gradients``
             (until they had left), ``residents``, and ``activations`` (until they had left or had come back).
         intervals: what happened when, counted from the beginning of the batch.
@@ -93,6 +93,7 @@ def predict(
         for name, kinds in RESOURCES.items()
         if name != "disk" or on_disk
     }
+    busy["host"] = walk.host_seconds
     busy["host memory"] = (plan.ranks * device.copied + host_traffic) / rates.host_memory
     seconds = max(walk.ended - begun, busy["host memory"])
     return Prediction(seconds, busy, dict(walk.stalls), intervals)
@@ -198,6 +199,7 @@ class Walk:
     Attributes:
         device: the device of clocks.
         stalls: seconds that compute waited in the last batch, with the keys of :attr:`Prediction.stalls`.
+        host_seconds: seconds that Python took for the visits of the last batch.
         ended: the time at which the last batch was over.
     """
 
@@ -212,7 +214,7 @@ class Walk:
     ) -> None:
         self.device = ClockDevice(rates)
         self.stalls: dict[int | str, float] = {}
-        self.ended = 0.0
+        self.host_seconds = self.ended = 0.0
         self._ranks = plan.ranks
         self._visits = visits
         self._rates = rates
@@ -253,7 +255,7 @@ class Walk:
         self.device.clear()
         self.stalls.clear()
         self._back.clear()
-        self._early = 0.0
+        self._early = self.host_seconds = 0.0
         prefetch.start("batch", training=self._training)
         prefetch.trace.cyclic = not self._training and self.ended > 0
         self._residency.let_rest(not self._training)
@@ -287,7 +289,7 @@ class Walk:
                 residency.release_unpinned(keep=layers)
             for layer in layers:
                 self._timed(layer, lambda called: residency.begin_call([called]))
-        device.host += self._rates.visit_seconds * bool(layers)
+        self._take_host_time(layers)
         kind: Kind = "backward" if visit.backward else "forward" if layers else "between"
         device.spend(Stream.COMPUTE, visit.seconds, kind, visit.layers[0] if layers else None)
         if visit.backward:
@@ -298,6 +300,13 @@ class Walk:
             self._store(visit)
             residency.end_call(layers)
             residency.fetch_ahead()
+
+    def _take_host_time(self, layers: Sequence[StreamedLayer]) -> None:
+        """Moves the host's clock on by what Python takes for a visit: no later work is issued before that."""
+        weights = sum(len(layer.spans) for layer in layers)
+        seconds = self._rates.visit_seconds * bool(layers) + self._rates.weight_seconds * weights
+        self.device.host += seconds
+        self.host_seconds += seconds
 
     def _timed(self, layer: StreamedLayer, use: Callable[[StreamedLayer], Any]) -> None:
         """Uses a layer and notes how long compute waited for it."""

@@ -468,6 +468,20 @@ def test_what_is_waited_for_is_named_with_what_helps(capsys: pytest.CaptureFixtu
     assert re.fullmatch(computes, faster("--tokens", "8192", "--dram", "120"))  # what helps
 
 
+def test_layers_too_small_for_the_host_are_named_with_what_helps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=256
+    )
+    config.save_pretrained(tmp_path)
+    main(["plan", str(tmp_path), "--tokens", "16", "--k", "2", "--k-prime", "1"])
+    said = capsys.readouterr().out
+    (row,) = re.findall(r"^   2   1 .*$", said, re.MULTILINE)
+    assert re.search(r"  host ◀$", row)
+    assert re.search(r"^faster: .* are waited for the host; larger layers \(layers=\)", said, re.MULTILINE)
+
+
 def test_each_column_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "resnet18", "--k", "1"])
     lines = capsys.readouterr().out.splitlines()

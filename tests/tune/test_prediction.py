@@ -121,3 +121,19 @@ def test_the_time_of_one_batch_is_predicted() -> None:
     visits = schedule_visits(plan, [1.0] * 6, training=True)
     for batches in (1, 3):
         assert predict(plan, visits, rates, batches=batches).seconds == sum(visit.seconds for visit in visits)
+
+
+@pytest.mark.parametrize("k_prime", [1, 2])
+def test_the_hosts_own_time_is_hidden_under_computing_and_binds_where_that_is_less(k_prime: int) -> None:
+    count = 6
+    plan = make_plan(find_layers(nn.Sequential(*(nn.Linear(64, 64) for _ in range(count)))), k=2, k_prime=k_prime)
+    rates = Rates(math.inf, math.inf, math.inf, math.inf, visit_seconds=1.0, weight_seconds=0.5)
+    host = 2 * count * (1.0 + 2 * 0.5)  # a weight and a bias, forward and backward
+    short, long = (predict(plan, schedule_visits(plan, [each] * count, training=True), rates) for each in (0.01, 10.0))
+    assert short.busy["host"] == long.busy["host"] == pytest.approx(host)
+    assert short.binds == "host"
+    assert host < short.seconds < host + 1
+    assert long.binds == "compute"
+    assert (
+        long.busy["compute"] < long.seconds < long.busy["compute"] + 4
+    )  # before the first work there is nothing to hide it
