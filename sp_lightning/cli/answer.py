@@ -111,7 +111,9 @@ def _largest(estimate: ModelEstimate, k_prime: int) -> int:
 
 
 def _plan(estimate: ModelEstimate, k: int, k_prime: int) -> Plan:
-    return make_plan(estimate.found, k=k, k_prime=k_prime, ranks=estimate.question.devices)
+    return make_plan(
+        estimate.found, k=k, k_prime=k_prime, ranks=estimate.question.devices, training=not estimate.question.predict
+    )
 
 
 def _row(estimate: ModelEstimate, k: int, k_prime: int) -> Row:

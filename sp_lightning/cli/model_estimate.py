@@ -59,7 +59,7 @@ class ModelEstimate:
     @property
     def smallest_plan(self) -> Plan:
         """The plan that takes least memory of the device."""
-        return make_plan(self.found, k=1, k_prime=1, ranks=self.question.devices)
+        return make_plan(self.found, k=1, k_prime=1, ranks=self.question.devices, training=not self.question.predict)
 
     @property
     def activation_bytes(self) -> int:

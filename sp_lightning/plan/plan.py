@@ -17,7 +17,7 @@ import torch
 
 from sp_lightning.device.layout import Span, aligned, lay_out, total_bytes
 from sp_lightning.model.found import Found, Layer
-from sp_lightning.plan.rings import Ring, choose_rings
+from sp_lightning.plan.rings import Ring, choose_rings, choose_rings_apart
 from sp_lightning.plan.units import human_bytes
 
 # At most so many lines of layers are printed.
@@ -72,7 +72,8 @@ class Plan:
         k: how many layers are usable on the device at once.
         k_prime: how many layers move as one transfer.
         layers: the layers, in the order of the module tree.
-        rings: the slots, the smallest first; then a ring without slots for the masters, and one for the tables.
+        rings: the slots, the smallest first; those of stacked experts behind the others, if they have slots of their own; then
+            a ring without slots for the masters, and one for the tables.
         residents: the parameters that stay on the device during a batch, as one more layer, which has no slot.
         order: the indices of the layers in the order in which a forward is expected to use them. A layer that owns a tied
             weight is in it several times.
@@ -238,7 +239,7 @@ class Plan:
         return "" if state is None else f"{human_bytes(weights + gradients + state)} with optimizer state"
 
 
-def make_plan(found: Found, *, k: int, k_prime: int, ranks: int = 1) -> Plan:
+def make_plan(found: Found, *, k: int, k_prime: int, ranks: int = 1, training: bool = True) -> Plan:
     """Gives every layer its place in memory and its ring.
 
     Args:
@@ -246,6 +247,8 @@ def make_plan(found: Found, *, k: int, k_prime: int, ranks: int = 1) -> Plan:
         k: how many layers are to be usable on the device at once, at least 1.
         k_prime: how many layers are to move as one transfer, at least 1.
         ranks: how many devices sum their gradients.
+        training: whether batches are trained. Otherwise nearly nothing of stacked experts travels, and k and k' count the
+            other layers.
     """
     masters, tables = ([_planned(layer, ring=-1) for layer in each] for each in (found.masters, found.tables))
     with_casts = [index for index, layer in enumerate(found.layers) if layer.lowered]
@@ -256,7 +259,11 @@ def make_plan(found: Found, *, k: int, k_prime: int, ranks: int = 1) -> Plan:
     ]
     sizes = [layer.nbytes for layer in layers]
     together = {used for used in found.visits.values() if len(used) > 1}
-    rings, ring_of = choose_rings(sizes, k + k_prime, together)
+    stacks = [index for index, layer in enumerate(layers) if layer.rows]
+    if training or not stacks:
+        rings, ring_of = choose_rings(sizes, k + k_prime, together)
+    else:
+        rings, ring_of = choose_rings_apart(sizes, k + k_prime, together, stacks)
     # What comes on demand has rings without slots, which say how large an extra slot has to be.
     without_slots = [Ring(0, max(each.nbytes for each in group)) for group in (masters, tables) if group]
     plan = Plan(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -48,6 +48,34 @@ def choose_rings(
         at_once = max((sum(ring_of[layer] == index for layer in used) for used in together), default=0)
         rings.append(Ring(max(_slots([ring == index for ring in ring_of], window), at_once), limit))
     return tuple(rings), ring_of
+
+
+def choose_rings_apart(
+    sizes: Sequence[int], window: int, together: Collection[Sequence[int]], on_demand: Collection[int]
+) -> tuple[tuple[Ring, ...], list[int]]:
+    """As :func:`choose_rings`, but layers that come on demand have two slots of their own: one in use, and one that fills.
+
+    The window is one of the other layers then: as many of them are on the device, however large those on demand are. Where
+    common slots take a tenth less, as with the smallest window, all share them. A window of all layers has a slot for each.
+    """
+    common = choose_rings(sizes, window, together)
+    if window > len(sizes):
+        return common
+    rings: list[Ring] = []
+    ring_of = [0] * len(sizes)
+    others = [layer for layer in range(len(sizes)) if layer not in on_demand]
+    for members, consecutive in ((others, window), (sorted(on_demand), 2)):
+        number = {layer: at for at, layer in enumerate(members)}
+        used = [[number[layer] for layer in each if layer in number] for each in together]
+        chosen, places = choose_rings([sizes[layer] for layer in members], consecutive, used)
+        for layer, place in zip(members, places, strict=True):
+            ring_of[layer] = len(rings) + place
+        rings += chosen
+    return common if _bytes(common[0]) < _WORTH * _bytes(rings) else (tuple(rings), ring_of)
+
+
+def _bytes(rings: Iterable[Ring]) -> int:
+    return sum(ring.slots * ring.nbytes for ring in rings)
 
 
 def _choose_limits(sizes: Sequence[int], window: int) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.activation_policy import Activations, Mode, resolve, summary
 from sp_lightning.plan.host_memory import check_host, spare_bytes
 from sp_lightning.plan.options import Overlap
-from sp_lightning.plan.plan import Plan, make_plan
+from sp_lightning.plan.plan import Plan
 from sp_lightning.trainer.buffers import move_to_device
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.retry import Snapshot
@@ -107,7 +107,9 @@ class Run:
         self._log = log
         self._count = 1 if ranks is None else ranks.size
         filled = options.activations == "auto"
-        self._window = Window(options.k, options.k_prime, options.memory_budget, filled=filled, ranks=self._count)
+        self._window = Window(
+            options.k, options.k_prime, options.memory_budget, filled=filled, ranks=self._count, training=trains
+        )
         self._parted: list[Parted] = []
         self._host_room: int | None = None
         self.streamer: Streamer | None = None
@@ -170,8 +172,7 @@ class Run:
             self._build()
         assert self.streamer is not None
         if self.streamer.thawed():
-            plan = self.streamer.plan
-            self.streamer.recount(make_plan(self.streamer.found, k=plan.k, k_prime=plan.k_prime, ranks=self._count))
+            self.streamer.recount(self._window.again(self.streamer.plan, self.streamer.found))
         return changed
 
     def close(self) -> None:

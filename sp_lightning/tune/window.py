@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from sp_lightning.device.device import Device
 from sp_lightning.model.found import Found
@@ -33,16 +34,24 @@ class Window:
             free, less a margin.
         filled: whether something else fills the memory that k and k' leave, even if both are numbers: kept activations.
         ranks: how many devices sum their gradients.
+        training: whether batches are trained.
     """
 
     def __init__(
-        self, k: Count, k_prime: Count, budget: int | float | None, *, filled: bool = False, ranks: int = 1
+        self,
+        k: Count,
+        k_prime: Count,
+        budget: int | float | None,
+        *,
+        filled: bool = False,
+        ranks: int = 1,
+        training: bool = True,
     ) -> None:
         self._margin = _MARGIN if filled or "auto" in (k, k_prime) else 0
         self._k = k
         self._k_prime = k_prime
         self._budget = budget
-        self._ranks = ranks
+        self._make = partial(make_plan, ranks=ranks, training=training)
         self._found: Found | None = None
         self.room: int | None = None
         """Bytes of the budget; None if nothing limits device memory."""
@@ -126,6 +135,10 @@ class Window:
         most = max(0, min(self.room - self.needs(replace(plan, cache_bytes=0)), plan.stack_bytes))
         return replace(plan, cache_bytes=most)
 
+    def again(self, plan: Plan, found: Found) -> Plan:
+        """The same plan for layers of which others are trained now."""
+        return replace(self._make(found, k=plan.k, k_prime=plan.k_prime), cache_bytes=plan.cache_bytes)
+
     def smallest(self) -> Plan:
         """The smallest plan, for when the device has run out of memory."""
         return self._plan(1, 1)
@@ -156,11 +169,10 @@ class Window:
 
     def _plan(self, k: int, k_prime: int) -> Plan:
         assert self._found is not None
-        return make_plan(
+        return self._make(
             self._found,
             k=k if self._k == "auto" else min(self._k, max(len(self._found.layers), 1)),
             k_prime=k_prime if self._k_prime == "auto" else self._k_prime,
-            ranks=self._ranks,
         )
 
     def _check(self, plan: Plan, room: int, device: Device, find: Callable[[Sequence[str]], Found] | None) -> None:
@@ -168,14 +180,14 @@ class Window:
         if not plan.layers or plan.peak_device_bytes <= room:
             return
         largest = max(plan.layers, key=lambda layer: layer.nbytes)
-        smallest = make_plan(self._found, k=1, k_prime=1, ranks=self._ranks) if self._found else plan
+        smallest = self._make(self._found, k=1, k_prime=1) if self._found else plan
         there = f"{room} bytes ({human_bytes(room)}) are free on {device.device}"
         if self._budget is not None:
             there = f"with memory_budget={self._budget!r} there are {room} bytes ({human_bytes(room)})"
         if smallest.peak_device_bytes <= room:
             remedy = "Use less: SuperpipelineStrategy(k=1, k_prime=1)."
         else:
-            remedy = _smaller_layers(largest.name, smallest, find) or (
+            remedy = self._smaller_layers(largest.name, smallest, find) or (
                 'There are no smaller layers in it. Use precision="bf16-true", where it is float32, or give it as much memory.'
             )
         raise ValueError(
@@ -185,23 +197,22 @@ class Window:
             f"{largest.nbytes} bytes ({human_bytes(largest.nbytes)}). {remedy}"
         )
 
-
-def _smaller_layers(largest: str, least: Plan, find: Callable[[Sequence[str]], Found] | None) -> str:
-    """Advice to cut the largest layer, and those like it, so that less is needed; empty if no cut helps."""
-    if find is None:
+    def _smaller_layers(self, largest: str, least: Plan, find: Callable[[Sequence[str]], Found] | None) -> str:
+        """Advice to cut the largest layer, and those like it, so that less is needed; empty if no cut helps."""
+        if find is None:
+            return ""
+        alike = ".".join("*" if part.isdecimal() else part for part in largest.split("."))
+        for pattern in (f"{alike}.*", f"{largest}.*"):
+            try:
+                plan = self._make(find([pattern]), k=1, k_prime=1)
+            except ValueError:  # the pattern matches no module, or the modules that it matches overlap
+                continue
+            if plan.peak_device_bytes < least.peak_device_bytes:
+                return (
+                    f'Cut it into smaller ones: SuperpipelineStrategy(layers=["{pattern}"]), whose least is '
+                    f"{human_bytes(plan.peak_device_bytes)}."
+                )
         return ""
-    alike = ".".join("*" if part.isdecimal() else part for part in largest.split("."))
-    for pattern in (f"{alike}.*", f"{largest}.*"):
-        try:
-            plan = make_plan(find([pattern]), k=1, k_prime=1, ranks=least.ranks)
-        except ValueError:  # the pattern matches no module, or the modules that it matches overlap
-            continue
-        if plan.peak_device_bytes < least.peak_device_bytes:
-            return (
-                f'Cut it into smaller ones: SuperpipelineStrategy(layers=["{pattern}"]), whose least is '
-                f"{human_bytes(plan.peak_device_bytes)}."
-            )
-    return ""
 
 
 def _room(budget: int | float | None, free: int | None, margin: float) -> int | None:

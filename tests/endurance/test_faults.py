@@ -405,7 +405,7 @@ class Trial:
                 try:
                     self.trainer.fit(scene.module, scene.batches)
                 except (Exception, SystemExit, KeyboardInterrupt) as error:
-                    self.error = (type(error), str(error))  # its traceback holds activations
+                    self.error = _raised(error, self.fault.error)  # and not the error: its traceback holds activations
         gc.collect()
         self.handlers_left = {
             number: signal.signal(number, handler) for number, handler in handlers.items()
@@ -464,6 +464,17 @@ class Trial:
         states, rng = undisturbed()
         assert_equal(left_by(trainer, module), states[-1], "the end")
         assert torch.equal(torch.get_rng_state(), rng), "random state differs"
+
+
+def _raised(error: BaseException, wanted: type[BaseException] | None) -> tuple[type[BaseException], str]:
+    """What was raised: the error, or what it was raised from.
+
+    torch reports a dead worker wherever Python happens to be, and ``inspect`` raises an error of its own from that.
+    """
+    cause: BaseException | None = error
+    while cause is not None and type(cause) is not wanted:
+        cause = cause.__cause__
+    return type(cause or error), str(cause or error)
 
 
 CHECKS = (Trial.ended_in_its_error, Trial.left_the_host_whole, Trial.went_on)

@@ -71,6 +71,20 @@ def test_the_budget_is_filled_with_experts_and_fewer_come(name: str) -> None:
     assert hits[0] < hits[1] < hits[2]
 
 
+def test_a_larger_window_holds_other_layers_and_not_experts() -> None:
+    plain, fetched, plans = generated("auto"), [], []
+    for k in (1, 3):
+        strategy = superpipeline(k=k, k_prime=1)
+        with poisoned_slots():
+            assert_equal(generated(strategy), plain, "tokens")
+        stats = strategy.stats()
+        fetched.append(stats.fetched_bytes - stats.expert_bytes)
+        plans.append(strategy.plan)
+    slots = [plan.rings[layer.ring].slots for plan in plans for layer in plan.layers if layer.rows]
+    assert max(slots) == 2
+    assert fetched[1] < fetched[0]
+
+
 def test_copies_within_a_device_of_its_own_wait_for_transfers() -> None:
     plan = make_plan(find_layers(Generates(stacked.transformer("qwen3").net)), k=1, k_prime=1)
     strategy = superpipeline(k=1, k_prime=1, memory_budget=plan.peak_device_bytes + plan.stack_bytes // 2)

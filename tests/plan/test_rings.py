@@ -1,0 +1,45 @@
+"""The slots of layers that come on demand beside those of a window."""
+
+from __future__ import annotations
+
+from sp_lightning.model.find import find_layers
+from sp_lightning.plan.plan import make_plan
+from sp_lightning.plan.rings import Ring, choose_rings, choose_rings_apart
+from tests.support.stacked import Routers
+
+SIZES = [10, 1000] * 4  # blocks, and their experts
+EXPERTS = [1, 3, 5, 7]
+
+
+def test_layers_on_demand_have_two_slots_whatever_the_window() -> None:
+    for window in (3, 4, 8):
+        rings, ring_of = choose_rings_apart(SIZES, window, (), EXPERTS)
+        assert rings == (Ring(min(window, 4), 10), Ring(2, 1000))
+        assert ring_of == [0, 1] * 4
+
+
+def test_the_smallest_window_shares_slots_where_that_takes_less() -> None:
+    assert choose_rings_apart(SIZES, 2, (), EXPERTS) == choose_rings(SIZES, 2)
+    assert choose_rings_apart([500, 1000, 1000, 500], 2, (), [1, 2])[0] == (Ring(2, 1000),)
+    assert choose_rings_apart([50, 1000, 1000, 50], 2, (), [1, 2])[0] == (Ring(2, 50), Ring(2, 1000))
+
+
+def test_a_window_of_all_layers_has_a_slot_for_each() -> None:
+    rings, _ = choose_rings_apart(SIZES, 9, (), EXPERTS)
+    assert rings == choose_rings(SIZES, 9)[0] == (Ring(4, 10), Ring(4, 1000))
+
+
+def test_what_one_module_uses_at_once_fits() -> None:
+    """Its own blocks, and the experts of two others."""
+    rings, ring_of = choose_rings_apart(SIZES, 3, [(0, 2, 4, 6), (1, 3, 5)], EXPERTS)
+    assert rings == (Ring(4, 10), Ring(3, 1000))
+    assert ring_of == [0, 1] * 4
+
+
+def test_only_a_plan_for_predictions_has_them() -> None:
+    found = find_layers(Routers())
+    training, predicting = (make_plan(found, k=4, k_prime=1, training=training) for training in (True, False))
+    stacks = [layer for layer in predicting.layers if layer.rows]
+    assert {predicting.rings[layer.ring] for layer in stacks} == {Ring(2, stacks[0].nbytes)}
+    assert {training.rings[layer.ring].slots for layer in training.layers if layer.rows} == {3}
+    assert predicting.slot_bytes < training.slot_bytes
