@@ -2,7 +2,8 @@
 
 Tiny layers on the CPU, where computing and copying take next to nothing: what a step takes beyond the plain one,
 divided by the visits (each layer once forward, once backward). Same layers, one process, one thread, taking turns.
-Prediction is measured, too: forwards in inference mode, where layers make room for others and where all of them fit.
+Prediction is measured, too: forwards in inference mode, where layers make room for others and where all of them fit. So is
+generation with a cache of keys and values, beside accelerate's offloading, which is transformers' own: ``device_map`` uses it.
 
 From the root of the repository::
 
@@ -16,12 +17,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
+import accelerate
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from examples.benchmarks import cli, rows
@@ -33,7 +35,9 @@ from sp_lightning.plan.plan import make_plan
 LAYERS = 24
 WIDTH = 32
 ROUNDS = 5
-Step = Callable[[], None]
+SEQUENCES = 2
+NEW_TOKENS = 16  # of each
+Step = Callable[[], object]
 
 
 class Mlp(nn.Sequential):
@@ -125,6 +129,52 @@ def _infer(stack: nn.Module, x: Tensor) -> None:
     stack(x)
 
 
+def build_generator() -> tuple[LlamaForCausalLM, Tensor]:
+    """A language model, the same each time, and its prompts."""
+    torch.manual_seed(0)
+    net = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_attention_heads=2, num_hidden_layers=LAYERS, vocab_size=256
+        )
+    )  # fmt: skip
+    return net.eval(), torch.randint(0, 256, (SEQUENCES, 8))
+
+
+@torch.inference_mode()
+def generate(net: LlamaForCausalLM, prompts: Tensor) -> Tensor:
+    """Each prompt with its new tokens."""
+    tokens: Tensor = net.generate(
+        prompts, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+    )
+    return tokens
+
+
+def generators() -> dict[str, Callable[[], Tensor]]:
+    """What generates the same tokens, by the name of who does."""
+    (plain, prompts), (offloaded, _) = build_generator(), build_generator()
+    accelerate.cpu_offload(offloaded, execution_device=torch.device("cpu"))
+    return {
+        "plain": lambda: generate(plain, prompts),
+        **{f"superpipeline-{name}": _streamed_generator(k) for name, k in (("2:1", 2), ("all:1", 2 * LAYERS))},
+        "accelerate": lambda: generate(offloaded, prompts),
+    }
+
+
+def _streamed_generator(k: int) -> Callable[[], Tensor]:
+    net, prompts = build_generator()
+    found = find_layers(net)
+    streamer = Streamer(net, found, make_plan(found, k=k, k_prime=1), Device(torch.device("cpu")), pin=False)
+
+    def step() -> Tensor:
+        streamer.begin("predict", training=False, quiet=True)
+        with streamer.saving():
+            tokens = generate(net, prompts)
+        streamer.end()
+        return tokens
+
+    return step
+
+
 def fsdp2(kind: str) -> Step:
     """The same with ``fully_shard`` and its offloading around each layer, one rank."""
     stack, x = build(kind)
@@ -148,8 +198,10 @@ def measure(seconds: float) -> rows.Row:
             "kind": "overhead",
             "status": "ok",
             "layers": LAYERS,
-            "models": {kind: _compare(_training(kind), 2 * LAYERS, 0.7 * seconds / len(KINDS)) for kind in KINDS},
-            "prediction": {kind: _compare(_prediction(kind), LAYERS, 0.3 * seconds / len(KINDS)) for kind in KINDS},
+            "models": {kind: _compare(_training(kind), 2 * LAYERS, 0.6 * seconds / len(KINDS)) for kind in KINDS},
+            "prediction": {kind: _compare(_prediction(kind), LAYERS, 0.25 * seconds / len(KINDS)) for kind in KINDS},
+            "generated_tokens": SEQUENCES * NEW_TOKENS,
+            "generation": _compare(same_tokens(generators()), LAYERS * NEW_TOKENS, 0.15 * seconds),
         }
     finally:
         dist.destroy_process_group()
@@ -162,6 +214,14 @@ def _training(kind: str) -> dict[str, Step]:
 def _prediction(kind: str) -> dict[str, Step]:
     ours = {f"superpipeline-{k}:1": predicting(kind, k) for k in (2, LAYERS)}
     return {"plain": plain_prediction(kind), **ours}
+
+
+def same_tokens(ways: dict[str, Callable[[], Tensor]]) -> dict[str, Step]:
+    """The same, once it is sure that all generate the same tokens."""
+    expected = ways["plain"]()
+    for name, way in ways.items():
+        assert torch.equal(way(), expected), f"{name} generates other tokens"
+    return dict(ways)
 
 
 def _compare(steps: dict[str, Step], visits: int, seconds: float) -> dict[str, dict[str, float]]:
@@ -198,6 +258,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for kind, found in models.items():
             visit = {name: f"{1e6 * each:.0f} µs" for name, each in found["visit_seconds"].items()}
             print(f"overhead per layer visit{what}, {kind}: {visit}", flush=True)
+    seconds = row["generation"]["step_seconds"]
+    speeds = {name: f"{row['generated_tokens'] / taken:.0f}" for name, taken in seconds.items()}
+    print(f"tokens per second, {LAYERS} layers, {SEQUENCES} sequences: {speeds}", flush=True)
 
 
 if __name__ == "__main__":

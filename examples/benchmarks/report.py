@@ -241,7 +241,12 @@ def _overhead(row: Row) -> str:
         plain = found["step_seconds"]["plain"] / (2 * row["layers"])
         lines.append([kind, *(f"{1e6 * each:.0f}" for each in (plain, ours, theirs)), f"{ours / theirs:.2f}"])
     head = ["layer", "the layer itself, µs", "superpipeline 2:1, µs", "FSDP2, µs", "superpipeline ÷ FSDP2"]
-    return _markdown(head, lines)
+    table = _markdown(head, lines)
+    if "generation" not in row:  # an older row
+        return table
+    seconds = row["generation"]["step_seconds"]
+    speeds = [[name, f"{row['generated_tokens'] / each:.3g}"] for name, each in seconds.items()]
+    return table + "\n\n" + _markdown(["generation with a cache", "tokens per second"], speeds)
 
 
 def _compiled(row: Row) -> str:

@@ -385,7 +385,7 @@ def test_updates_are_measured_and_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", update.CASES)
-def test_the_ways_of_updating_that_are_compared_do_the_same(case: str) -> None:
+def test_the_ways_of_updating_that_are_compared_do_thesame_tokens(case: str) -> None:
     half, clips = update.CASES[case]
     walks, pieces = update.Layers(100_000), update.Layers(100_000)
     walks.walks(half=half, clips=clips)
@@ -407,8 +407,18 @@ def test_overhead_is_measured_and_told(tmp_path: Path) -> None:
     )
     found["visit_seconds"] = {"superpipeline-2:1": 1e-4, "fsdp2": 4e-4}
     found["step_seconds"]["plain"] = 48 * 2e-5
+    assert set(row["generation"]["step_seconds"]) == {"plain", "superpipeline-2:1", "superpipeline-all:1", "accelerate"}
+    row["generation"]["step_seconds"]["accelerate"] = 0.5
     text = report.write([row], tmp_path).read_text()
     assert cells(text, "mlp")[1:] == ["20", "100", "400", "0.25"]
+    assert cells(text, "accelerate")[1:] == ["64"]
+
+
+def test_generation_is_compared_only_where_the_tokens_are_thesame_tokens() -> None:
+    tokens = torch.arange(4)
+    ways = {"plain": tokens.clone, "other": tokens.flip(0).clone}
+    with pytest.raises(AssertionError, match="other generates other tokens"):
+        overhead.same_tokens(ways)
 
 
 def test_foresight_measures_and_predicts_every_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
