@@ -111,8 +111,9 @@ def _largest(estimate: ModelEstimate, k_prime: int) -> int:
 
 
 def _plan(estimate: ModelEstimate, k: int, k_prime: int) -> Plan:
+    asked = estimate.question
     return make_plan(
-        estimate.found, k=k, k_prime=k_prime, ranks=estimate.question.devices, training=not estimate.question.predict
+        estimate.found, k=k, k_prime=k_prime, ranks=asked.devices, nodes=asked.nodes, training=not asked.predict
     )
 
 

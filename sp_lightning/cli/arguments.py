@@ -59,6 +59,8 @@ class Question(argparse.Namespace):
     device_bandwidth: float
     pcie: float
     links: float
+    nodes: int
+    network: float
     dram: float
     disk: float | None
     json: bool
@@ -134,7 +136,8 @@ def _add_window(plan: argparse.ArgumentParser) -> None:
 
 def _add_machine(plan: argparse.ArgumentParser) -> None:
     """Memory and speed of the machine."""
-    plan.add_argument("--devices", type=_count, default=1, help="of one node, as Trainer(devices=…) (%(default)s)")
+    plan.add_argument("--devices", type=_count, default=1, help="of each node, as Trainer(devices=…) (%(default)s)")
+    plan.add_argument("--nodes", type=_count, default=1, help="as Trainer(num_nodes=…) (%(default)s)")
     plan.add_argument("--gpu-memory", type=_size, help="of each device, for example 24GiB (no limit)")
     plan.add_argument("--host-memory", type=_size, help="of the node, for example 512GiB (no limit)")
     plan.add_argument("--tflops", type=_rate, default=100, help="of the device, TFLOP/s (%(default)s)")
@@ -145,10 +148,17 @@ def _add_machine(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--links", type=_rate, default=200, help="from each device to the others, and back, GB/s (%(default)s)"
     )
+    plan.add_argument(
+        "--network",
+        type=_bytes_rate,
+        metavar="SPEED",
+        default="25GB/s",
+        help="from each node to the others, each way (%(default)s)",
+    )
     plan.add_argument("--host-tflops", type=_rate, default=1, help="of the host, for Muon (%(default)s)")
     plan.add_argument(
         "--disk",
-        type=_disk_rate,
+        type=_bytes_rate,
         metavar="SPEED",
         help="of a drive below --host-memory, for example 7GB/s, as SuperpipelineStrategy(disk=…) (no disk)",
     )
@@ -162,7 +172,7 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _disk_rate(text: str) -> float:
+def _bytes_rate(text: str) -> float:
     """Bytes per second, from ``7GB/s`` or from a number of GB/s."""
     try:
         return float(parse_bytes("it", text.removesuffix("/s")))

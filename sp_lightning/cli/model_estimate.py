@@ -59,7 +59,7 @@ class ModelEstimate:
     @property
     def smallest_plan(self) -> Plan:
         """The plan that takes least memory of the device."""
-        return make_plan(self.found, k=1, k_prime=1, ranks=self.question.devices, training=not self.question.predict)
+        return _smallest(self.found, self.question)
 
     @property
     def activation_bytes(self) -> int:
@@ -129,7 +129,18 @@ class ModelEstimate:
         update = self._update_rate(memory)
         disk = self.question.disk or math.inf
         visit, weight = HOST_SECONDS["inference" if self.question.predict else "training"]
-        return Rates(transfers, transfers, update, memory, visit, weight, links=links, disk=disk)
+        rates = Rates(transfers, transfers, update, memory, visit, weight, links=links, disk=disk)
+        return replace(rates, network=self._network_rate)
+
+    @property
+    def _network_rate(self) -> float:
+        """Bytes of gradients that nodes add up in a second.
+
+        Each sends the others their parts of its sum, and the whole of its own part; both over one network, which its devices
+        share. Sums of 16 bits travel in float32.
+        """
+        others, half = self.question.nodes - 1, PRECISIONS[self.question.precision][0].itemsize == 2
+        return self.question.network * self.question.nodes / (2 * others * (1 + half)) if others else math.inf
 
     def _update_rate(self, memory: float) -> float:
         """Bytes of gradients that the optimizer consumes in a second, if it reads and writes ``memory`` bytes in that."""
@@ -194,7 +205,7 @@ def estimate_model(question: Question) -> ModelEstimate:
         ValueError: the model is not known, cannot take what it is asked to take, or has nothing to stream or train.
         ImportError: a library is missing.
     """
-    if question.devices > 1 and question.disk is not None:
+    if question.devices * question.nodes > 1 and question.disk is not None:
         raise ValueError("--disk is for one device: several have their memory in common. Leave out one of them.")
     if question.activations == "auto" and (question.gpu_memory is None or question.predict):
         why = "nothing is trained here, so none are saved" if question.predict else "give that limit, too"
@@ -265,10 +276,14 @@ def _ledger(found: Found, question: Question, step: HostStep) -> Ledger:
     pieces = question.overlap != "off" and step.seconds is None
     early = question.overlap == "backward" and (pieces or step.separable)
     scales = question.precision == "16-mixed"
-    plan = make_plan(found, k=1, k_prime=1, ranks=question.devices)
+    plan = _smallest(found, question)
     return make_ledger(
         plan, step.optimizers, early=early, accumulate=1, clips=None, scales=scales, pieces=pieces, narrow=pieces
     )
+
+
+def _smallest(found: Found, question: Question) -> Plan:
+    return make_plan(found, k=1, k_prime=1, ranks=question.devices, nodes=question.nodes, training=not question.predict)
 
 
 # ---------------------------------------------------------------------- a batch

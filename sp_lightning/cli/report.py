@@ -9,6 +9,7 @@ from dataclasses import replace
 from sp_lightning.cli.answer import Answer, Row
 from sp_lightning.cli.arguments import MODES, Question
 from sp_lightning.cli.model_estimate import ModelEstimate
+from sp_lightning.cli.nodes_report import nodes_assumed, nodes_gain
 from sp_lightning.cli.verdict import verdict
 from sp_lightning.observe.summary import remedy
 from sp_lightning.plan.activation_policy import summary
@@ -34,12 +35,14 @@ def as_text(answer: Answer) -> str:
         *_disk(answer),
         *_step(estimate),
         *_assumed(question),
+        *nodes_assumed(question),
         "",
         *_windows(answer),
         *_words(answer),
         *_experts(estimate, row),
         "",
         _faster(estimate, row),
+        *nodes_gain(estimate, row),
     ]
     if estimate.work is not None and not question.predict:
         lines += ["", *_modes(estimate.work), *(f"note: {note}" for note in _notes(estimate))]
@@ -51,6 +54,7 @@ def _heading(estimate: ModelEstimate) -> str:
     what = "inference" if estimate.step is None else f"training, {estimate.step.name}"
     count = _human_count(_parameters(estimate))
     where = f" on each of {question.devices} devices" if question.devices > 1 else ""
+    where += f" {'of' if where else 'on'} each of {question.nodes} nodes" if question.nodes > 1 else ""
     return f"{estimate.model.name}: {count} parameters, {question.precision}, {what}, {estimate.model.items}{where}"
 
 
@@ -94,7 +98,7 @@ def _activations(estimate: ModelEstimate, row: Row) -> str:
 
 def _host(estimate: ModelEstimate) -> str:
     ledger, nbytes = estimate.ledger, estimate.host_bytes
-    node = " of the node" if estimate.question.devices > 1 else ""
+    node = " of each node" if estimate.question.nodes > 1 else " of the node" if estimate.question.devices > 1 else ""
     if ledger is None:
         return f"host memory{node} {human_bytes(nbytes)}"
     parts = f"weights {human_bytes(ledger.weights)}, gradients {human_bytes(ledger.gradients)}"
@@ -117,7 +121,8 @@ def _disk(answer: Answer) -> list[str]:
 def _hooks(estimate: ModelEstimate) -> str:
     """Where more host memory is needed than is said."""
     fused = estimate.step is not None and estimate.step.seconds is None
-    mixed = estimate.question.precision.endswith("-mixed") and estimate.question.devices == 1
+    question = estimate.question
+    mixed = question.precision.endswith("-mixed") and question.devices * question.nodes == 1
     narrow = fused and estimate.overlap == "forward" and mixed
     return "; a module with hooks between two steps needs what --overlap off says" if narrow else ""
 
@@ -188,7 +193,8 @@ def _words(answer: Answer) -> list[str]:
         "with the rest": f"{rest} and intermediate results: what the device needs",
         "waiting": "share of the time in which the device does not compute",
         "binds": "what takes longest and so decides the time; host: Python's own time; host memory: reading and writing it"
-        + "; links: sums of gradients between devices" * (question.devices > 1),
+        + "; links: sums of gradients between devices" * (question.devices > 1)
+        + "; network: sums of gradients between nodes" * (question.nodes > 1),
         "◀": "the smallest of the fastest windows that fit",
     }
     return ["", *(f"  {word:<14} {meaning}" for word, meaning in words.items())]
@@ -207,6 +213,8 @@ def _faster(estimate: ModelEstimate, row: Row) -> str:
     }
     if estimate.question.devices > 1:
         without["sums of gradients"] = estimate.predict(plan, row.modes, replace(rates, links=math.inf))
+    if estimate.question.nodes > 1:
+        without["sums over nodes"] = estimate.predict(plan, row.modes, replace(rates, network=math.inf))
     if "offload" in row.modes.values():
         without["activations"] = estimate.predict(plan, dict.fromkeys(row.modes, "keep"))
     saved = {what: 1 - other.seconds / max(row.prediction.seconds, 1e-9) for what, other in without.items()}
@@ -269,6 +277,7 @@ def as_json(answer: Answer) -> str:
         "batch": estimate.model.items,
         "training": not question.predict,
         "devices": question.devices,
+        "nodes": question.nodes,
         "disk": _disk(answer) or None,
         "generated_tokens": question.generate,
         "prompt_seconds": answer.prompt_seconds,
@@ -278,6 +287,7 @@ def as_json(answer: Answer) -> str:
         "assumed": {
             "tflops": question.tflops, "device_gbps": question.device_bandwidth, "pcie_gbps": question.pcie,
             "dram_gbps": question.dram, "links_gbps": question.links,
+            "network_gbps": question.network / 1e9,
         },
         "windows": [_window(row) for row in answer.rows],
         "best": None if best is None else {"k": best.plan.k, "k_prime": best.plan.k_prime},

@@ -77,13 +77,13 @@ def _recommended(answer: Answer) -> str:
     if answer.estimate.work is None:
         fits = "Weights and gradients fit, activations are unknown" if limited else "Perhaps the fastest"
     choice = _choice(question, best.plan)
-    seconds = best.prediction.seconds
+    seconds, several = best.prediction.seconds, question.devices * question.nodes > 1
     if answer.prompt_seconds is None:
-        return f"{fits}: {choice}, {seconds:.3g} s per batch{' on each device' * (question.devices > 1)}."
+        return f"{fits}: {choice}, {seconds:.3g} s per batch{' on each device' * several}."
     return (
         f"{fits}: {choice}, {answer.prompt_seconds:.3g} s for the prompts, then {seconds:.3g} s for each token of "
         f"{question.batch} sequence{'s' * (question.batch > 1)}: {question.batch / seconds:.3g} tokens/s"
-        f"{' on each device' * (question.devices > 1)}."
+        f"{' on each device' * several}."
     )
 
 
@@ -101,7 +101,8 @@ def _choice(question: Question, plan: Plan) -> str:
     options |= {name: given for name in ("layers", "resident") if (given := getattr(question, name))}
     written = ", ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
     checkpoints = " and the model's gradient_checkpointing_enable()" if question.checkpointing else ""
-    devices = f" in Trainer(devices={question.devices})" if question.devices > 1 else ""
+    nodes = f", num_nodes={question.nodes}" * (question.nodes > 1)
+    devices = f" in Trainer(devices={question.devices}{nodes})" if question.devices > 1 or nodes else ""
     keep = ", keep_logits=True" * question.keep_logits
     chunks = f" and sp_lightning.chunk_loss(model, tokens={question.loss_tokens}{keep})" if question.loss_tokens else ""
     return f"SuperpipelineStrategy({written}){devices}{checkpoints}{chunks}"

@@ -6,7 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 Kind = Literal[
-    "fetch", "forward", "backward", "between", "reduce", "drain", "update", "store", "return", "read", "write"
+    "fetch",
+    "forward",
+    "backward",
+    "between",
+    "reduce",
+    "network",
+    "drain",
+    "update",
+    "store",
+    "return",
+    "read",
+    "write",
 ]
 
 
@@ -16,8 +27,9 @@ class Interval(NamedTuple):
     Attributes:
         kind: ``fetch``, the copy of weights to the device; ``forward`` and ``backward``, a layer's computation;
             ``between``, the computation between two layers; ``reduce``, the sum of gradients over several devices, with
-            the wait for the others; ``drain``, the copy of gradients to the host; ``update``, the optimizer's work;
-            ``store`` and ``return``, the copies of activations to the host and back.
+            the wait for the others; ``network``, the same over several nodes; ``drain``, the copy of gradients to the
+            host; ``update``, the optimizer's work; ``store`` and ``return``, the copies of activations to the host and
+            back.
         layer: the layer's index in the plan; the number of layers stands for the residents, None for no layer at all.
         begin, end: seconds since a moment that all intervals of a run share.
         nbytes: bytes that were copied; 0 for computations.

@@ -123,7 +123,7 @@ def make_ledger(
         pieces: whether layers are updated piece by piece, so that what one walk has left in the caches serves the next.
         narrow: whether gradients that leave as casts stay so until the update.
     """
-    narrow = narrow and accumulate == 1 and plan.ranks == 1  # sums are float32
+    narrow = narrow and accumulate == 1 and plan.alone  # sums are float32
     bytes_of = _Bytes.of(plan, narrow=narrow)
     state = _state_bytes(optimizers)
     passes = _passes(bytes_of, state or 0, accumulate, clips=clips, scales=scales, pieces=pieces, narrow=narrow)
@@ -148,7 +148,8 @@ class _Bytes:
         gradients: of all trainable parameters, in their dtypes.
         narrow: gradients that leave as casts, in that dtype: half as large as their masters' are.
         kept: gradients as they wait for the update.
-        ranks: how many devices there are, each of which fetches all layers.
+        ranks: how many devices there are on the node, each of which fetches all layers.
+        alone: whether there is one device in all.
     """
 
     weights: int
@@ -159,6 +160,7 @@ class _Bytes:
     narrow: int
     kept: int
     ranks: int
+    alone: bool
 
     @classmethod
     def of(cls, plan: Plan, *, narrow: bool) -> _Bytes:
@@ -176,6 +178,7 @@ class _Bytes:
             narrow=casts,
             kept=gradients - narrow * casts,
             ranks=plan.ranks,
+            alone=plan.alone,
         )
 
 
@@ -185,7 +188,7 @@ def _gradient_bytes(plan: Plan, bytes_of: _Bytes, *, early: bool, sums: bool, na
     # Gradients that are added to others, or widened, are staged: those of k' + 1 transfers, and of one that has landed.
     staging = (layer.gradient_bytes if sums else layer.narrow_bytes * (not narrow) for layer in layers)
     # Those of several devices are added up before they leave, in the parameters' dtypes.
-    staged = (plan.k_prime + 2) * max(staging) * (plan.ranks == 1)
+    staged = (plan.k_prime + 2) * max(staging) * plan.alone
     if not early:
         return bytes_of.kept + staged
     # Those of k' + 1 transfers, of one that has landed, and of one whose update is under way.
@@ -198,7 +201,7 @@ def _passes(
 ) -> list[Pass]:
     """All passes of a step; ``state`` in bytes, the others as in :func:`make_ledger`."""
     gradients, more = size.gradients, accumulate - 1
-    narrow_leave = size.narrow * (size.ranks == 1)
+    narrow_leave = size.narrow * size.alone
     widened = narrow_leave * (not narrow)
     wide = size.kept - size.narrow * narrow  # a narrow gradient is unscaled and clipped on its way
     clipped = wide * (clips is not None)
@@ -208,7 +211,7 @@ def _passes(
         Pass("gradients", 0, accumulate * (gradients - narrow_leave)),
         Pass("widening", widened, 2 * widened),
         # Several devices take what is there already with them, and add it up there.
-        Pass("accumulation", more * gradients * max(2, size.ranks), more * gradients * (size.ranks == 1)),
+        Pass("accumulation", more * gradients * (2 if size.alone else size.ranks), more * gradients * size.alone),
         Pass("unscaling", size.kept * scales, wide * scales),
         Pass("norm", size.kept * (clips == "norm"), 0),
         Pass("clipping", clipped * (not pieces), clipped),

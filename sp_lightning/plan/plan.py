@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sp_lightning.device.layout import Span, aligned, lay_out, total_bytes
+from sp_lightning.device.layout import ALIGNMENT, Span, aligned, lay_out, total_bytes
 from sp_lightning.model.found import Found, Layer
 from sp_lightning.plan.rings import Ring, choose_rings, choose_rings_apart
 from sp_lightning.plan.units import human_bytes
@@ -83,7 +83,8 @@ class Plan:
         experts: the indices of the layers that come only when something is routed to them.
         plain: bytes of the weights, and of the gradients, that plain training has on the device; the optimizer's state
             comes on top.
-        ranks: how many devices sum their gradients, each with slots of its own.
+        ranks: how many devices of a node sum their gradients, each with slots of its own.
+        nodes: how many nodes add up their sums.
         cache_bytes: device memory that keeps stacked experts which were used.
     """
 
@@ -100,6 +101,12 @@ class Plan:
     plain: tuple[int, int] = (0, 0)
     ranks: int = 1
     cache_bytes: int = 0
+    nodes: int = 1
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one device, which sums its gradients with nobody."""
+        return self.ranks * self.nodes == 1
 
     @property
     def moving(self) -> tuple[PlannedLayer, ...]:
@@ -131,7 +138,7 @@ class Plan:
     @property
     def gradient_bytes(self) -> int:
         """Device memory of gradients on their way to the host: those of at most k' + 1 layers, and of the residents."""
-        if self.ranks > 1:
+        if not self.alone:
             return self._reduced_bytes
         largest = max((layer.gradient_bytes for layer in self.layers), default=0)
         # While the gradients of experts arrive, those of the block around them may be there in part.
@@ -150,7 +157,13 @@ class Plan:
         parts = [aligned(-(-nbytes // self.ranks)) for nbytes in (*sizes, residents)]
         # While the own part of one of them is added up, its sum is there beside it: of half precision in float32, too.
         adding = 3 * max(parts)
-        return sum(sizes) + residents + sum((2 * self.ranks + 1) * part for part in parts) + adding
+        each = 2 * self.ranks + 1
+        if self.nodes > 1:
+            # What other nodes send, and the sum of a part of it; of half precision in float32, and rounded beside that.
+            half = any(span.dtype.itemsize == 2 for layer in (*self.layers, self.residents) for span in layer.spans)
+            parts = [part + ALIGNMENT * self.nodes for part in parts]
+            each += 5 if half else 2
+        return sum(sizes) + residents + sum(each * part for part in parts) + adding
 
     @property
     def peak_device_bytes(self) -> int:
@@ -239,14 +252,15 @@ class Plan:
         return "" if state is None else f"{human_bytes(weights + gradients + state)} with optimizer state"
 
 
-def make_plan(found: Found, *, k: int, k_prime: int, ranks: int = 1, training: bool = True) -> Plan:
+def make_plan(found: Found, *, k: int, k_prime: int, ranks: int = 1, nodes: int = 1, training: bool = True) -> Plan:
     """Gives every layer its place in memory and its ring.
 
     Args:
         found: the model's layers.
         k: how many layers are to be usable on the device at once, at least 1.
         k_prime: how many layers are to move as one transfer, at least 1.
-        ranks: how many devices sum their gradients.
+        ranks: how many devices of a node sum their gradients.
+        nodes: how many nodes add up their sums.
         training: whether batches are trained. Otherwise nearly nothing of stacked experts travels, and k and k' count the
             other layers.
     """
@@ -279,6 +293,7 @@ def make_plan(found: Found, *, k: int, k_prime: int, ranks: int = 1, training: b
         experts=found.experts,
         plain=found.plain_bytes,
         ranks=ranks,
+        nodes=nodes,
     )
     if plan.host_bytes and plan.peak_device_bytes >= plan.host_bytes:
         saves_nothing = (

@@ -108,7 +108,7 @@ class Recording:
         masters = (f"{layer.name}, float32" for layer in plan.masters)
         rows = [*(layer.name for layer in plan.layers), *masters, *(table.name for table in plan.tables)]
         if self._timeline is not None:
-            process = f"rank 0 of {plan.ranks}" if plan.ranks > 1 else None
+            process = None if plan.alone else f"rank 0 of {plan.ranks * plan.nodes}"
             self._timeline.write_text(json.dumps(chrome_trace(self.batches, rows, process)))
             partner.log.info(
                 "Superpipeline: %d batches are in %s; open it in https://ui.perfetto.dev.",
@@ -118,7 +118,7 @@ class Recording:
         if self._plot is not None:
             last = max(self.batches)
             title = f"Training batch {last}, k = {plan.k}, k' = {plan.k_prime}"
-            title += f", rank 0 of {plan.ranks}" * (plan.ranks > 1)
+            title += f", rank 0 of {plan.ranks * plan.nodes}" * (not plan.alone)
             draw_timeline(self.batches[last], rows, self._plot, title)
         self.batches.clear()
 

@@ -105,11 +105,9 @@ class Run:
         self._autocast = autocast
         self.ranks = ranks
         self._log = log
-        self._count = 1 if ranks is None else ranks.size
-        filled = options.activations == "auto"
-        self._window = Window(
-            options.k, options.k_prime, options.memory_budget, filled=filled, ranks=self._count, training=trains
-        )
+        self._count, nodes = (1, 1) if ranks is None else (ranks.size, ranks.nodes)
+        k, budget, filled = (options.k, options.k_prime), options.memory_budget, options.activations == "auto"
+        self._window = Window(*k, budget, filled=filled, ranks=self._count, nodes=nodes, training=trains)
         self._parted: list[Parted] = []
         self._host_room: int | None = None
         self.streamer: Streamer | None = None

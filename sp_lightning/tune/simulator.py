@@ -39,7 +39,8 @@ class Prediction:
     Attributes:
         seconds: from the beginning of one batch to that of the next.
         busy: seconds of work by resource: ``compute``, ``fetch``, ``drain``, ``optimizer``, ``links`` (between
-            devices), ``disk`` (if something is there), ``host`` (Python's own time), ``host memory`` (of the node).
+            devices), ``network`` (between nodes, if there are several), ``disk`` (if something is there), ``host``
+            (Python's own time), ``host memory`` (of the node).
         stalls: seconds that compute waited, by what it waited for. The keys are the index of each layer, ``gradients``
             (until they had left), ``residents``, and ``activations`` (until they had left or had come back).
         intervals: what happened when, counted from the beginning of the batch.
@@ -91,7 +92,7 @@ def predict(
     busy = {
         name: sum(event.end - event.begin for event in intervals if event.kind in kinds)
         for name, kinds in RESOURCES.items()
-        if name != "disk" or on_disk
+        if (name != "disk" or on_disk) and (name != "network" or plan.nodes > 1)
     }
     busy["host"] = walk.host_seconds
     busy["host memory"] = (plan.ranks * device.copied + host_traffic) / rates.host_memory
@@ -215,7 +216,7 @@ class Walk:
         self.device = ClockDevice(rates)
         self.stalls: dict[int | str, float] = {}
         self.host_seconds = self.ended = 0.0
-        self._ranks = plan.ranks
+        self._ranks, self._alone = plan.ranks, plan.alone
         self._visits = visits
         self._rates = rates
         self._overlap = overlap
@@ -350,10 +351,11 @@ class Walk:
 
     def _drain(self, layer: _SimulatedLayer) -> None:
         device, nbytes = self.device, layer.planned.gradient_bytes
-        if self._ranks > 1:
+        if not self._alone:
             device.wait(Stream.REDUCE, device.record(Stream.COMPUTE), Wait.REDUCE_AFTER_GRADIENT)
             sent = nbytes - layer.planned.narrow_bytes  # casts' gradients are sent in half as many bytes
             device.spend(Stream.REDUCE, sent / self._rates.links, "reduce", layer.index, sent)
+            device.spend(Stream.REDUCE, nbytes / self._rates.network, "network", layer.index, nbytes)
             device.wait(Stream.DOWNLOAD, device.record(Stream.REDUCE), Wait.DRAIN_AFTER_REDUCE)
         else:
             device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)

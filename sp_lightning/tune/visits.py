@@ -19,6 +19,7 @@ RESOURCES: dict[str, tuple[Kind, ...]] = {
     "drain": ("drain", "store"),
     "optimizer": ("update",),
     "links": ("reduce",),
+    "network": ("network",),
     "disk": ("read", "write"),
 }
 """The kinds of intervals during which each resource is busy."""
@@ -61,7 +62,8 @@ class Rates:
         visit_seconds: seconds of Python for each use of layers.
         weight_seconds: the same, more for each weight of those layers.
         synchronous: whether everything else stands still during a copy, as on the CPU.
-        links: bytes of gradients that are added up over several devices.
+        links: bytes of gradients that are added up over several devices of a node.
+        network: bytes of gradients that are added up over several nodes.
         disk: bytes that a disk reads or writes.
     """
 
@@ -73,6 +75,7 @@ class Rates:
     weight_seconds: float = 0.0
     synchronous: bool = False
     links: float = math.inf
+    network: float = math.inf
     disk: float = math.inf
 
 

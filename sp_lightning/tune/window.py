@@ -33,7 +33,7 @@ class Window:
         budget: bytes of device memory (int), or the share of what is free at set-up (float). None means all that is
             free, less a margin.
         filled: whether something else fills the memory that k and k' leave, even if both are numbers: kept activations.
-        ranks: how many devices sum their gradients.
+        ranks, nodes: how many devices of a node sum their gradients, and how many nodes do.
         training: whether batches are trained.
     """
 
@@ -45,13 +45,14 @@ class Window:
         *,
         filled: bool = False,
         ranks: int = 1,
+        nodes: int = 1,
         training: bool = True,
     ) -> None:
         self._margin = _MARGIN if filled or "auto" in (k, k_prime) else 0
         self._k = k
         self._k_prime = k_prime
         self._budget = budget
-        self._make = partial(make_plan, ranks=ranks, training=training)
+        self._make = partial(make_plan, ranks=ranks, nodes=nodes, training=training)
         self._found: Found | None = None
         self.room: int | None = None
         """Bytes of the budget; None if nothing limits device memory."""

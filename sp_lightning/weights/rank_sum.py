@@ -120,10 +120,12 @@ def sum_over_ranks(device: Device, ranks: Ranks, family: Family, *, narrow: bool
         ranks.exchange(received, sent, what)
         totals, memory = _own_part(device, ranks, _runs(spans.values(), own), received.view(ranks.size, nbytes))
         used = [sent, received, memory]
+        device.note("reduce", family.owner.index, begun, Stream.REDUCE, sent.nbytes)
         if ranks.nodes > 1:
+            begun = device.mark(Stream.REDUCE)
             totals, more = _over_nodes(device, ranks, totals, memory, what)
             used += [*more, *(total.memory for total in totals)]
-    device.note("reduce", family.owner.index, begun, Stream.REDUCE, sent.nbytes)
+            device.note("network", family.owner.index, begun, Stream.REDUCE, memory.nbytes)
     return RankSum(totals, spans, used)
 
 

@@ -1,4 +1,4 @@
-"""``plan --devices N``: what several devices of one node have together, and what each has for itself."""
+"""``plan --devices N --nodes M``: what several devices of one node have together, what each has for itself, and each node."""
 
 from __future__ import annotations
 
@@ -95,3 +95,46 @@ def test_the_text_says_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> No
 def test_updates_in_backward_keep_few_gradients(capsys: pytest.CaptureFixture[str]) -> None:
     late, early = (plan(capsys, *MODEL, "--devices", "2", "--overlap", each) for each in ("forward", "backward"))
     assert 0.6 * WEIGHTS < late["host_bytes"] - early["host_bytes"] < WEIGHTS
+
+
+# ---------------------------------------------------------------------- nodes
+
+NODES = 4
+
+
+@pytest.mark.rest("two plans of a whole model; the first tier has one of them")
+@pytest.mark.parametrize(("precision", "wide"), [("32-true", 1), ("bf16-true", 2)])
+def test_each_node_sends_its_sums_over_the_network(
+    precision: str, wide: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Everything else is as on one node; sums of 16 bits travel in float32."""
+    options = ("--precision", precision, "--devices", str(DEVICES))
+    one, several = (
+        plan(capsys, *MODEL, *options, *more) for more in ((), ("--nodes", str(NODES), "--network", "2GB/s"))
+    )
+    assert several["host_bytes"] == one["host_bytes"]
+    busy, alone = (each["windows"][0]["busy_seconds"] for each in (several, one))
+    sent = 2 * (NODES - 1) / NODES * WEIGHTS  # in float32, whatever the precision
+    assert busy["network"] == pytest.approx(sent / (2 * GIGA), rel=0.01)
+    assert "network" not in alone
+    assert {name: seconds for name, seconds in busy.items() if name != "network"} == pytest.approx(alone, rel=1e-6)
+    more = several["windows"][0]["device_bytes"] - one["windows"][0]["device_bytes"]
+    largest = max(layer["bytes"] for layer in one["layers"])
+    assert 2 * wide * (1 + 1 / NODES) * largest / DEVICES <= more < 4 * 3 * wide * largest / DEVICES
+
+
+@pytest.mark.rest("plans of a whole model; the first tier has one of them")
+def test_a_second_node_pays_if_the_network_is_fast(capsys: pytest.CaptureFixture[str]) -> None:
+    said = {}
+    for network in ("0.001", "1e6"):
+        main(["plan", *MODEL, "--nodes", "2", "--network", network])
+        said[network] = capsys.readouterr().out
+    assert "A second node does not pay" in said["0.001"]
+    assert "  network ◀" in said["0.001"]
+    assert "faster --network" in said["0.001"]
+    assert "2 train 2 times as many samples. A second node adds 100% of what the first one trains" in said["1e6"]
+    assert "network ◀" not in said["1e6"]
+    for text in said.values():
+        assert "images of 224 × 224 on each of 2 nodes" in text
+        assert "host memory of each node" in text
+        assert "in Trainer(devices=1, num_nodes=2)" in text

@@ -14,7 +14,7 @@ from sp_lightning.device.waits import Stream
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 from tests.support.models import Module
-from tests.support.ranks import RanksFailed, in_ranks, rank
+from tests.support.ranks import Number, RanksFailed, devices, in_ranks, rank, total
 from tests.support.runs import fit
 from tests.support.simdevice import SimDevice, simulated
 
@@ -45,12 +45,16 @@ class Tower(nn.Module):
         return x
 
 
-def train(shuffles: bool, budget: int | None, **options: Any) -> tuple[int, int]:
+def train(
+    shuffles: bool, budget: int | None, ranks: Number = RANKS, precision: Any = "32-true", **options: Any
+) -> tuple[int, int]:
     """Returns the most memory of this rank's device, and what the plan says without activations."""
-    batches = [torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(6 * RANKS)]
+    batches = [torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(6 * total(ranks))]
+    batches = [batch.to(torch.bfloat16) if precision == "bf16-true" else batch for batch in batches]
     with simulated(capacity=2**40) as made:
         strategy = SuperpipelineStrategy(fused_optimizer=False, memory_budget=budget, **options)
-        fit(lambda: Module(Tower(shuffles=shuffles)), batches, strategy, devices=RANKS, recorded="losses")
+        make = lambda: Module(Tower(shuffles=shuffles))  # noqa: E731
+        fit(make, batches, strategy, recorded="losses", precision=precision, **devices(ranks))
     return made[0].peak, strategy.plan.peak_device_bytes
 
 
@@ -61,6 +65,17 @@ def test_sums_of_gradients_are_in_the_plan(shuffles: bool, k_prime: int) -> None
     for peak, planned in in_ranks(RANKS, train, shuffles, None, k=1, k_prime=k_prime):
         assert peak <= planned + ACTIVATIONS
         assert peak > one.peak_device_bytes + ACTIVATIONS, "the plan of one device would not be enough"
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("ranks", [(2, 1), (2, 2)], ids=str)
+def test_sums_over_nodes_are_in_the_plan(ranks: Number, precision: Any) -> None:
+    numbers = {"ranks": devices(ranks)["devices"], "k": 1, "k_prime": 1}
+    tower = Tower(shuffles=False).to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
+    one_node = make_plan(find_layers(tower), **numbers)
+    for peak, planned in in_ranks(ranks, train, False, None, ranks, precision, k=1, k_prime=1):
+        assert peak <= planned + ACTIVATIONS
+        assert planned > one_node.peak_device_bytes
 
 
 def test_a_budget_without_room_for_sums_is_refused_before_any_batch() -> None:
