@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from sp_lightning.plan.ledger import Ledger
 from sp_lightning.plan.plan import Plan
-from sp_lightning.plan.state_placement import StatePlacement, place_state
+from sp_lightning.plan.state_placement import StatePlacement, choose_weights, place_state, window_bytes
 from sp_lightning.plan.units import human_bytes
 
 _DAY = 24 * 60 * 60
@@ -22,12 +23,16 @@ class BelowMemory:
         others: bytes of host memory that cannot be on the disk.
         training: whether it is optimizer state, which is written, too.
         why_not: the reason if there is no placement.
+        weights: bytes of trained weights on the disk, by the names of layers.
+        window: bytes of host memory that they pass through.
     """
 
     placement: StatePlacement | None
     others: int
     training: bool
     why_not: str = ""
+    weights: Mapping[str, int] = field(default_factory=dict)
+    window: int = 0
 
     @property
     def host_bytes(self) -> int:
@@ -35,12 +40,17 @@ class BelowMemory:
         return self.others + (0 if self.placement is None else self.placement.memory_bytes)
 
     def by_index(self, plan: Plan) -> Mapping[int, int]:
-        """Bytes on the disk by the index of the layer."""
+        """Bytes that a layer's update reads, and as many that it writes, by the layer's index; or that a fetch reads.
+
+        Trained weights on the disk are written once and read up to three times, twice by fetches: that counts as the update's.
+        """
         if self.placement is None:
             return {}
-        below = self.placement.on_disk
-        layers = (*plan.moving, plan.residents)
-        return {index: below[layer.name] for index, layer in enumerate(layers) if layer.name in below}
+        below = Counter(self.placement.on_disk) + Counter({name: 2 * size for name, size in self.weights.items()})
+        layers = (*plan.layers, *plan.tables, plan.residents)
+        first = len(plan.layers) + len(plan.masters)
+        indices = (*range(len(plan.layers)), *range(first, first + len(plan.tables) + 1))
+        return {index: below[layer.name] for index, layer in zip(indices, layers, strict=True) if layer.name in below}
 
     def lines(self, parameters: int, seconds: float | None) -> list[str]:
         """What a reader should know of it.
@@ -65,14 +75,21 @@ class BelowMemory:
             f"disk: {human_bytes(nbytes)} of {what}, of {len(self.placement.on_disk)} layers, through "
             f"{human_bytes(self.placement.staging)} of host memory; {moved}"
         )
+        lines = [line]
+        if self.weights:
+            trained = human_bytes(sum(self.weights.values()))
+            lines.append(
+                f"disk: {trained} of trained weights, too, through {human_bytes(self.window)} of host memory; each step "
+                "writes them once and reads them up to three times"
+            )
         if not self.training or not seconds:
-            return [line]
-        daily = nbytes / seconds * _DAY
-        return [line, f"disk: {daily / 1e12:.3g} TB are written in a day of training; look up what the drive endures"]
+            return lines
+        daily = (nbytes + sum(self.weights.values())) / seconds * _DAY
+        return [*lines, f"disk: {daily / 1e12:.3g} TB are written in a day of training; look up what the drive endures"]
 
 
 def place_training(plan: Plan, ledger: Ledger, more: int, host_memory: int | None) -> BelowMemory:
-    """Places optimizer state.
+    """Places optimizer state, and trained weights if that is not enough.
 
     Args:
         plan: the layers.
@@ -83,7 +100,16 @@ def place_training(plan: Plan, ledger: Ledger, more: int, host_memory: int | Non
     state, gradients = ledger.state or 0, sum(layer.gradient_bytes for layer in plan.trained)
     sizes = {layer.name: layer.gradient_bytes * state // max(gradients, 1) for layer in plan.trained}
     others = ledger.nbytes - state + more
-    return _place({name: nbytes for name, nbytes in sizes.items() if nbytes}, others, host_memory, training=True)
+    sizes = {name: nbytes for name, nbytes in sizes.items() if nbytes}
+    placed = _place(sizes, others, host_memory, training=True)
+    if placed.placement is not None or host_memory is None:
+        return placed
+    chosen = choose_weights(plan, others + 2 * max(sizes.values(), default=0) - host_memory)
+    weights = Counter[str]()
+    for planned in chosen:
+        weights[planned.name] += planned.nbytes
+    others += window_bytes(chosen) - sum(weights.values())
+    return replace(_place(sizes, others, host_memory, training=True), weights=weights, window=window_bytes(chosen))
 
 
 def place_inference(plan: Plan, host_bytes: int, host_memory: int | None) -> BelowMemory:

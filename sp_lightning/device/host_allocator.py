@@ -17,3 +17,11 @@ def return_large_blocks() -> None:
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE)
     except (AttributeError, OSError, TypeError):  # another library
         return
+
+
+def return_free_memory() -> None:
+    """Has the C library return what is free to the system, where it is glibc."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):  # another library
+        return

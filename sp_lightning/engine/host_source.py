@@ -55,8 +55,17 @@ class HostSource:
             self._adopt(layer.masters)
             if not layer.casts.current:
                 self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
+                self._use(layer.masters.block)
             layer.casts.refresh()
+        self._use(layer.block)
         return layer.block.weights, None
+
+    def _use(self, block: HostBlock) -> None:
+        try:
+            block.memory.use()
+        except OSError as error:
+            self._updates.partially_updated = f"weights on the disk could not be read or written: {error!r}"
+            raise
 
     def synchronize(self) -> None:
         """Lets the host wait until no transfer reads its weights any more, because what comes now may write them."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sp_lightning.device.device import Device
+from sp_lightning.device.host_allocator import return_free_memory
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Wait
 from sp_lightning.engine.file_source import FileSource
@@ -21,12 +22,14 @@ from sp_lightning.model.found import Layer
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.optim.shared_updates import SharedUpdates
 from sp_lightning.plan.plan import Plan, PlannedLayer
+from sp_lightning.plan.state_placement import window_bytes
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import Allocate, PrivateMemory, SharedStore, pages_of
 from sp_lightning.store.file_block import FileBlock
 from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.store.mapped import FilePlace
+from sp_lightning.store.mapped_scratch import MappedFile, let_go, note_on_disk
 from sp_lightning.store.weight_reader import WeightReader
 from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.gradients import Gradients
@@ -40,10 +43,23 @@ class Placement:
     Attributes:
         remark: what a user should know of it, as a sentence.
         bytes_in_files: of weights that are read in place.
+        bytes_on_scratch: of weights that are trained, and on a disk.
+        window: bytes of those that are in memory at a time.
+        moved: bytes of them that were read and written so far.
     """
 
     remark = ""
-    bytes_in_files = 0
+    bytes_in_files = bytes_on_scratch = window = moved = 0
+
+    def leave(self) -> None:
+        """Has weights leave memory that were absorbed and are on a disk."""
+
+    def settle(self) -> None:
+        """Waits until nothing is being written.
+
+        Raises:
+            OSError: something could not be.
+        """
 
     def allocate(self, device: Device, plan: Plan) -> Allocate:
         """Returns what allocates the host memory of the plan's layers, in their order."""
@@ -131,7 +147,7 @@ class OnFiles(Placement):
     """
 
     def __init__(self, places: Mapping[str, Sequence[FilePlace | None]], remark: str, nbytes: int) -> None:
-        self._places = places
+        self.places = places
         self.remark = remark
         self.bytes_in_files = nbytes
         self.reader = WeightReader()
@@ -141,13 +157,61 @@ class OnFiles(Placement):
     def block(
         self, layer: Layer, planned: PlannedLayer, *args: Any, fetched_seldom: bool = False, **options: Any
     ) -> HostBlock:
-        if fetched_seldom or planned.name not in self._places:  # masters have the name of their layer
+        if fetched_seldom or planned.name not in self.places:  # masters have the name of their layer
             return super().block(layer, planned, *args, fetched_seldom=fetched_seldom, **options)
-        return FileBlock(layer, planned, *args, reader=self.reader, places=self._places[planned.name], **options)
+        return FileBlock(layer, planned, *args, reader=self.reader, places=self.places[planned.name], **options)
 
     @property
     def source(self) -> type[HostSource]:
         return FileSource
+
+
+class OnScratch(Placement):
+    """The parts of one device where trained weights of some layers are in a scratch file.
+
+    Args:
+        inner: says where the others are.
+        file: the scratch file.
+        chosen: the layers and masters that are there.
+        remark: what a user should know of it.
+    """
+
+    def __init__(self, inner: Placement, file: MappedFile, chosen: Sequence[PlannedLayer], remark: str) -> None:
+        self._inner = inner
+        self.file = file
+        self._chosen = set(map(id, chosen))
+        self.remark = f"{inner.remark} {remark}".strip()
+        self.bytes_in_files = inner.bytes_in_files
+        self.bytes_on_scratch = sum(planned.nbytes for planned in chosen)
+        self.window = window_bytes(chosen)
+
+    @property
+    def moved(self) -> int:  # type: ignore[override]
+        return self.file.read_bytes + self.file.written_bytes
+
+    def leave(self) -> None:
+        self.file.leave()
+
+    def settle(self) -> None:
+        self.file.settle()
+
+    def block(
+        self, layer: Layer, planned: PlannedLayer, device: Device, staging: Staging, allocate: Allocate, **options: Any
+    ) -> HostBlock:
+        if id(planned) not in self._chosen:
+            return self._inner.block(layer, planned, device, staging, allocate, **options)
+        sources = [(parameter.data_ptr(), parameter.nbytes) for _, parameter in layer.parameters]
+        block = HostBlock(layer, planned, device, staging, self.file.allocate, **options)
+        note_on_disk(block.parameters)
+        for source in sources:  # they may be a mapped file's, which stays mapped until all of it was absorbed
+            let_go(*source)
+        block.memory.use()  # those that were absorbed before it go
+        return_free_memory()
+        return block
+
+    @property
+    def source(self) -> type[HostSource]:
+        return self._inner.source
 
 
 def update_threads(processes: int) -> int:

@@ -64,6 +64,7 @@ class BackgroundUpdates:
             try:
                 if self._failure is None:
                     for block in blocks:
+                        block.memory.use()
                         self._device.access(block.weights, Stream.UPDATE, write=True)
                     begun = self._device.mark(Stream.UPDATE)
                     with torch.DisableTorchFunctionSubclass(), torch.no_grad():

@@ -50,6 +50,7 @@ class Ledger:
         on_disk: bytes of the state that are on a disk and not in memory.
         staging: bytes of memory that they pass through.
         disk_traffic: bytes that were read and written there for each step so far; 0 before the first one.
+        weights_on_disk: bytes of trained weights that are on a disk, too.
     """
 
     parameters: int
@@ -61,6 +62,7 @@ class Ledger:
     on_disk: int = 0
     staging: int = 0
     disk_traffic: float = 0.0
+    weights_on_disk: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -93,10 +95,11 @@ class Ledger:
         if not self.on_disk:
             return ""
         so_far = f"{self.disk_traffic / count:.3g} so far, " if self.disk_traffic else ""
+        weights = f"{human_bytes(self.weights_on_disk)} of trained weights and " if self.weights_on_disk else ""
         return (
-            f"\nSuperpipeline: {human_bytes(self.on_disk)} of the optimizer state are on a disk and pass through "
+            f"\nSuperpipeline: {weights}{human_bytes(self.on_disk)} of the optimizer state are on a disk and pass through "
             f"{human_bytes(self.staging)} of memory; bytes read and written per parameter and step: {so_far}"
-            f"{2 * self.on_disk / count:.3g} at least."
+            f"{2 * (self.on_disk + self.weights_on_disk) / count:.3g} at least."
         )
 
 

@@ -1,11 +1,12 @@
-"""Where the state of optimizers is: in host memory as far as it fits, and on a disk below that."""
+"""Where the state of optimizers is: in host memory as far as it fits, and on a disk below that; trained weights after it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.plan.units import human_bytes
 
 
@@ -80,3 +81,32 @@ def place_state(sizes: Mapping[str, int], room: int | None) -> StatePlacement:
             'SuperpipelineStrategy(optimizer_overlap="backward") holds no gradients, and layers= can name smaller layers.'
         )
     return placement
+
+
+WINDOW = 4
+"""Layers of which trained weights that are on a disk are in memory at a time: fetched, updated, and written out."""
+
+
+def choose_weights(plan: Plan, missing: int, but: Collection[str] = ()) -> list[PlannedLayer]:
+    """Returns what of trained layers is on a disk, because so many bytes of host memory are missing.
+
+    Masters go first, because nothing but their update reads them; then layers, in their order.
+
+    Args:
+        plan: the layers.
+        missing: bytes, although all state is on the disk.
+        but: the names of layers that are not asked.
+    """
+    chosen = list[PlannedLayer]()
+    trained = [layer for layer in plan.layers if layer.gradient_bytes and not layer.rows and layer.name not in but]
+    names = {layer.name for layer in trained}
+    for planned in (*(each for each in plan.masters if each.name in names), *trained):
+        if missing <= 0 or sum(each.nbytes for each in chosen) >= missing + window_bytes(chosen):
+            break
+        chosen.append(planned)
+    return chosen
+
+
+def window_bytes(chosen: Collection[PlannedLayer]) -> int:
+    """Bytes of memory that such weights pass through."""
+    return WINDOW * max((each.nbytes for each in chosen), default=0)

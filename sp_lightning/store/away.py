@@ -18,6 +18,7 @@ from sp_lightning.device.layout import Span
 from sp_lightning.device.metadata import UNCHANGED_BY_UPDATES
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import save_by_way_of, tree_leaves
+from sp_lightning.store.mapped_scratch import is_on_disk, let_go
 
 
 class Home(Protocol):
@@ -150,12 +151,19 @@ def give(tensors: Sequence[Away]) -> None:
 
 
 def save(content: Any, stream: IO[bytes]) -> None:
-    """As ``torch.save``, but tensors that are away pass through memory one after the other, and stay away."""
-    if not any(type(leaf) is Away for leaf in tree_leaves(content)):
+    """As ``torch.save``, but tensors that are on a disk pass through memory one after the other, and stay there."""
+    leaves = [leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor)]
+    mapped = any(type(leaf) is Tensor and leaf.layout is torch.strided and is_on_disk(leaf) for leaf in leaves)
+    if not mapped and not any(type(leaf) is Away for leaf in leaves):
         torch.save(content, stream)
         return
+    written: Any = None
 
     def value(data: Any) -> Any:
+        nonlocal written
+        if written is not None:
+            let_go(written.data_ptr(), written.nbytes())
+        written = data if data is not None and is_on_disk(data) else None
         if id(data) not in storages:
             return data
         _, tensor = storages[id(data)]
@@ -167,6 +175,7 @@ def save(content: Any, stream: IO[bytes]) -> None:
         save_by_way_of(value, content, stream)
     finally:
         _writing.storages = None
+        value(None)
 
 
 def leave_files(optimizer: Any) -> None:

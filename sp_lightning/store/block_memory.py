@@ -43,6 +43,9 @@ class BlockMemory(Protocol):
     def anew(self) -> None:
         """Takes other memory for ``seen``. Whoever holds tensors in that of before keeps their values."""
 
+    def use(self) -> None:
+        """Called before all of it is read or written."""
+
     def unpin(self) -> None:
         """Releases the page lock. The memory and its contents stay."""
 
@@ -89,6 +92,9 @@ class PrivateMemory(_OneTensor):
         self.common = self._memory.bytes[: self._nbytes]
         self.pinned = self._memory.pinned
 
+    def use(self) -> None:
+        """It is there."""
+
     def unpin(self) -> None:
         self._memory.unpin()
         self.pinned = False
@@ -112,6 +118,9 @@ class SparseMemory(_OneTensor):
         pages = mmap.mmap(-1, whole_pages(self._nbytes), flags=flags)
         pages.madvise(mmap.MADV_NOHUGEPAGE)
         self.common = torch.frombuffer(pages, dtype=torch.uint8)[: self._nbytes]
+
+    def use(self) -> None:
+        """It is there."""
 
     def unpin(self) -> None:
         """Nothing is page-locked."""
@@ -203,6 +212,9 @@ class SharedBlockMemory:
         self.view.keep(self._offset, self._offset + self._pages)
         self.view = self._memory.view_anew(self._begin, self._begin + self._pages)
         self._offset = 0
+
+    def use(self) -> None:
+        """It is there."""
 
     def unpin(self) -> None:
         self._lock.unpin()

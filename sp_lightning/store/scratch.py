@@ -14,6 +14,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -206,23 +207,36 @@ _RESUME = "The step was not finished; go on from the last checkpoint"
 
 def _create(folder: Path) -> tuple[int, bool]:
     """Creates a file without a name. Returns its descriptor, and whether it can be read and written directly."""
-    for direct in (True, False):
-        flags = os.O_RDWR | os.O_CLOEXEC | (getattr(os, "O_DIRECT", 0) if direct else 0)
-        try:
-            descriptor = _without_name(folder, flags)
-        except OSError as error:
-            if direct and error.errno == errno.EINVAL:  # the file system refuses direct I/O
-                continue
-            raise OSError(
-                error.errno,
-                f"disk= names a folder in which no file can be created: {error.strerror}. Name one that is there and that you "
-                "may write",
-                str(folder),
-            ) from error
-        if not direct or _works(descriptor):
-            return descriptor, direct and hasattr(os, "O_DIRECT")
+    with suppress(_Refused):  # the file system refuses direct I/O
+        descriptor = create(folder, direct=True)
+        if _works(descriptor):
+            return descriptor, hasattr(os, "O_DIRECT")
         os.close(descriptor)
-    raise AssertionError("a file without direct I/O can always be used")
+    return create(folder, direct=False), False
+
+
+class _Refused(Exception):
+    """The file system has no direct I/O."""
+
+
+def create(folder: Path, *, direct: bool) -> int:
+    """Creates a file without a name, and returns its descriptor.
+
+    Raises:
+        OSError: it cannot be created there.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | (getattr(os, "O_DIRECT", 0) if direct else 0)
+    try:
+        return _without_name(folder, flags)
+    except OSError as error:
+        if direct and error.errno == errno.EINVAL:
+            raise _Refused from error
+        raise OSError(
+            error.errno,
+            f"disk= names a folder in which no file can be created: {error.strerror}. Name one that is there and that you "
+            "may write",
+            str(folder),
+        ) from error
 
 
 def _without_name(folder: Path, flags: int) -> int:

@@ -117,13 +117,19 @@ class DiskTier:
             if state is not None:
                 state.absorb(optimizer, _by_layer(optimizer, layer_of))
 
-    def note_in(self, ledger: Ledger) -> Ledger:
-        """Returns a ledger with what is on the disk."""
+    def note_in(self, ledger: Ledger, window: int, moved: int) -> Ledger:
+        """Returns a ledger with what is on the disk.
+
+        Args:
+            ledger: without it.
+            window: bytes of memory that weights on the disk pass through.
+            moved: bytes of them that were read and written so far.
+        """
         if self.placement is None:
             return ledger
-        moved = (self._file.read_bytes + self._file.written_bytes) / max(self.steps, 1)
+        each = (self._file.read_bytes + self._file.written_bytes + moved) / max(self.steps, 1)
         below = min(self.placement.disk_bytes, ledger.state or 0)
-        return replace(ledger, on_disk=below, staging=self.placement.staging, disk_traffic=moved)
+        return replace(ledger, on_disk=below, staging=self.placement.staging + window, disk_traffic=each)
 
 
 def _by_layer(

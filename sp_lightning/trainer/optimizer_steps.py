@@ -163,7 +163,9 @@ class OptimizerSteps:
         if options.disk is None:
             return self._ledger.state or 0
         self.disk = DiskTier(options.disk, options.host_memory, self._run.finish_updates, self._log)
+        self._run.placement.leave()  # the memory that is counted next has none of them; those of a window come
         others = self._ledger.gradients + streamer.plan.peak_device_bytes * streamer.device.computes_on_host
+        others += self._run.placement.window
         placement = self.disk.place(self._trainer.optimizers, streamer.updating.layer_of, others)
         self.arrange(self._trainer)
         self.absorb_state()
@@ -215,8 +217,10 @@ class OptimizerSteps:
             pieces=pieces,
             narrow=pieces and self._ranks is None and nobody_sees_gradients(trainer),
         )
-        ledger = replace(ledger, weights=ledger.weights - self._run.placement.bytes_in_files)
-        return ledger if self.disk is None else self.disk.note_in(ledger)
+        where = self._run.placement
+        away = where.bytes_in_files + where.bytes_on_scratch
+        ledger = replace(ledger, weights=ledger.weights - away, weights_on_disk=where.bytes_on_scratch)
+        return ledger if self.disk is None else self.disk.note_in(ledger, where.window, where.moved)
 
     def _clips(self) -> str | None:
         """How the trainer clips gradients: ``"norm"``, ``"value"``, or None if it does not."""

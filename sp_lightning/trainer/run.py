@@ -40,7 +40,7 @@ from sp_lightning.plan.plan import Plan
 from sp_lightning.trainer.buffers import move_to_device
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.retry import Snapshot
-from sp_lightning.trainer.weights_in_place import place_weights
+from sp_lightning.trainer.weights_on_scratch import place
 from sp_lightning.tune.tuner import Tuner
 from sp_lightning.tune.window import Window
 from sp_lightning.weights.buffers import find_averages
@@ -183,7 +183,8 @@ class Run:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the engine, which may be at work: a copy is that of a run that is over."""
-        return {**vars(self), "streamer": None, "tuner": None, "_results": self._now()}
+        placement = ONE_DEVICE if self.ranks is None else self.placement  # files are not copied
+        return {**vars(self), "streamer": None, "tuner": None, "placement": placement, "_results": self._now()}
 
     def _build(self) -> None:
         device = device_for(self._device)
@@ -218,9 +219,8 @@ class Run:
         """Makes the engine's parts that depend on where weights are."""
         if self.ranks is not None:
             return OnRanks(self.ranks)
-        if self._options.disk is None:
-            return ONE_DEVICE
-        return place_weights(found, plan, self._options.host_memory, self._device, training=self._trains)
+        accumulate = self._module.trainer.accumulate_grad_batches * self._trains
+        return place(found, plan, self._options, self._device, accumulate=accumulate)
 
     @property
     def _balanced(self) -> bool:
@@ -281,6 +281,7 @@ class Run:
         if self.streamer is not None:
             with self.whole_after_failure():
                 self.streamer.updates.finish()
+                self.placement.settle()
 
     def make_room(self, error: torch.OutOfMemoryError, snapshot: Snapshot | None) -> bool:
         """Shrinks the window after an error. Returns whether the step can be repeated; the error says why not.
@@ -309,6 +310,7 @@ class Run:
         if self.streamer is None:
             yield
             return
+        self.placement.settle()
         with self.streamer.reading():
             yield
         self.streamer.allow_writes()  # hooks of users follow (on_save_checkpoint), which may write weights

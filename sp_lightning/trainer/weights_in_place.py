@@ -61,7 +61,7 @@ def place_weights(
     """
     files = InFiles()
     with suppress(FileNotFoundError, PermissionError):  # not every system says what is mapped
-        files = _in_files(found, plan, training=training)
+        files = in_files(found, plan, training=training)
     room = _room(host_memory, plan, device, training * 3 * _trained(found) - files.resident)
     if room is None or not files.places:
         return ONE_DEVICE
@@ -123,7 +123,7 @@ def _trained(found: Found) -> int:
     return sum(p.nbytes for layer in layers for _, p in layer.parameters if p.requires_grad)
 
 
-def _in_files(found: Found, plan: Plan, *, training: bool) -> InFiles:
+def in_files(found: Found, plan: Plan, *, training: bool) -> InFiles:
     mappings, files = Mappings(), InFiles()
 
     def place(parameter: nn.Parameter) -> FilePlace | None:

@@ -34,6 +34,17 @@ def test_a_faster_disk_is_faster_and_speeds_are_numbers_too(capsys: pytest.Captu
     assert slow["windows"][0]["seconds"] > 3 * fast["windows"][0]["seconds"]
 
 
+@pytest.mark.rest("plans of a whole model; the first tier has one of them")
+def test_trained_weights_are_on_the_disk_where_state_alone_is_not_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    backward = ("--overlap", "backward", "--disk", "1GB/s", "--host-memory")
+    found, more = answer(capsys, *backward, "400MiB"), answer(capsys, *backward, "600MiB")
+    assert found["host_fits"]
+    assert found["host_bytes"] <= 400 * 2**20 < WEIGHTS + 100 * 2**20
+    assert "of trained weights, too" in found["disk"][1]
+    assert not any("trained weights" in line for line in more["disk"])
+    assert found["windows"][0]["busy_seconds"]["disk"] > more["windows"][0]["busy_seconds"]["disk"]
+
+
 @pytest.mark.rest("a plan of a whole model; the first tier has one of them")
 def test_weights_are_read_in_place_in_inference(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, "--predict", "--disk", "1GB/s", "--host-memory", "256MiB")

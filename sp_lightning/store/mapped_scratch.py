@@ -1,0 +1,291 @@
+"""Weights on a disk: host memory that is mapped from a scratch file, of which a few layers' pages are in memory at a time.
+
+User code finds ordinary parameters: what it touches comes, and what it writes is written out when its layer goes. So nothing
+has to be told of reads and writes, and results cannot depend on it. The file has nothing in common with that of optimizer
+state, which is read and written past the page cache; its room is taken before it is mapped, and nobody makes it shorter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from sp_lightning.device.layout import PAGE, whole_pages
+from sp_lightning.device.metadata import UNCHANGED_BY_UPDATES
+from sp_lightning.plan.state_placement import WINDOW
+from sp_lightning.plan.units import human_bytes
+from sp_lightning.store.scratch import create
+
+_PAGE_OUT = 21  # of Linux 5.4
+_POPULATE_READ = 22  # of Linux 5.14; a read that fails is an error then, and not a signal
+_WRITE_OUT = 1 | 2 | 4  # wait for what is under way, begin the rest, wait for it
+
+
+def supported() -> bool:
+    """Whether the system has what this needs."""
+    return _libc is not None and hasattr(mmap, "MADV_DONTFORK")
+
+
+_Two = tuple[int, int]
+
+
+class MappedFile:
+    """A file without a name, whose parts are mapped.
+
+    Args:
+        folder: where it is.
+
+    Attributes:
+        read_bytes, written_bytes: what was asked to be read and written so far.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._descriptor = create(folder, direct=False)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._end = 0
+        self._lock = threading.RLock()
+        self._in_memory: deque[MappedMemory] = deque()
+        self._next: dict[_Two, MappedMemory] = {}
+        self._last: dict[int, _Two] = {}  # by thread: the background's updates have an order of their own
+        self._leaving: deque[Future[None]] = deque()
+        self._failure: OSError | None = None
+        self._thread = ThreadPoolExecutor(1, "superpipeline-mapped")
+        self.read_bytes = self.written_bytes = 0
+        weakref.finalize(self, self._thread.shutdown, wait=False)
+
+    def allocate(self, nbytes: int, pin: bool) -> MappedMemory:
+        """Returns memory, which cannot be page-locked: that would keep it in memory.
+
+        Raises:
+            OSError: the disk has no room, or its files cannot be mapped.
+        """
+        size = max(whole_pages(nbytes), mmap.PAGESIZE)
+        begin = self._end
+        try:
+            os.posix_fallocate(self._descriptor, begin, size)
+            pages = mmap.mmap(self._descriptor, size, offset=begin)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{human_bytes(size)} more of scratch space are needed for weights ({error.strerror}). Free some, or name a "
+                "folder on another disk: SuperpipelineStrategy(disk=FOLDER)",
+                str(self._folder),
+            ) from error
+        self._end += size
+        return MappedMemory(self, begin, nbytes, pages)
+
+    def use(self, memory: MappedMemory) -> None:
+        """Has a block's pages in memory. Those of the block that was used longest ago go, and those of the next one are read.
+
+        Raises:
+            OSError: a read or an earlier write has failed.
+        """
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            while self._leaving and (len(self._leaving) > WINDOW or self._leaving[0].done()):
+                self._written(self._leaving.popleft())
+            if memory in self._in_memory:
+                self._in_memory.remove(memory)
+            else:
+                self.read_bytes += memory.nbytes
+            self._in_memory.append(memory)
+            while len(self._in_memory) > WINDOW:
+                self._leave(self._in_memory.popleft())
+            last = self._last.get(thread := threading.get_ident(), (0, 0))
+            self._next[last] = memory
+            self._last[thread] = last = last[1], memory.begin
+            following = self._next.get(last)
+        memory.populate()
+        if following is not None and following is not memory:
+            following.advise(mmap.MADV_WILLNEED)
+
+    def leave(self) -> None:
+        """Has all pages leave memory."""
+        with self._lock:
+            while self._in_memory:
+                self._leave(self._in_memory.popleft())
+        self.settle()
+
+    def settle(self) -> None:
+        """Waits for what is being written.
+
+        Raises:
+            OSError: a write has failed.
+        """
+        with self._lock:
+            while self._leaving:
+                self._written(self._leaving.popleft())
+            if self._failure is not None:
+                raise self._failure
+
+    def _written(self, leaving: Future[None]) -> None:
+        try:
+            leaving.result()
+        except OSError as error:
+            self._failure = error  # the file does not have what the pages had
+            raise
+
+    def _leave(self, memory: MappedMemory) -> None:
+        self.written_bytes += memory.nbytes
+        memory.advise(
+            mmap.MADV_DONTNEED
+        )  # of a shared mapping this takes the pages; what was written is the file's still
+        self._leaving.append(self._thread.submit(self._write_out, memory))
+
+    def _write_out(self, memory: MappedMemory) -> None:
+        memory.advise(
+            mmap.MADV_DONTNEED
+        )  # of a shared mapping this takes the pages, and what was written stays in the file's
+        descriptor, size = self._descriptor, len(memory.pages)
+        assert _libc is not None
+        if _libc.sync_file_range(descriptor, memory.begin, size, _WRITE_OUT):
+            raise self.failed("written", ctypes.get_errno())
+        os.posix_fadvise(descriptor, memory.begin, size, os.POSIX_FADV_DONTNEED)
+
+    def failed(self, what: str, number: int) -> OSError:
+        """The error for weights that could not be read or written."""
+        return OSError(
+            number,
+            f"Weights on the disk could not be {what}: {os.strerror(number)}. The step was not finished; go on from the last "
+            "checkpoint",
+            str(self._folder),
+        )
+
+
+class MappedMemory:
+    """The :class:`~sp_lightning.store.block_memory.BlockMemory` of a block whose weights are on a disk.
+
+    Attributes:
+        begin: where it is in the file.
+        nbytes: how much it is.
+        pages: the mapping.
+    """
+
+    pinned = True  # there is nothing to warn of: it is not meant to be
+
+    def __init__(self, file: MappedFile, begin: int, nbytes: int, pages: mmap.mmap) -> None:
+        self._file = file
+        self.nbytes = nbytes
+        self._map(begin, pages)
+
+    def _map(self, begin: int, pages: mmap.mmap) -> None:
+        self.begin, self.pages = begin, pages
+        pages.madvise(mmap.MADV_DONTFORK)
+        self.common = torch.frombuffer(pages, dtype=torch.uint8)[: self.nbytes]
+        self.first: Tensor | None = self.common
+        _mapped[pages] = self.common.data_ptr()
+
+    def anew(self) -> None:
+        other = self._file.allocate(self.nbytes, False)
+        self._map(other.begin, other.pages)
+
+    @property
+    def seen(self) -> Tensor:
+        return self.common
+
+    @property
+    def fetched(self) -> Tensor:
+        return self.common
+
+    def unpin(self) -> None:
+        """Nothing is page-locked."""
+
+    def use(self) -> None:
+        """Has the pages in memory, because they are going to be read or written."""
+        self._file.use(self)
+
+    def populate(self) -> None:
+        """Reads the pages.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        number = self.advise(_POPULATE_READ)
+        if number not in (0, errno.EINVAL):  # an older kernel reads when they are touched
+            raise self._file.failed("read", errno.EIO if number == errno.EFAULT else number)
+
+    def advise(self, advice: int) -> int:
+        """Tells the system what becomes of the pages, without holding up Python's other threads. Returns its error."""
+        return _advise(self.common.data_ptr(), len(self.pages), advice)
+
+
+class _NotHere(nn.Parameter):
+    """A parameter whose values are on a disk, in a forked process."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in UNCHANGED_BY_UPDATES:
+            with torch.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise RuntimeError(
+            "This weight is on a disk, in a file of the process that trains. A forked process cannot read it: read it before the "
+            "fork (parameter.clone())."
+        )
+
+
+_mapped: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()
+"""The address of each mapping."""
+
+_noted: Any = WeakIdKeyDictionary()
+"""Parameters that were noted to be on a disk."""
+
+
+def note_on_disk(parameters: Sequence[nn.Parameter]) -> None:
+    """Notes parameters whose memory is mapped from a scratch file. A forked process does not have it."""
+    for parameter in parameters:
+        _noted[parameter] = True
+
+
+def is_on_disk(tensor: Any) -> bool:
+    """Whether the memory of a plain tensor, or of a storage, is mapped from a scratch file, of this run or an earlier one."""
+    if not _mapped:
+        return False
+    with torch.DisableTorchFunctionSubclass():  # a stand-in is not brought by this
+        address = tensor.data_ptr()
+    return any(begin <= address < begin + len(pages) for pages, begin in _mapped.items())
+
+
+def let_go(address: int, nbytes: int) -> None:
+    """Has pages leave memory that a file has, too, but for those that have other bytes as well; what was written is kept."""
+    begin, end = whole_pages(address), (address + nbytes) // PAGE * PAGE
+    if end > begin:
+        _advise(begin, end - begin, _PAGE_OUT)
+
+
+def _advise(address: int, nbytes: int, advice: int) -> int:
+    assert _libc is not None
+    return ctypes.get_errno() if _libc.madvise(address, nbytes, advice) else 0
+
+
+def _after_fork() -> None:
+    for parameter in list(_noted):
+        if is_on_disk(parameter):
+            parameter.__class__ = _NotHere
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+_libc: ctypes.CDLL | None = None
+with suppress(OSError, AttributeError, TypeError):
+    _libc = ctypes.CDLL(None, use_errno=True)
+    _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -1,0 +1,75 @@
+"""Which trained weights are on a disk: those that host memory does not hold although all of the optimizers' state is there."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import torch
+
+from sp_lightning.device.host_allocator import return_large_blocks
+from sp_lightning.engine.placement import ONE_DEVICE, OnFiles, OnScratch, Placement
+from sp_lightning.model.found import Found
+from sp_lightning.plan.host_memory import room_for
+from sp_lightning.plan.ledger import make_ledger
+from sp_lightning.plan.plan import Plan
+from sp_lightning.plan.state_placement import WINDOW, choose_weights
+from sp_lightning.plan.units import human_bytes
+from sp_lightning.store.mapped_scratch import MappedFile, is_on_disk, supported
+from sp_lightning.trainer.options import Options
+from sp_lightning.trainer.weights_in_place import InFiles, in_files, place_weights
+
+_STATE = 2
+"""Tensors of state that an optimizer has for a parameter, as Adam has, before there is one."""
+
+
+def place(found: Found, plan: Plan, options: Options, device: torch.device, *, accumulate: int) -> Placement:
+    """Decides where weights are.
+
+    Args:
+        found, plan: the layers.
+        options: the user's.
+        device: where layers compute.
+        accumulate: how many micro-batches a step has; 0 if no weights are trained.
+
+    Returns:
+        The engine's parts for it.
+
+    Raises:
+        MemoryError: there is not even room for what does not stay in files.
+        OSError: no file can be created in the folder.
+    """
+    if options.disk is None:
+        return ONE_DEVICE
+    inner = place_weights(found, plan, options.host_memory, device, training=accumulate > 0)
+    if not accumulate or not supported():
+        return inner
+    missing = missing_bytes(inner, found, plan, options, device, accumulate)
+    chosen = choose_weights(plan, missing, inner.places if isinstance(inner, OnFiles) else ())
+    if not chosen:
+        return inner
+    return_large_blocks()
+    nbytes = sum(each.nbytes for each in chosen)
+    remark = (
+        f"{human_bytes(nbytes)} of trained weights are on the disk, and those of {WINDOW} layers in memory at a time, because "
+        f"{human_bytes(missing)} of host memory are missing although all optimizer state is on the disk."
+    )
+    return OnScratch(inner, MappedFile(options.disk), chosen, remark)
+
+
+def missing_bytes(
+    inner: Placement, found: Found, plan: Plan, options: Options, device: torch.device, accumulate: int
+) -> int:
+    """Returns how much host memory is missing for weights, gradients, and the state of layers on its way."""
+    room = room_for(options.host_memory)
+    if room is None:
+        return 0
+    files, stay = InFiles(), inner.places if isinstance(inner, OnFiles) else {}
+    with suppress(FileNotFoundError, PermissionError):  # not every system says what is mapped
+        files = in_files(found, plan, training=True)
+    needed = files.others + sum(nbytes for name, nbytes in files.sizes.items() if name not in stay) - files.resident
+    layers = (*found.layers, *found.masters, *found.tables, found.residents)
+    needed += sum(p.nbytes for layer in layers for _, p in layer.parameters if is_on_disk(p))
+    early = options.optimizer_overlap == "backward"
+    needed += make_ledger(plan, (), early=early, accumulate=accumulate, clips=None, scales=False).gradients
+    needed += 2 * _STATE * max(layer.gradient_bytes for layer in plan.trained)
+    return needed + plan.peak_device_bytes * (device.type == "cpu") - room  # there, device memory is host memory
