@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -179,9 +178,8 @@ def test_no_step_passes_over_more_than_it_says(
 
     monkeypatch.setattr(Device, "host_empty", noted)
     monkeypatch.setattr(Device, "later", at_once)  # where this thread's operators are counted
-    monkeypatch.setattr(
-        "sp_lightning.engine.access.no_dispatch_modes", nullcontext
-    )  # the engine's own operators are to be counted
+    # The engine's own operators are to be counted.
+    monkeypatch.setattr("sp_lightning.engine.access.held", lambda lock, **_: lock)
     strategy = SuperpipelineStrategy(k=1, fused_optimizer=True, optimizer_overlap=overlap)
     options: dict[str, Any] = {
         **(scaled() if precision == "16-mixed" else {"precision": precision}),
