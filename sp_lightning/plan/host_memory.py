@@ -32,6 +32,9 @@ def resident_bytes(root: Path = Path("/")) -> int:
 MARGIN = 1 / 16
 """The share of ``host_memory`` that is left to batches, activations on the CPU, and the process itself."""
 
+_LEAST_MARGIN = 96 * 2**20
+"""The least of that: with adapters on a small language model, the first step took 77 MiB that nothing here counts."""
+
 
 def room_for(host_memory: int | float | None) -> int | None:
     """Bytes of host memory that can be taken from now on. None if the system does not say.
@@ -41,7 +44,7 @@ def room_for(host_memory: int | float | None) -> int | None:
     """
     available = available_bytes()
     if isinstance(host_memory, int):
-        limit = int(host_memory * (1 - MARGIN)) - resident_bytes()
+        limit = host_memory - max(int(host_memory * MARGIN), _LEAST_MARGIN) - resident_bytes()
         return limit if available is None else min(limit, available)
     return None if available is None else int(available * (host_memory or 1) * (1 - MARGIN))
 

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.plan import host_memory
 from sp_lightning.store import weight_reader
 from sp_lightning.store.file_block import InFile, home_of
 from sp_lightning.store.mapped import FilePlace, identity_of
@@ -109,6 +110,13 @@ def test_layers_that_fit_are_in_memory(tmp_path: Path, monkeypatch: pytest.Monke
     module = without_values()
     assert_equal(predict(module, strategy), predict(made()), "predictions")
     assert {type(p) for p in module.parameters()} == {InFile, nn.Parameter}
+
+
+@pytest.mark.parametrize(("limit", "left"), [(8 * 2**30, 2**29), (2**30, 96 * 2**20)])
+def test_a_share_of_host_memory_is_left_to_the_process(limit: int, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "resident_bytes", lambda: 2**28)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: None)
+    assert host_memory.room_for(limit) == limit - left - 2**28
 
 
 def test_as_few_layers_stay_in_files_as_there_is_room_for_the_others() -> None:
