@@ -12,6 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+from lightning.pytorch.utilities import rank_zero_only
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
@@ -55,6 +56,7 @@ def _nothing_left_behind() -> Iterator[None]:
     assert not torch_optimizer._global_optimizer_post_hooks
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch.is_grad_enabled()
+    assert rank_zero_only.rank == 0  # otherwise later tests log and write nothing
 
 
 @pytest.fixture

@@ -24,9 +24,8 @@ class Wait(enum.Enum):
     ``tests/device/test_waits.py`` leaves out one wait at a time and shows that a run then reads or writes too early.
     """
 
-    __hash__ = (
-        object.__hash__
-    )  # that of Enum runs in Python, and seconds are counted by wait with every copy (Python 3.11)
+    # That of Enum runs in Python (3.11), and seconds are counted by wait with every copy.
+    __hash__ = object.__hash__
 
     FETCH_AFTER_USE = "a slot is overwritten after the last kernel that read it"
     USE_AFTER_FETCH = "a layer is read after its transfer"

@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import BitsandbytesPrecision, TransformerEnginePrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
@@ -164,6 +165,7 @@ def test_a_strategy_can_be_pickled() -> None:
 
 
 def test_the_strategy_takes_the_nodes_of_its_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # Lightning sets it: later tests would log and write nothing
     monkeypatch.setenv("NODE_RANK", "2")
     monkeypatch.setenv("LOCAL_RANK", "0")
     one_each = pl.Trainer(strategy="superpipeline", accelerator="cpu", devices=1, num_nodes=3).strategy
