@@ -57,7 +57,6 @@ class _Drain:
 
     layer: StreamedLayer
     gradients: list[Tensor]
-    nbytes: int
     landings: deque[_Landing]
     staging: PinnedMemory | None
     landed: Any
@@ -194,7 +193,7 @@ class Gradients:
             )
         received.gradients[place] = gradient
         self._device.access(gradient, Stream.COMPUTE, write=True)
-        self.device_bytes += gradient.nbytes if gradient.layout is torch.strided else 0
+        self.device_bytes += _bytes_on_device(gradient)
         return len(received.gradients) == received.expected and owner.kind is not Kind.RESIDENTS
 
     def drain(self, layer: StreamedLayer) -> None:
@@ -214,7 +213,7 @@ class Gradients:
         self._device.note("drain", owner.index, begun, Stream.DOWNLOAD, nbytes)
         self.drained_bytes += nbytes
         landed = self._device.record(Stream.DOWNLOAD)
-        self._drains.add(_Drain(owner, list(gradients.values()), nbytes, landings, staging, landed))
+        self._drains.add(_Drain(owner, list(gradients.values()), landings, staging, landed))
 
     def _place(
         self, gradients: dict[tuple[StreamedLayer, int], Tensor]
@@ -313,8 +312,8 @@ class Gradients:
     def _free(self, drain: _Drain) -> None:
         for gradient in drain.gradients:
             self._device.access(gradient, Stream.COMPUTE, write=True)  # compute may put anything there next
+            self.device_bytes -= _bytes_on_device(gradient)  # of stacked experts fewer bytes left than these
         drain.gradients.clear()
-        self.device_bytes -= drain.nbytes
 
     def _apply(self, drain: _Drain) -> None:
         received = self._received[drain.layer]
@@ -350,6 +349,11 @@ class Gradients:
         else:
             accumulate(parameter, gradient, own=own and not narrow)  # (9)
         return id(parameter)
+
+
+def _bytes_on_device(gradient: Tensor) -> int:
+    """The bytes that count as a gradient's on the device. A sparse one's are few, and are not known without a wait."""
+    return gradient.nbytes if gradient.layout is torch.strided else 0
 
 
 def each_row_once(gradient: Tensor) -> Tensor:

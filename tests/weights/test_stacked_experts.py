@@ -69,6 +69,12 @@ def test_an_expert_comes_alone_and_its_gradient_goes_alone() -> None:
     assert drained == len(batches()) * (whole - unrouted)
 
 
+def test_gradients_of_which_few_rows_left_are_gone_as_a_whole() -> None:
+    strategy = superpipeline(k=1, k_prime=1)
+    fit(lambda: stacked.transformer("qwen3", num_hidden_layers=6), stacked.tokens(1), strategy)
+    assert strategy.stats().peak_device_bytes <= strategy.plan.peak_device_bytes
+
+
 def test_the_plan_says_what_it_found() -> None:
     found = find_layers(stacked.transformer("mixtral").net)
     plan = make_plan(found, k=1, k_prime=1)
