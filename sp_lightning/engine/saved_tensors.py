@@ -122,10 +122,7 @@ class SavedTensors:
                 return self._pack_weight(tensor)
             try:
                 address = tensor.untyped_storage().data_ptr()
-            except (
-                RuntimeError,
-                NotImplementedError,
-            ):  # sparse, fake and transformed tensors have no memory of their own
+            except (RuntimeError, NotImplementedError):  # sparse, fake and transformed tensors have no memory
                 address = 0
             slot = slots.get(address)
             if slot is not None and slot.layer is not None and not (tensor.is_conj() or tensor.is_neg()):

@@ -149,9 +149,8 @@ class BackgroundUpdates:
 
     def _finish(self, layer: StreamedLayer, why: Wait) -> None:
         if layer in self._work:
-            self._device.finish(
-                self._work[layer], why
-            )  # a KeyboardInterrupt may come here; the work is still known then
+            # A KeyboardInterrupt may come here; the work is still known then.
+            self._device.finish(self._work[layer], why)
             del self._work[layer]
             _restore_classes(layer.family)
             then = self._then.pop(layer)

@@ -255,10 +255,8 @@ class HostStrategy(_Base):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             if self._ranks is None or self._ranks.primary:
                 optimizer.load_state_dict(state)
-            else:
-                optimizer.load_state_dict(
-                    {**state, "state": {}}
-                )  # the optimizers of a node's first rank alone have state
+            else:  # the optimizers of a node's first rank alone have state
+                optimizer.load_state_dict({**state, "state": {}})
 
 
 @cache

@@ -92,9 +92,8 @@ def _state(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
     if module._buffers:
         buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
         yield f"buffers of {name}", [_version(buffer) if trusted else _Value(buffer) for buffer in buffers]
-    if hasattr(
-        kind, "update_count"
-    ):  # a metric of torchmetrics: its states are attributes, and it counts their updates
+    # A metric of torchmetrics: its states are attributes, and it counts their updates.
+    if hasattr(kind, "update_count"):
         yield f"the metric {name}", getattr(module, "update_count")  # noqa: B009
     elif not trusted:
         pickler = _Pickler(f"attributes of {name}")

@@ -36,9 +36,8 @@ class SavedValues:
     def recall(self, device: Device, place: SavedView) -> Tensor:
         """Returns some of the kept values, those that lay at a place of the slot, in new device memory."""
         assert self.kept is not None
-        ahead = (
-            place.offset % ALIGNMENT
-        )  # the values keep the alignment that they had, because kernels are chosen by it
+        # The values keep the alignment that they had, because kernels are chosen by it.
+        ahead = place.offset % ALIGNMENT
         last = sum((size - 1) * step for size, step in zip(place.shape, place.stride, strict=True))
         source = self.kept[place.offset - ahead - self._begin :][: ahead + (last + 1) * place.dtype.itemsize]
         memory = device.send(source)
