@@ -143,15 +143,11 @@ class MappedFile:
 
     def _leave(self, memory: MappedMemory) -> None:
         self.written_bytes += memory.nbytes
-        memory.advise(
-            mmap.MADV_DONTNEED
-        )  # of a shared mapping this takes the pages; what was written is the file's still
+        # Of a shared mapping this takes the pages; what was written is the file's still.
+        memory.advise(mmap.MADV_DONTNEED)
         self._leaving.append(self._thread.submit(self._write_out, memory))
 
     def _write_out(self, memory: MappedMemory) -> None:
-        memory.advise(
-            mmap.MADV_DONTNEED
-        )  # of a shared mapping this takes the pages, and what was written stays in the file's
         descriptor, size = self._descriptor, len(memory.pages)
         assert _libc is not None
         if _libc.sync_file_range(descriptor, memory.begin, size, _WRITE_OUT):
