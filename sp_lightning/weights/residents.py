@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import view
+from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.source import BlockSource
@@ -113,4 +114,5 @@ class Residents:
         self.nbytes = self._memory.nbytes
 
     def _attach(self) -> None:
-        self.group.attach([view(self._memory, span) for span in self.group.spans])
+        with no_inference_mode():  # a batch that is trained may follow a prediction
+            self.group.attach([view(self._memory, span) for span in self.group.spans])

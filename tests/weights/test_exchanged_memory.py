@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from sp_lightning.activations.forward_state import Unrepeatable
 from tests.support.data_writes import BLOCKS, Linears, Writes, multiply
 from tests.support.models import Module, vectors
 from tests.support.poison import poisoned
-from tests.support.runs import assert_same, fit, superpipeline
+from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 from tests.support.simdevice import simulated
 from tests.support.tiers import first
 
@@ -367,3 +368,21 @@ def test_a_block_that_left_its_memory_to_somebody_is_not_out_of_date_for_ever(wr
     if not resident:
         fetches = strategy.fetches()
         assert fetches["net.1.0"] <= fetches["net.2.0"] + 2
+
+
+class GivesOtherMemory(pl.Callback):
+    """Before the first batch, in inference mode."""
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for parameter in pl_module.parameters():
+            parameter.data = parameter.data * 0.9
+
+
+@pytest.mark.parametrize("resident", [[], ["net"]], ids=["layers", "residents"])
+def test_weights_that_are_given_other_memory_before_a_prediction(resident: list[str]) -> None:
+    def predictions(strategy: Any) -> Any:
+        torch.manual_seed(0)
+        module = Module(nn.Sequential(*(Linears() for _ in range(4))))
+        return trainer_for(strategy, callbacks=[GivesOtherMemory()]).predict(module, loader(vectors()))
+
+    assert_equal(predictions(superpipeline(k=2, k_prime=1, resident=resident)), predictions("auto"), "predictions")
