@@ -20,6 +20,7 @@ ALIKE = [name for name in TRAINED if name not in APART]
 FEW = ("stack", "gan", "conditional")
 KINDS = ("conditional", "resnet50", "experts/mixture", "lora-checkpoint", "rows/looked-up")
 EVERY_FIFTH = [name for name in ALIKE if name not in (*FEW, *KINDS)][::5]
+SHOWN = ("mixed", "half", "all under forward", "scaled", "mixed in backward")
 
 
 @pytest.mark.parametrize("name", some(ALIKE, *FEW, why="the second tier has a few cases, one node has more"))
@@ -37,7 +38,7 @@ def test_gradients_are_accumulated_on_two_nodes(name: str) -> None:
     compare(name, TWO_EACH, options=ACCUMULATED, reference=reference(name, TWO_EACH))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", some(MODES, *SHOWN, why="ranks of one node have all modes"))
 @pytest.mark.parametrize(
     "name", some(["conditional", "llama-dropout", "experts/mixture"], "conditional", why="one shows it")
 )
