@@ -105,16 +105,12 @@ class ModelEstimate:
         plan = self.smallest_plan
         return plan.host_bytes - sum(layer.gradient_bytes for layer in plan.trained) + self.offloaded_bytes
 
-    @property
-    def flops(self) -> int:
+    def flops(self, plan: Plan, modes: Modes) -> int:
         """The floating-point operations of a batch, second forwards included."""
         if self.work is None:
             return 0
         visits = self.work.visits(flops=1.0, memory=math.inf)  # each operation takes one second
-        plan = self.smallest_plan
-        return round(
-            sum(each.seconds for each in self._balance(plan, visits, Rates(1, 1, 1, 1)).visited(self.modes(plan)))
-        )
+        return round(sum(each.seconds for each in self._balance(plan, visits, Rates(1, 1, 1, 1)).visited(modes)))
 
     def weight_bytes(self, plan: Plan) -> int:
         """Device memory of weights, and in training of their gradients."""
@@ -126,11 +122,18 @@ class ModelEstimate:
         transfers, memory = self.question.pcie * 1e9, self.question.dram * 1e9
         others = self.question.devices - 1  # each device keeps its own part of a gradient, and sends the others theirs
         links = self.question.links * 1e9 * self.question.devices / others if others else math.inf
-        update = self._update_rate(memory)
-        disk = self.question.disk or math.inf
         visit, weight = HOST_SECONDS["inference" if self.question.predict else "training"]
-        rates = Rates(transfers, transfers, update, memory, visit, weight, links=links, disk=disk)
-        return replace(rates, network=self._network_rate)
+        return Rates(
+            transfers,
+            transfers,
+            self._update_rate(memory),
+            memory,
+            visit,
+            weight,
+            links=links,
+            network=self._network_rate,
+            disk=self.question.disk or math.inf,
+        )
 
     @property
     def _network_rate(self) -> float:
@@ -163,10 +166,9 @@ class ModelEstimate:
     def modes(self, plan: Plan) -> Modes:
         """The mode of each unit with a window. ``auto`` is, as in a run, the fastest choice within the memory that it leaves."""
         work, choice, limit = self.work, self.question.activations, self.question.gpu_memory
-        if choice != "auto":
-            return dict.fromkeys((call.unit for call in self._calls(plan)), choice)
-        if work is None or limit is None:
-            return dict.fromkeys((call.unit for call in self._calls(plan)), "offload")  # as a run begins
+        if choice != "auto" or work is None or limit is None:
+            mode = "offload" if choice == "auto" else choice  # as a run with auto begins
+            return dict.fromkeys((call.unit for call in self._calls(plan)), mode)
         offloaded = dict.fromkeys((call.unit for call in work.calls), FREEING[1])
         others = work.alive("offload") - peak_bytes(work.calls, offloaded)
         balance = self._balance(plan, self._visits(plan), self.rates)

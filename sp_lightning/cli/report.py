@@ -90,7 +90,8 @@ def _activations(estimate: ModelEstimate, row: Row) -> str:
             f"activations unknown: no batch could be run without values ({estimate.why_no_work}). Times are guessed from "
             f"parameter counts, as if each weight was used {estimate.model.uses} times in a forward"
         )
-    flops = f"{estimate.flops / 1e12:.3g} TFLOP per {'batch' if estimate.question.generate is None else 'token'}"
+    per = "batch" if estimate.question.generate is None else "token"
+    flops = f"{estimate.flops(row.plan, row.modes) / 1e12:.3g} TFLOP per {per}"
     nbytes = row.device_bytes - estimate.weight_bytes(row.plan)
     chosen = f"; {summary(row.modes)}" if estimate.question.activations == "auto" else ""
     return f"activations and intermediate results {human_bytes(nbytes)}, {flops}{chosen}"
@@ -272,7 +273,7 @@ def as_json(answer: Answer) -> str:
         "activation_bytes": estimate.activation_bytes if work else None,
         "saved_bytes": {mode: work.saved(mode) for mode in MODES} if work else None,
         "offloaded_bytes": work.offloaded if work else None,
-        "flops": estimate.flops if work else None,
+        "flops": estimate.flops(plan, answer.rows[0].modes) if work else None,
         "why_no_activations": estimate.why_no_work or None,
         "batch": estimate.model.items,
         "training": not question.predict,

@@ -17,7 +17,7 @@ import torch
 
 from sp_lightning.device.layout import ALIGNMENT, Span, aligned, lay_out, total_bytes
 from sp_lightning.model.found import Found, Layer
-from sp_lightning.plan.rings import Ring, choose_rings, choose_rings_apart
+from sp_lightning.plan.rings import Ring, choose_rings_apart
 from sp_lightning.plan.units import human_bytes
 
 # At most so many lines of layers are printed.
@@ -273,11 +273,8 @@ def make_plan(found: Found, *, k: int, k_prime: int, ranks: int = 1, nodes: int 
     ]
     sizes = [layer.nbytes for layer in layers]
     together = {used for used in found.visits.values() if len(used) > 1}
-    stacks = [index for index, layer in enumerate(layers) if layer.rows]
-    if training or not stacks:
-        rings, ring_of = choose_rings(sizes, k + k_prime, together)
-    else:
-        rings, ring_of = choose_rings_apart(sizes, k + k_prime, together, stacks)
+    on_demand = [index for index, layer in enumerate(layers) if layer.rows and not training]
+    rings, ring_of = choose_rings_apart(sizes, k + k_prime, together, on_demand)
     # What comes on demand has rings without slots, which say how large an extra slot has to be.
     without_slots = [Ring(0, max(each.nbytes for each in group)) for group in (masters, tables) if group]
     plan = Plan(

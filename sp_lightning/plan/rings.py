@@ -59,7 +59,7 @@ def choose_rings_apart(
     common slots take a tenth less, as with the smallest window, all share them. A window of all layers has a slot for each.
     """
     common = choose_rings(sizes, window, together)
-    if window > len(sizes):
+    if not on_demand or window > len(sizes):
         return common
     rings: list[Ring] = []
     ring_of = [0] * len(sizes)

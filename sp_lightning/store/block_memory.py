@@ -54,7 +54,7 @@ Allocate = Callable[[int, bool], BlockMemory]
 """Returns memory for a block: so many bytes, page-locked or not."""
 
 
-class _OneTensor:
+class OneTensor:
     """A :class:`BlockMemory` whose one tensor everybody reads and writes."""
 
     common: Tensor
@@ -72,7 +72,7 @@ class _OneTensor:
         return self.common
 
 
-class PrivateMemory(_OneTensor):
+class PrivateMemory(OneTensor):
     """The :class:`BlockMemory` of one device.
 
     Args:
@@ -100,7 +100,7 @@ class PrivateMemory(_OneTensor):
         self.pinned = False
 
 
-class SparseMemory(_OneTensor):
+class SparseMemory(OneTensor):
     """The :class:`BlockMemory` of a block most of whose weights are elsewhere: pages that nobody writes take no memory.
 
     Args:

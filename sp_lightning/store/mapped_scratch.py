@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sp_lightning.device.layout import PAGE, whole_pages
 from sp_lightning.device.metadata import UNCHANGED_BY_UPDATES
 from sp_lightning.plan.state_placement import WINDOW
 from sp_lightning.plan.units import human_bytes
+from sp_lightning.store.block_memory import OneTensor
 from sp_lightning.store.scratch import create
 
 _PAGE_OUT = 21  # of Linux 5.4
@@ -164,7 +165,7 @@ class MappedFile:
         )
 
 
-class MappedMemory:
+class MappedMemory(OneTensor):
     """The :class:`~sp_lightning.store.block_memory.BlockMemory` of a block whose weights are on a disk.
 
     Attributes:
@@ -184,20 +185,11 @@ class MappedMemory:
         self.begin, self.pages = begin, pages
         pages.madvise(mmap.MADV_DONTFORK)
         self.common = torch.frombuffer(pages, dtype=torch.uint8)[: self.nbytes]
-        self.first: Tensor | None = self.common
         _mapped[pages] = self.common.data_ptr()
 
     def anew(self) -> None:
         other = self._file.allocate(self.nbytes, False)
         self._map(other.begin, other.pages)
-
-    @property
-    def seen(self) -> Tensor:
-        return self.common
-
-    @property
-    def fetched(self) -> Tensor:
-        return self.common
 
     def unpin(self) -> None:
         """Nothing is page-locked."""

@@ -218,8 +218,9 @@ class Run:
     def _place(self, found: Found, plan: Plan) -> Placement:
         """Makes the engine's parts that depend on where weights are."""
         accumulate = self._module.trainer.accumulate_grad_batches * self._trains
-        here = partial(place, found, plan, self._options, self._device, accumulate=accumulate)
-        return here() if self.ranks is None else OnRanks(self.ranks)
+        if self.ranks is not None:
+            return OnRanks(self.ranks)
+        return place(found, plan, self._options, self._device, accumulate=accumulate)
 
     @property
     def _balanced(self) -> bool:

@@ -62,7 +62,11 @@ class PresentValues:
     @property
     def saved(self) -> bool:
         """Whether a graph that is still alive has saved some of the present values."""
-        return sys.getrefcount(self.now) > _UNSAVED
+        return self._references > _UNSAVED
+
+    @property
+    def _references(self) -> int:
+        return sys.getrefcount(self.now)
 
     def keep(self, values: Tensor) -> None:
         """Keeps the present values for the graphs that have saved some of them, before others take their place.
@@ -75,5 +79,5 @@ class PresentValues:
             self.now = SavedValues(self._begin)
 
 
-_UNSAVED = 2
-"""References that ``sys.getrefcount`` counts where no graph holds any: one of :class:`PresentValues` and one of the call."""
+_UNSAVED = PresentValues(0)._references
+"""What is counted where no graph holds any. Versions of Python differ in it."""

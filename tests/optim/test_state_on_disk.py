@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
 
 from sp_lightning import SuperpipelineStrategy
@@ -21,7 +20,7 @@ from sp_lightning.plan.state_placement import StatePlacement, place_state
 from sp_lightning.store.away import save
 from sp_lightning.trainer import disk_tier
 from tests.support.models import Module, Stack, vectors
-from tests.support.on_disk import away, on_disk, without_room
+from tests.support.on_disk import Unfreezes, away, on_disk, without_room
 from tests.support.runs import assert_equal, assert_same, fit, fused, trainer_for
 from tests.support.tiers import first
 
@@ -254,15 +253,6 @@ def test_a_view_that_somebody_holds_goes_on_seeing_the_updates(tmp_path: Path) -
     held.clear()
     assert_same(ours, fit(made_with(OPTIMIZERS["AdamW"]), vectors(), callbacks=[Looks(holds)]))
     assert_equal(mine, held, "views")
-
-
-class Unfreezes(BaseFinetuning):
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.net.blocks[:2])
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.net.blocks[:2], optimizer)
 
 
 def test_layers_that_are_unfrozen(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import BaseFinetuning
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.optim import state_on_disk
@@ -29,6 +30,17 @@ def on_disk(folder: Path, **options: Any) -> SuperpipelineStrategy:
     overlap = options.get("optimizer_overlap", "off")
     fused = {} if overlap in ("forward", "backward") else {"fused_optimizer": False}
     return SuperpipelineStrategy(**{"k": 1, "disk": folder, "optimizer_overlap": overlap, **fused, **options})
+
+
+class Unfreezes(BaseFinetuning):
+    """Two blocks, in the second epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net.blocks[:2])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net.blocks[:2], optimizer)
 
 
 def away(optimizer: Any) -> int:

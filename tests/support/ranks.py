@@ -19,6 +19,9 @@ from typing import Any
 
 import torch
 
+LAUNCHERS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
+"""What Lightning's launcher leaves in the environment of a process that has trained on several devices."""
+
 _SECONDS = 120
 """How long a function may take in all processes together."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.ranks import free_port
+from tests.support.ranks import LAUNCHERS, free_port
 from tests.support.tiers import some
 
 ROOT = Path(__file__).parents[2]
@@ -49,9 +49,6 @@ where = trainer.strategy.node_rank, trainer.local_rank
 print(f"rank {{trainer.global_rank}} of {{trainer.world_size}} is {{where}} at step {{trainer.global_step}}")
 """
 
-_LAUNCHERS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
-"""What Lightning's launcher leaves in the environment of a process that has trained on several devices."""
-
 Node = tuple[Sequence[str], dict[str, str]]
 """A command, and what is in the environment."""
 
@@ -59,7 +56,7 @@ Node = tuple[Sequence[str], dict[str, str]]
 def run(folder: Path, commands: Sequence[Node], devices: int) -> list[str]:
     """Runs a command on each node. Returns what each has printed, and its exit status in a line at the end."""
     (folder / "script.py").write_text(SCRIPT.format(devices=devices, nodes=NODES))
-    inherited = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
+    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
     started = [
         subprocess.Popen(
             [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder,

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 
+from tests.support.ranks import LAUNCHERS
 from tests.support.tiers import some
 
 ROOT = Path(__file__).parents[2]
@@ -65,16 +66,13 @@ def write_script(folder: Path, package: str = "lightning.pytorch") -> None:
 
 def run(folder: Path, *command: str, **environment: str) -> tuple[int, str]:
     """Returns the exit status and everything that was printed."""
-    inherited = {name: value for name, value in os.environ.items() if name not in _LIGHTNINGS}
+    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
     ran = subprocess.run(
         [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder,
         timeout=300, check=False, env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
     )  # fmt: skip
     return ran.returncode, ran.stdout
 
-
-_LIGHTNINGS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
-"""What Lightning's launcher leaves in the environment of a process that has trained on several devices."""
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -24,7 +24,7 @@ from sp_lightning.store.mapped_scratch import is_on_disk
 from sp_lightning.trainer import weights_on_scratch
 from tests.support.in_files import stay
 from tests.support.models import CASES, Module, Stack, vectors
-from tests.support.on_disk import on_disk, without_room
+from tests.support.on_disk import Unfreezes, on_disk, without_room
 from tests.support.runs import assert_equal, assert_same, fit, fused, loader, trainer_for
 from tests.support.simdevice import simulated
 from tests.support.tiers import first
@@ -178,15 +178,6 @@ class InTheStep(Module):
             for parameter in self.parameters():
                 parameter.clamp_(-0.2, 0.2)
         return super().training_step(batch, batch_idx)
-
-
-class Unfreezes(BaseFinetuning):
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.net.blocks[:2])
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.net.blocks[:2], optimizer)
 
 
 class Exchanges(Callback):
