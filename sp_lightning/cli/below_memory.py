@@ -1,4 +1,4 @@
-"""What ``plan`` puts on a disk: optimizer state in training, weights in inference, as far as host memory does not hold them."""
+"""What ``plan`` puts on a disk: optimizer state and more in training, weights in inference: what host memory does not hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from sp_lightning.plan.ledger import Ledger
 from sp_lightning.plan.plan import Plan
-from sp_lightning.plan.state_placement import StatePlacement, choose_weights, place_state, window_bytes
+from sp_lightning.plan.state_placement import StatePlacement, choose_on_disk, place_state
 from sp_lightning.plan.units import human_bytes
 
 _DAY = 24 * 60 * 60
@@ -23,7 +23,7 @@ class BelowMemory:
         others: bytes of host memory that cannot be on the disk.
         training: whether it is optimizer state, which is written, too.
         why_not: the reason if there is no placement.
-        weights: bytes of trained weights on the disk, by the names of layers.
+        weights, gradients: bytes of trained weights and of gradients on the disk, by the names of layers.
         window: bytes of host memory that they pass through.
     """
 
@@ -32,6 +32,7 @@ class BelowMemory:
     training: bool
     why_not: str = ""
     weights: Mapping[str, int] = field(default_factory=dict)
+    gradients: Mapping[str, int] = field(default_factory=dict)
     window: int = 0
 
     @property
@@ -42,11 +43,13 @@ class BelowMemory:
     def by_index(self, plan: Plan) -> Mapping[int, int]:
         """Bytes that a layer's update reads, and as many that it writes, by the layer's index; or that a fetch reads.
 
-        Trained weights on the disk are written once and read up to three times, twice by fetches: that counts as the update's.
+        Gradients are written when they come, and read once. Trained weights are written once and read up to three times, twice
+        by fetches. All of that counts as the update's.
         """
         if self.placement is None:
             return {}
-        below = Counter(self.placement.on_disk) + Counter({name: 2 * size for name, size in self.weights.items()})
+        weights = Counter({name: 2 * size for name, size in self.weights.items()})
+        below = Counter(self.placement.on_disk) + Counter(self.gradients) + weights
         layers = (*plan.layers, *plan.tables, plan.residents)
         first = len(plan.layers) + len(plan.masters)
         indices = (*range(len(plan.layers)), *range(first, first + len(plan.tables) + 1))
@@ -76,26 +79,32 @@ class BelowMemory:
             f"{human_bytes(self.placement.staging)} of host memory; {moved}"
         )
         lines = [line]
-        if self.weights:
-            trained = human_bytes(sum(self.weights.values()))
-            lines.append(
-                f"disk: {trained} of trained weights, too, through {human_bytes(self.window)} of host memory; each step "
-                "writes them once and reads them up to three times"
-            )
+        trained, gradients = sum(self.weights.values()), sum(self.gradients.values())
+        if trained or gradients:
+            ways = {
+                f"{human_bytes(gradients)} of gradients, which each step writes and reads once": gradients,
+                f"{human_bytes(trained)} of trained weights, which it writes once and reads up to three times": trained,
+            }
+            too = ", and ".join(what for what, size in ways.items() if size)
+            lines.append(f"disk: {too}, through {human_bytes(self.window)} of host memory")
         if not self.training or not seconds:
             return lines
-        daily = (nbytes + sum(self.weights.values())) / seconds * _DAY
+        daily = (nbytes + trained + gradients) / seconds * _DAY
         return [*lines, f"disk: {daily / 1e12:.3g} TB are written in a day of training; look up what the drive endures"]
 
 
-def place_training(plan: Plan, ledger: Ledger, more: int, host_memory: int | None) -> BelowMemory:
-    """Places optimizer state, and trained weights if that is not enough.
+def place_training(
+    plan: Plan, ledger: Ledger, wide: int, more: int, host_memory: int | None, *, early: bool
+) -> BelowMemory:
+    """Places optimizer state, and gradients and trained weights if that is not enough.
 
     Args:
         plan: the layers.
         ledger: the host's memory.
+        wide: bytes of gradients in the parameters' dtypes, which they have on a disk.
         more: bytes of other host memory: activations.
         host_memory: bytes that there are; None for no limit.
+        early: whether layers are updated in backward, so that few gradients are there.
     """
     state, gradients = ledger.state or 0, sum(layer.gradient_bytes for layer in plan.trained)
     sizes = {layer.name: layer.gradient_bytes * state // max(gradients, 1) for layer in plan.trained}
@@ -104,12 +113,14 @@ def place_training(plan: Plan, ledger: Ledger, more: int, host_memory: int | Non
     placed = _place(sizes, others, host_memory, training=True)
     if placed.placement is not None or host_memory is None:
         return placed
-    chosen = choose_weights(plan, others + 2 * max(sizes.values(), default=0) - host_memory)
+    chosen = choose_on_disk(plan, others + 2 * max(sizes.values(), default=0) - host_memory, gradients=not early)
     weights = Counter[str]()
-    for planned in chosen:
+    for planned in chosen.weights:
         weights[planned.name] += planned.nbytes
-    others += window_bytes(chosen) - sum(weights.values())
-    return replace(_place(sizes, others, host_memory, training=True), weights=weights, window=window_bytes(chosen))
+    others += (wide - ledger.gradients) * bool(chosen.gradients) - chosen.spared
+    placed = _place(sizes, others, host_memory, training=True)
+    by_layer = {planned.name: planned.gradient_bytes for planned in chosen.gradients}
+    return replace(placed, weights=weights, gradients=by_layer, window=chosen.window)
 
 
 def place_inference(plan: Plan, host_bytes: int, host_memory: int | None) -> BelowMemory:

@@ -90,7 +90,11 @@ class ModelEstimate:
             return None
         if self.ledger is None:
             return place_inference(self.smallest_plan, self._all_host_bytes, self.question.host_memory)
-        return place_training(self.smallest_plan, self.ledger, self.offloaded_bytes, self.question.host_memory)
+        assert self.step is not None
+        plan, early = self.smallest_plan, _early(self.question, self.step)
+        wide = make_ledger(plan, (), early=early, accumulate=1, clips=None, scales=False).gradients
+        limit = self.question.host_memory
+        return place_training(plan, self.ledger, wide, self.offloaded_bytes, limit, early=early)
 
     @property
     def host_bytes(self) -> int:
@@ -275,13 +279,17 @@ def _step(question: Question, module: nn.Module) -> HostStep:
 
 
 def _ledger(found: Found, question: Question, step: HostStep) -> Ledger:
-    pieces = question.overlap != "off" and step.seconds is None
-    early = question.overlap == "backward" and (pieces or step.separable)
+    pieces, early = question.overlap != "off" and step.seconds is None, _early(question, step)
     scales = question.precision == "16-mixed"
     plan = _smallest(found, question)
     return make_ledger(
         plan, step.optimizers, early=early, accumulate=1, clips=None, scales=scales, pieces=pieces, narrow=pieces
     )
+
+
+def _early(question: Question, step: HostStep) -> bool:
+    """Whether each layer is updated in backward, after which its gradients are freed."""
+    return question.overlap == "backward" and (step.seconds is None or step.separable)
 
 
 def _smallest(found: Found, question: Question) -> Plan:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.host_allocator import return_free_memory
+from sp_lightning.device.layout import ALIGNMENT, PAGE, whole_pages
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Wait
 from sp_lightning.engine.file_source import FileSource
@@ -22,12 +24,13 @@ from sp_lightning.model.found import Layer
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.optim.shared_updates import SharedUpdates
 from sp_lightning.plan.plan import Plan, PlannedLayer
-from sp_lightning.plan.state_placement import window_bytes
+from sp_lightning.plan.state_placement import OnDisk
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import Allocate, PrivateMemory, SharedStore, pages_of
 from sp_lightning.store.file_block import FileBlock
 from sp_lightning.store.gradient_memory import Staging
+from sp_lightning.store.gradients_on_scratch import ScratchStaging
 from sp_lightning.store.mapped import FilePlace
 from sp_lightning.store.mapped_scratch import MappedFile, let_go, note_on_disk
 from sp_lightning.store.weight_reader import WeightReader
@@ -43,13 +46,13 @@ class Placement:
     Attributes:
         remark: what a user should know of it, as a sentence.
         bytes_in_files: of weights that are read in place.
-        bytes_on_scratch: of weights that are trained, and on a disk.
-        window: bytes of those that are in memory at a time.
-        moved: bytes of them that were read and written so far.
+        on_disk: what is trained, and on a disk.
+        moved: bytes of that which were read and written so far.
     """
 
     remark = ""
-    bytes_in_files = bytes_on_scratch = window = moved = 0
+    bytes_in_files = moved = 0
+    on_disk = OnDisk()
 
     def leave(self) -> None:
         """Has weights leave memory that were absorbed and are on a disk."""
@@ -167,27 +170,33 @@ class OnFiles(Placement):
 
 
 class OnScratch(Placement):
-    """The parts of one device where trained weights of some layers are in a scratch file.
+    """The parts of one device where trained weights of some layers, or gradients, are in scratch files.
 
     Args:
-        inner: says where the others are.
-        file: the scratch file.
-        chosen: the layers and masters that are there.
+        inner: says where other weights are.
+        folder: where the files are.
+        on_disk: what is there.
         remark: what a user should know of it.
+
+    Raises:
+        OSError: no file can be created in the folder, or it has no room.
     """
 
-    def __init__(self, inner: Placement, file: MappedFile, chosen: Sequence[PlannedLayer], remark: str) -> None:
+    def __init__(self, inner: Placement, folder: Path, on_disk: OnDisk, remark: str) -> None:
         self._inner = inner
-        self.file = file
-        self._chosen = set(map(id, chosen))
+        self.file = MappedFile(folder)
+        self._gradients = MappedFile(folder, "gradients")
+        self.on_disk = on_disk
+        self._chosen = set(map(id, on_disk.weights))
+        self._with_gradients = {layer.name for layer in on_disk.gradients}
+        if on_disk.gradients:
+            self._gradients.reserve(sum(map(_room_for_gradients, on_disk.gradients)))
         self.remark = f"{inner.remark} {remark}".strip()
         self.bytes_in_files = inner.bytes_in_files
-        self.bytes_on_scratch = sum(planned.nbytes for planned in chosen)
-        self.window = window_bytes(chosen)
 
     @property
     def moved(self) -> int:  # type: ignore[override]
-        return self.file.read_bytes + self.file.written_bytes
+        return sum(file.read_bytes + file.written_bytes for file in (self.file, self._gradients))
 
     def leave(self) -> None:
         self.file.leave()
@@ -198,6 +207,8 @@ class OnScratch(Placement):
     def block(
         self, layer: Layer, planned: PlannedLayer, device: Device, staging: Staging, allocate: Allocate, **options: Any
     ) -> HostBlock:
+        if planned.name in self._with_gradients:  # masters have the name of their layer
+            staging = ScratchStaging(device, self._gradients)
         if id(planned) not in self._chosen:
             return self._inner.block(layer, planned, device, staging, allocate, **options)
         sources = [(parameter.data_ptr(), parameter.nbytes) for _, parameter in layer.parameters]
@@ -212,6 +223,11 @@ class OnScratch(Placement):
     @property
     def source(self) -> type[HostSource]:
         return self._inner.source
+
+
+def _room_for_gradients(layer: PlannedLayer) -> int:
+    """Bytes of a file that a layer's gradients take at most, in its block and in its masters'."""
+    return whole_pages(layer.gradient_bytes + ALIGNMENT * (len(layer.spans) + len(layer.casts))) + PAGE
 
 
 def update_threads(processes: int) -> int:

@@ -65,6 +65,7 @@ class BackgroundUpdates:
                 if self._failure is None:
                     for block in blocks:
                         block.memory.use()
+                        block.gradients.use()
                         self._device.access(block.weights, Stream.UPDATE, write=True)
                     begun = self._device.mark(Stream.UPDATE)
                     with torch.DisableTorchFunctionSubclass(), torch.no_grad():

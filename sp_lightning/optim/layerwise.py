@@ -140,10 +140,20 @@ class LayerwiseStep:
             measured = {}
         norms = Norms()
         # get_total_norm takes tensors. It leaves a norm as it is, because a norm is its own norm.
-        total = get_total_norm([_known_norm(measured, parameter, norms) for parameter in parameters])
+        total = get_total_norm([self._norm_or_gradient(measured, parameter, norms) for parameter in parameters])
         coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0)
         # As torch.nn.utils.clip_grads_with_norm_ does, for a gradient or a part of one.
         self._clip = (lambda gradient: gradient.mul_(coefficient)) if coefficient != 1 else None
+
+    def _norm_or_gradient(self, measured: Measured, parameter: nn.Parameter, norms: Norms) -> Tensor:
+        """The norm of a gradient if it is known, or if the gradient is narrow or on a disk; else the gradient."""
+        gradient = stored(parameter)
+        assert gradient is not None
+        known, version, norm = measured.get(parameter, (None, None, gradient))
+        if known is gradient and version == gradient._version:
+            return norm
+        here = as_it_came(gradient) is gradient and not self._engine.bring_gradient(parameter)
+        return gradient if here else norms.of(gradient)
 
     def clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clips as Lightning's precision plugins do, but in the updates."""
@@ -344,16 +354,6 @@ def _zeroing_narrow(optimizer: Optimizer) -> AbstractContextManager[None]:
 def _parameters_of(layer: StreamedLayer) -> list[nn.Parameter]:
     """The host parameters of a layer, those that travel as casts included."""
     return [parameter for member in layer.family for parameter in member.block.parameters]
-
-
-def _known_norm(measured: Measured, parameter: nn.Parameter, norms: Norms) -> Tensor:
-    """The norm of a parameter's gradient if it is known or the gradient is narrow; else the gradient."""
-    gradient = stored(parameter)
-    assert gradient is not None
-    known, version, norm = measured.get(parameter, (None, None, gradient))
-    if known is gradient and version == gradient._version:
-        return norm
-    return gradient if as_it_came(gradient) is gradient else norms.of(gradient)
 
 
 _NOT_ALL = (

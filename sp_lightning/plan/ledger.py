@@ -50,7 +50,7 @@ class Ledger:
         on_disk: bytes of the state that are on a disk and not in memory.
         staging: bytes of memory that they pass through.
         disk_traffic: bytes that were read and written there for each step so far; 0 before the first one.
-        weights_on_disk: bytes of trained weights that are on a disk, too.
+        weights_on_disk, gradients_on_disk: bytes of trained weights and of gradients that are on a disk, too.
     """
 
     parameters: int
@@ -63,6 +63,7 @@ class Ledger:
     staging: int = 0
     disk_traffic: float = 0.0
     weights_on_disk: int = 0
+    gradients_on_disk: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -92,14 +93,16 @@ class Ledger:
         )
 
     def _of_disk(self, count: int) -> str:
-        if not self.on_disk:
+        below = {
+            "trained weights": self.weights_on_disk, "gradients": self.gradients_on_disk, "the optimizer state": self.on_disk,
+        }  # fmt: skip
+        if not any(below.values()):
             return ""
         so_far = f"{self.disk_traffic / count:.3g} so far, " if self.disk_traffic else ""
-        weights = f"{human_bytes(self.weights_on_disk)} of trained weights and " if self.weights_on_disk else ""
+        what = " and ".join(f"{human_bytes(nbytes)} of {name}" for name, nbytes in below.items() if nbytes)
         return (
-            f"\nSuperpipeline: {weights}{human_bytes(self.on_disk)} of the optimizer state are on a disk and pass through "
-            f"{human_bytes(self.staging)} of memory; bytes read and written per parameter and step: {so_far}"
-            f"{2 * (self.on_disk + self.weights_on_disk) / count:.3g} at least."
+            f"\nSuperpipeline: {what} are on a disk and pass through {human_bytes(self.staging)} of memory; bytes read and "
+            f"written per parameter and step: {so_far}{2 * sum(below.values()) / count:.3g} at least."
         )
 
 

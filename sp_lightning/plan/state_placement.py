@@ -1,4 +1,4 @@
-"""Where the state of optimizers is: in host memory as far as it fits, and on a disk below that; trained weights after it."""
+"""Where the state of optimizers is: in host memory as far as it fits, and on a disk below that; what is trained after it."""
 
 from __future__ import annotations
 
@@ -84,29 +84,65 @@ def place_state(sizes: Mapping[str, int], room: int | None) -> StatePlacement:
 
 
 WINDOW = 4
-"""Layers of which trained weights that are on a disk are in memory at a time: fetched, updated, and written out."""
+"""Layers whose trained weights on a disk are in memory at a time: fetched, updated, and written out. So with gradients."""
 
 
-def choose_weights(plan: Plan, missing: int, but: Collection[str] = ()) -> list[PlannedLayer]:
+@dataclass(frozen=True)
+class OnDisk:
+    """What of trained layers is on a disk, beside the optimizers' state.
+
+    Attributes:
+        weights: the layers and masters whose weights are there.
+        gradients: the layers whose gradients, and those of their masters, are there.
+    """
+
+    weights: tuple[PlannedLayer, ...] = ()
+    gradients: tuple[PlannedLayer, ...] = ()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that are there."""
+        return sum(layer.nbytes for layer in self.weights)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that are there."""
+        return sum(layer.gradient_bytes for layer in self.gradients)
+
+    @property
+    def window(self) -> int:
+        """Bytes of memory that all of it passes through."""
+        weights = max((layer.nbytes for layer in self.weights), default=0)
+        return WINDOW * (weights + max((layer.gradient_bytes for layer in self.gradients), default=0))
+
+    @property
+    def spared(self) -> int:
+        """Bytes of memory that it leaves to others."""
+        return self.weight_bytes + self.gradient_bytes - self.window
+
+
+def choose_on_disk(plan: Plan, missing: int, but: Collection[str] = (), *, gradients: bool) -> OnDisk:
     """Returns what of trained layers is on a disk, because so many bytes of host memory are missing.
 
-    Masters go first, because nothing but their update reads them; then layers, in their order.
+    Masters go first, because nothing but their update reads them; then gradients, which are written and read once in a step;
+    then layers, in their order, whose weights are read three times.
 
     Args:
         plan: the layers.
         missing: bytes, although all state is on the disk.
-        but: the names of layers that are not asked.
+        but: the names of layers whose weights are not asked.
+        gradients: whether all layers' gradients are in memory at once, so that some may be on the disk.
     """
-    chosen = list[PlannedLayer]()
+    chosen = OnDisk()
     trained = [layer for layer in plan.layers if layer.gradient_bytes and not layer.rows and layer.name not in but]
     names = {layer.name for layer in trained}
-    for planned in (*(each for each in plan.masters if each.name in names), *trained):
-        if missing <= 0 or sum(each.nbytes for each in chosen) >= missing + window_bytes(chosen):
+    with_gradients = [layer for layer in plan.trained if layer.gradient_bytes and layer is not plan.residents]
+    candidates: list[OnDisk] = [OnDisk(weights=(each,)) for each in plan.masters if each.name in names]
+    if gradients and OnDisk(gradients=tuple(with_gradients)).spared > 0:
+        candidates += [OnDisk(gradients=(each,)) for each in with_gradients]
+    candidates += [OnDisk(weights=(each,)) for each in trained]
+    for each in candidates:
+        if missing <= 0 or chosen.spared >= missing:
             break
-        chosen.append(planned)
+        chosen = OnDisk((*chosen.weights, *each.weights), (*chosen.gradients, *each.gradients))
     return chosen
-
-
-def window_bytes(chosen: Collection[PlannedLayer]) -> int:
-    """Bytes of memory that such weights pass through."""
-    return WINDOW * max((each.nbytes for each in chosen), default=0)

@@ -22,7 +22,7 @@ from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.model.found import Layer
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block_memory import Allocate, BlockMemory
-from sp_lightning.store.gradient_memory import GradientMemory, Staging
+from sp_lightning.store.gradient_memory import Staging
 
 
 class HostBlock:
@@ -63,7 +63,7 @@ class HostBlock:
         self._fetched_seldom = fetched_seldom
         self.apart: set[int] = set()
         self._lent: list[StorageWeakRef | None] = [None] * len(planned.spans)
-        self.gradients = GradientMemory([span.name for span in planned.spans], self.parameters, staging)
+        self.gradients = staging.of_layer([span.name for span in planned.spans], self.parameters)
         self._alone = [replace(span, offset=0) for span in planned.spans]  # where each lies in a storage of its own
         self._begin(partial(allocate, planned.nbytes, pin and not fetched_seldom))
 

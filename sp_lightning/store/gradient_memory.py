@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,20 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.layout import bytes_of, lay_out, total_bytes, whole_pages
 from sp_lightning.device.lease import Lease
 from sp_lightning.device.pinned import PinnedMemory
+
+
+class Memory(Protocol):
+    """Host memory that a layer's gradients come to.
+
+    Attributes:
+        bytes: the memory, flat ``uint8``.
+    """
+
+    @property
+    def bytes(self) -> Tensor: ...
+
+    def unpin(self) -> None:
+        """Releases the page lock. The memory and its contents stay."""
 
 
 class GradientMemory:
@@ -31,7 +46,7 @@ class GradientMemory:
         self._names = names
         self._parameters = parameters
         self._staging = staging
-        self._memory: list[PinnedMemory] = []
+        self._memory: list[Memory] = []
         self._places: dict[tuple[int, torch.dtype], tuple[Lease, Tensor]] = {}
 
     def target(self, index: int, dtype: torch.dtype) -> Tensor | None:
@@ -64,10 +79,18 @@ class GradientMemory:
 
     def release(self) -> None:
         """Gives the memory to other layers, unless somebody still holds one of the gradients."""
-        if not any(lease.in_use for lease, _ in self._places.values()):
+        if not self._held():
             self._places.clear()
             while self._memory:
                 self._staging.give_back(self._memory.pop())
+
+    def _held(self) -> bool:
+        """Whether somebody holds one of the gradients."""
+        return any(lease.in_use for lease, _ in self._places.values())
+
+    def use(self) -> bool:
+        """Has the gradients in memory, because they are going to be read or written. Returns whether they were on a disk."""
+        return False
 
     def unpin(self) -> None:
         """Releases the page locks. Gradients stay where they are."""
@@ -86,16 +109,23 @@ class Staging:
     def __init__(self, device: Device, *, pin: bool) -> None:
         self._device = device
         self._pin = pin
-        self._free: defaultdict[int, list[PinnedMemory]] = defaultdict(list)  # by their size in bytes
+        self._free: defaultdict[int, list[Memory]] = defaultdict(list)  # by their size in bytes
         self._locked: list[PinnedMemory] = []
 
-    def take(self, nbytes: int) -> PinnedMemory:
+    def of_layer(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> GradientMemory:
+        """Returns the memory of one layer's gradients, as :class:`GradientMemory` describes it."""
+        return GradientMemory(names, parameters, self)
+
+    def take(self, nbytes: int) -> Memory:
         """Returns a block of at least ``nbytes`` bytes."""
         padded = whole_pages(nbytes)
         free = self._free[padded]
-        return free.pop() if free else PinnedMemory(self._device, padded, pin=self._pin)
+        return free.pop() if free else self._allocate(padded)
 
-    def give_back(self, block: PinnedMemory) -> None:
+    def _allocate(self, nbytes: int) -> Memory:
+        return PinnedMemory(self._device, nbytes, pin=self._pin)
+
+    def give_back(self, block: Memory) -> None:
         """Takes a block back, which may be overwritten from now on."""
         self._free[block.bytes.nbytes].append(block)
 

@@ -1,6 +1,6 @@
-"""Weights on a disk: host memory that is mapped from a scratch file, of which a few layers' pages are in memory at a time.
+"""Weights and gradients on a disk: host memory that is mapped from a scratch file, few layers' pages of it in memory at a time.
 
-User code finds ordinary parameters: what it touches comes, and what it writes is written out when its layer goes. So nothing
+User code finds ordinary tensors: what it touches comes, and what it writes is written out when its layer goes. So nothing
 has to be told of reads and writes, and results cannot depend on it. The file has nothing in common with that of optimizer
 state, which is read and written past the page cache; its room is taken before it is mapped, and nobody makes it shorter.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sp_lightning.device.layout import PAGE, whole_pages
@@ -33,6 +33,9 @@ from sp_lightning.store.scratch import create
 
 _PAGE_OUT = 21  # of Linux 5.4
 _POPULATE_READ = 22  # of Linux 5.14; a read that fails is an error then, and not a signal
+_ZERO_RANGE = (
+    0x10 | 0x01
+)  # of fallocate: blocks stay the file's, and what they have is neither written nor read any more
 _WRITE_OUT = 1 | 2 | 4  # wait for what is under way, begin the rest, wait for it
 
 
@@ -42,6 +45,7 @@ def supported() -> bool:
 
 
 _Two = tuple[int, int]
+_tensor_grad: Any = Tensor.grad
 
 
 class MappedFile:
@@ -49,13 +53,15 @@ class MappedFile:
 
     Args:
         folder: where it is.
+        what: what it has, for messages.
 
     Attributes:
         read_bytes, written_bytes: what was asked to be read and written so far.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, what: str = "weights") -> None:
         self._folder = folder
+        self._what = what
         self._descriptor = create(folder, direct=False)
         weakref.finalize(self, os.close, self._descriptor)
         self._end = 0
@@ -77,18 +83,32 @@ class MappedFile:
         """
         size = max(whole_pages(nbytes), mmap.PAGESIZE)
         begin = self._end
+        self.reserve(size)
         try:
-            os.posix_fallocate(self._descriptor, begin, size)
             pages = mmap.mmap(self._descriptor, size, offset=begin)
         except OSError as error:
-            raise OSError(
-                error.errno,
-                f"{human_bytes(size)} more of scratch space are needed for weights ({error.strerror}). Free some, or name a "
-                "folder on another disk: SuperpipelineStrategy(disk=FOLDER)",
-                str(self._folder),
-            ) from error
+            raise self._no_room(size, error) from error
         self._end += size
         return MappedMemory(self, begin, nbytes, pages)
+
+    def reserve(self, nbytes: int) -> None:
+        """Takes room on the disk for memory that will be allocated.
+
+        Raises:
+            OSError: the disk has no room.
+        """
+        try:
+            os.posix_fallocate(self._descriptor, self._end, nbytes)
+        except OSError as error:
+            raise self._no_room(nbytes, error) from error
+
+    def _no_room(self, nbytes: int, error: OSError) -> OSError:
+        return OSError(
+            error.errno,
+            f"{human_bytes(nbytes)} more of scratch space are needed for {self._what} ({error.strerror}). Free some, or name a "
+            "folder on another disk: SuperpipelineStrategy(disk=FOLDER)",
+            str(self._folder),
+        )
 
     def use(self, memory: MappedMemory) -> None:
         """Has a block's pages in memory. Those of the block that was used longest ago go, and those of the next one are read.
@@ -97,17 +117,7 @@ class MappedFile:
             OSError: a read or an earlier write has failed.
         """
         with self._lock:
-            if self._failure is not None:
-                raise self._failure
-            while self._leaving and (len(self._leaving) > WINDOW or self._leaving[0].done()):
-                self._written(self._leaving.popleft())
-            if memory in self._in_memory:
-                self._in_memory.remove(memory)
-            else:
-                self.read_bytes += memory.nbytes
-            self._in_memory.append(memory)
-            while len(self._in_memory) > WINDOW:
-                self._leave(self._in_memory.popleft())
+            self.read_bytes += memory.nbytes * self._enter(memory)
             last = self._last.get(thread := threading.get_ident(), (0, 0))
             self._next[last] = memory
             self._last[thread] = last = last[1], memory.begin
@@ -115,6 +125,32 @@ class MappedFile:
         memory.populate()
         if following is not None and following is not memory:
             following.advise(mmap.MADV_WILLNEED)
+
+    def renew(self, memory: MappedMemory) -> None:
+        """Has a block in memory all of which is going to be written: what it had is gone, and nothing is read.
+
+        Raises:
+            OSError: an earlier write has failed.
+        """
+        with self._lock:
+            self._enter(memory)
+        assert _libc is not None
+        # Where the file system cannot do that, pages are read when they are written.
+        _libc.fallocate(self._descriptor, _ZERO_RANGE, memory.begin, len(memory.pages))
+
+    def _enter(self, memory: MappedMemory) -> bool:
+        """Makes a block the one that was used last. Returns whether its pages have to come."""
+        if self._failure is not None:
+            raise self._failure
+        while self._leaving and (len(self._leaving) > WINDOW or self._leaving[0].done()):
+            self._written(self._leaving.popleft())
+        came = memory not in self._in_memory
+        if not came:
+            self._in_memory.remove(memory)
+        self._in_memory.append(memory)
+        while len(self._in_memory) > WINDOW:
+            self._leave(self._in_memory.popleft())
+        return came
 
     def leave(self) -> None:
         """Has all pages leave memory."""
@@ -156,17 +192,17 @@ class MappedFile:
         os.posix_fadvise(descriptor, memory.begin, size, os.POSIX_FADV_DONTNEED)
 
     def failed(self, what: str, number: int) -> OSError:
-        """The error for weights that could not be read or written."""
+        """The error for what could not be read or written."""
         return OSError(
             number,
-            f"Weights on the disk could not be {what}: {os.strerror(number)}. The step was not finished; go on from the last "
-            "checkpoint",
+            f"{self._what.capitalize()} on the disk could not be {what}: {os.strerror(number)}. The step was not finished; go on "
+            "from the last checkpoint",
             str(self._folder),
         )
 
 
 class MappedMemory(OneTensor):
-    """The :class:`~sp_lightning.store.block_memory.BlockMemory` of a block whose weights are on a disk.
+    """The :class:`~sp_lightning.store.block_memory.BlockMemory` of a block whose weights are on a disk, or its gradients' memory.
 
     Attributes:
         begin: where it is in the file.
@@ -191,12 +227,21 @@ class MappedMemory(OneTensor):
         other = self._file.allocate(self.nbytes, False)
         self._map(other.begin, other.pages)
 
+    @property
+    def bytes(self) -> Tensor:
+        """All of it, flat ``uint8``."""
+        return self.common
+
     def unpin(self) -> None:
         """Nothing is page-locked."""
 
     def use(self) -> None:
         """Has the pages in memory, because they are going to be read or written."""
         self._file.use(self)
+
+    def renew(self) -> None:
+        """Has pages in memory all of which are going to be written."""
+        self._file.renew(self)
 
     def populate(self) -> None:
         """Reads the pages.
@@ -213,8 +258,10 @@ class MappedMemory(OneTensor):
         return _advise(self.common.data_ptr(), len(self.pages), advice)
 
 
-class _NotHere(nn.Parameter):
-    """A parameter whose values are on a disk, in a forked process."""
+class _NotHere(Tensor):
+    """A tensor whose values are on a disk, in a forked process."""
+
+    _what: str
 
     @classmethod
     def __torch_function__(
@@ -224,20 +271,28 @@ class _NotHere(nn.Parameter):
             with torch.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise RuntimeError(
-            "This weight is on a disk, in a file of the process that trains. A forked process cannot read it: read it before the "
-            "fork (parameter.clone())."
+            f"This {cls._what} is on a disk, in a file of the process that trains. A forked process cannot read it: read it "
+            "before the fork (clone())."
         )
+
+
+class _WeightNotHere(_NotHere, nn.Parameter):
+    _what = "weight"
+
+
+class _GradientNotHere(_NotHere):
+    _what = "gradient"
 
 
 _mapped: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()
 """The address of each mapping."""
 
 _noted: Any = WeakIdKeyDictionary()
-"""Parameters that were noted to be on a disk."""
+"""Parameters that were noted to be on a disk, or to have their gradients there."""
 
 
 def note_on_disk(parameters: Sequence[nn.Parameter]) -> None:
-    """Notes parameters whose memory is mapped from a scratch file. A forked process does not have it."""
+    """Notes parameters whose memory, or whose gradients', is mapped from a scratch file. A forked process does not have it."""
     for parameter in parameters:
         _noted[parameter] = True
 
@@ -265,8 +320,12 @@ def _advise(address: int, nbytes: int, advice: int) -> int:
 
 def _after_fork() -> None:
     for parameter in list(_noted):
+        with torch.DisableTorchFunctionSubclass():
+            gradient = _tensor_grad.__get__(parameter)
+        if gradient is not None and is_on_disk(gradient):
+            gradient.__class__ = _GradientNotHere
         if is_on_disk(parameter):
-            parameter.__class__ = _NotHere
+            parameter.__class__ = _WeightNotHere
 
 
 if hasattr(os, "register_at_fork"):
@@ -276,4 +335,5 @@ _libc: ctypes.CDLL | None = None
 with suppress(OSError, AttributeError, TypeError):
     _libc = ctypes.CDLL(None, use_errno=True)
     _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

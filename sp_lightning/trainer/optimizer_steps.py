@@ -122,7 +122,7 @@ class OptimizerSteps:
         if self._ranks is not None:
             whole = trainer.optimizers if self.overlap == "off" else ()
             self._ranks.attach([each for each in whole if not is_no_optimizer(each)], scaler_of(trainer))
-        early, narrow = self.overlap == "backward", self._ranks is None and nobody_sees_gradients(trainer)
+        early, narrow = self.overlap == "backward", self._narrow()
         measure = self._clips() == "norm" and nobody_looks_at_gradients(trainer)
         states = {optimizer: self._state_of(optimizer) for optimizer in trainer.optimizers}
         waits = self.overlap == "off"
@@ -133,7 +133,7 @@ class OptimizerSteps:
                 optimizer,
                 streamer.updating,
                 early=early,
-                measure=measure and not waits,
+                measure=measure and not (waits and not self._run.placement.on_disk.gradients),
                 narrow=narrow,
                 state=state,
                 waits=waits,
@@ -165,7 +165,7 @@ class OptimizerSteps:
         self.disk = DiskTier(options.disk, options.host_memory, self._run.finish_updates, self._log)
         self._run.placement.leave()  # the memory that is counted next has none of them; those of a window come
         others = self._ledger.gradients + streamer.plan.peak_device_bytes * streamer.device.computes_on_host
-        others += self._run.placement.window
+        others += self._run.placement.on_disk.window
         placement = self.disk.place(self._trainer.optimizers, streamer.updating.layer_of, others)
         self.arrange(self._trainer)
         self.absorb_state()
@@ -215,12 +215,27 @@ class OptimizerSteps:
             clips=self._clips(),
             scales=scaler_of(trainer) is not None,
             pieces=pieces,
-            narrow=pieces and self._ranks is None and nobody_sees_gradients(trainer),
+            narrow=pieces and self._narrow(),
         )
         where = self._run.placement
-        away = where.bytes_in_files + where.bytes_on_scratch
-        ledger = replace(ledger, weights=ledger.weights - away, weights_on_disk=where.bytes_on_scratch)
-        return ledger if self.disk is None else self.disk.note_in(ledger, where.window, where.moved)
+        weights, gradients = where.on_disk.weight_bytes, where.on_disk.gradient_bytes
+        ledger = replace(
+            ledger,
+            weights=ledger.weights - where.bytes_in_files - weights,
+            gradients=ledger.gradients - gradients,
+            weights_on_disk=weights,
+            gradients_on_disk=gradients,
+        )
+        return ledger if self.disk is None else self.disk.note_in(ledger, where.on_disk.window, where.moved)
+
+    def _narrow(self) -> bool:
+        """Whether gradients may stay in the dtype in which they come.
+
+        Those on a disk do not: one that somebody looks at would be widened in memory that there is not.
+        """
+        return (
+            self._ranks is None and not self._run.placement.on_disk.gradients and nobody_sees_gradients(self._trainer)
+        )
 
     def _clips(self) -> str | None:
         """How the trainer clips gradients: ``"norm"``, ``"value"``, or None if it does not."""

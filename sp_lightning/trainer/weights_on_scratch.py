@@ -1,4 +1,4 @@
-"""Which trained weights are on a disk: those that host memory does not hold although all of the optimizers' state is there."""
+"""Which trained weights and gradients are on a disk: what host memory does not hold although all optimizer state is there."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sp_lightning.model.found import Found
 from sp_lightning.plan.host_memory import room_for
 from sp_lightning.plan.ledger import make_ledger
 from sp_lightning.plan.plan import Plan
-from sp_lightning.plan.state_placement import WINDOW, choose_weights
+from sp_lightning.plan.state_placement import WINDOW, OnDisk, choose_on_disk
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.store.mapped_scratch import MappedFile, is_on_disk, supported
+from sp_lightning.store.mapped_scratch import is_on_disk, supported
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.weights_in_place import InFiles, in_files, place_weights
 
@@ -44,16 +44,19 @@ def place(found: Found, plan: Plan, options: Options, device: torch.device, *, a
     if not accumulate or not supported():
         return inner
     missing = missing_bytes(inner, found, plan, options, device, accumulate)
-    chosen = choose_weights(plan, missing, inner.places if isinstance(inner, OnFiles) else ())
-    if not chosen:
+    at_once = accumulate > 1 or options.optimizer_overlap != "backward"
+    but = inner.places if isinstance(inner, OnFiles) else ()
+    chosen = choose_on_disk(plan, missing, but, gradients=at_once)
+    if chosen == OnDisk():
         return inner
     return_large_blocks()
-    nbytes = sum(each.nbytes for each in chosen)
+    sizes = {"trained weights": chosen.weight_bytes, "gradients": chosen.gradient_bytes}
+    what = " and ".join(f"{human_bytes(nbytes)} of {name}" for name, nbytes in sizes.items() if nbytes)
     remark = (
-        f"{human_bytes(nbytes)} of trained weights are on the disk, and those of {WINDOW} layers in memory at a time, because "
+        f"{what} are on the disk, and those of {WINDOW} layers in memory at a time, because "
         f"{human_bytes(missing)} of host memory are missing although all optimizer state is on the disk."
     )
-    return OnScratch(inner, MappedFile(options.disk), chosen, remark)
+    return OnScratch(inner, options.disk, chosen, remark)
 
 
 def missing_bytes(

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import aligned, strided
 from sp_lightning.device.modes import no_inference_mode
-from sp_lightning.device.pinned import PinnedMemory
 from sp_lightning.device.torch_private import accumulation_hooks, coalesced, sparse_indices, sparse_values
 from sp_lightning.device.waits import Stream, Wait
-from sp_lightning.store.gradient_memory import Staging
+from sp_lightning.store.gradient_memory import Memory, Staging
 from sp_lightning.weights.gradient_sink import Wanted, refuse_graph
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.narrow_gradient import keep_narrow
@@ -58,7 +57,7 @@ class _Drain:
     layer: StreamedLayer
     gradients: list[Tensor]
     landings: deque[_Landing]
-    staging: PinnedMemory | None
+    staging: Memory | None
     landed: Any
 
 
@@ -217,14 +216,14 @@ class Gradients:
 
     def _place(
         self, gradients: dict[tuple[StreamedLayer, int], Tensor]
-    ) -> tuple[deque[_Landing], PinnedMemory | None, list[Tensor], list[Tensor]]:
+    ) -> tuple[deque[_Landing], Memory | None, list[Tensor], list[Tensor]]:
         """Decides where each gradient goes on the host.
 
         Returns:
             The landings, the staging memory if they need any, and the targets and sources of the copies.
         """
         used = 0  # bytes of the staging memory
-        staging: PinnedMemory | None = None
+        staging: Memory | None = None
         landings: deque[_Landing] = deque()
         targets: list[Tensor] = []
         sources: list[Tensor] = []
@@ -318,6 +317,9 @@ class Gradients:
     def _apply(self, drain: _Drain) -> None:
         received = self._received[drain.layer]
         try:
+            if any(landing.own is None for landing in drain.landings):  # these are added to others
+                for member in drain.layer.family:
+                    member.block.gradients.use()
             # Landings are taken out, so that nobody but its parameters holds a layer's gradients once it is complete.
             while drain.landings:
                 received.applied.add(self._land(drain.landings.popleft()))

@@ -40,9 +40,20 @@ def test_trained_weights_are_on_the_disk_where_state_alone_is_not_enough(capsys:
     found, more = answer(capsys, *backward, "400MiB"), answer(capsys, *backward, "600MiB")
     assert found["host_fits"]
     assert found["host_bytes"] <= 400 * 2**20 < WEIGHTS + 100 * 2**20
-    assert "of trained weights, too" in found["disk"][1]
+    assert "of trained weights, which" in found["disk"][1]
     assert not any("trained weights" in line for line in more["disk"])
     assert found["windows"][0]["busy_seconds"]["disk"] > more["windows"][0]["busy_seconds"]["disk"]
+
+
+@pytest.mark.rest("plans of a whole model; the first tier has one of them")
+def test_gradients_are_on_the_disk_where_all_of_them_are_there_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    little = ("--disk", "1GB/s", "--host-memory", "700MiB", "--overlap")
+    early, late = answer(capsys, *little, "backward"), answer(capsys, *little, "forward")
+    assert late["host_fits"]
+    assert late["host_bytes"] <= 700 * 2**20
+    assert "of gradients, which each step writes and reads once, through" in late["disk"][1]
+    assert not any("gradients" in line for line in early["disk"])
+    assert late["windows"][0]["busy_seconds"]["disk"] > early["windows"][0]["busy_seconds"]["disk"]
 
 
 @pytest.mark.rest("a plan of a whole model; the first tier has one of them")

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from sp_lightning.plan.state_placement import OnDisk, choose_on_disk
 from sp_lightning.store import mapped_scratch
 from sp_lightning.store.mapped_scratch import is_on_disk
 from sp_lightning.trainer import weights_on_scratch
@@ -34,9 +35,14 @@ WINDOW = 2
 
 @pytest.fixture(autouse=True)
 def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All trained layers are on the disk, and their state is; two of them are in memory at a time."""
+    """All trained layers are on the disk, and their state is; two of them are in memory at a time. Gradients are in memory."""
+
+    def choose(*args: Any, **options: Any) -> OnDisk:
+        return OnDisk(weights=choose_on_disk(*args, **options).weights)
+
     without_room(monkeypatch)
     monkeypatch.setattr(weights_on_scratch, "missing_bytes", lambda *_: 2**60)
+    monkeypatch.setattr(weights_on_scratch, "choose_on_disk", choose)
     monkeypatch.setattr(mapped_scratch, "WINDOW", WINDOW)
 
 
