@@ -33,6 +33,7 @@ settings.load_profile("first")
 
 # Models are tiny: a second thread costs more than it brings, and very much more on a busy machine.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 
 for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric", "transformers"):
     logging.getLogger(name).setLevel(logging.ERROR)

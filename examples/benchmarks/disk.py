@@ -131,11 +131,11 @@ def evict(folder: str) -> None:
     threading.Thread(target=forget, daemon=True).start()
 
 
-def trainer_for(strategy: Any, times: Times) -> pl.Trainer:
+def trainer_for(strategy: Any, times: Times, **options: Any) -> pl.Trainer:
     """A quiet trainer on the CPU."""
     return pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[times],
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[times], **options,
     )  # fmt: skip
 
 
@@ -155,15 +155,39 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
     module, times = Net(asked["width"], asked["layers"]), Times()
     below = {"disk": asked["folder"], "host_memory": asked["host_memory"]} if asked["host_memory"] else {}
-    strategy = SuperpipelineStrategy(k=1, k_prime=1, optimizer_overlap="backward", **below)
-    trainer = trainer_for(strategy, times)
+    strategy = SuperpipelineStrategy(k=1, k_prime=1, optimizer_overlap=asked["overlap"], **below)
+    trainer = trainer_for(strategy, times, gradient_clip_val=1.0 if asked["overlap"] == "forward" else None)
     batches = [torch.randint(0, 4096, (1, asked["tokens"])) for _ in range(STEPS)]
     trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     highest = peak()
     return {
         "seconds": times.seconds, "peak": highest, "digest": digest(module, trainer.optimizers[0]),
         "parameters": sum(p.numel() for p in module.parameters()),
-        "on_disk": strategy.ledger.on_disk, "traffic": strategy.ledger.disk_traffic,
+        "on_disk": strategy.ledger.on_disk, "weights_on_disk": strategy.ledger.weights_on_disk,
+        "gradients_on_disk": strategy.ledger.gradients_on_disk, "traffic": strategy.ledger.disk_traffic,
+    }  # fmt: skip
+
+
+def adapt(asked: dict[str, Any]) -> dict[str, Any]:
+    """Trains adapters over a base whose weights are in a file."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaForCausalLM
+
+    pl.seed_everything(1, verbose=False)
+    with torch.device("meta"):
+        module, times = Net(asked["width"], asked["layers"]), Times()
+    base = LlamaForCausalLM.from_pretrained(asked["file"], dtype="auto")
+    module.llama = get_peft_model(base, LoraConfig(target_modules="all-linear", r=8))
+    below = {"disk": asked["folder"], "host_memory": asked["adapt_memory"]} if asked["adapt_memory"] else {}
+    strategy = SuperpipelineStrategy(k=1, k_prime=1, optimizer_overlap="backward", save_frozen=False, **below)
+    trainer = trainer_for(strategy, times)
+    batches = [torch.randint(0, 4096, (1, asked["tokens"])) for _ in range(STEPS)]
+    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    highest = peak()
+    adapters = nn.ParameterList([p for p in module.parameters() if p.requires_grad])
+    return {
+        "seconds": times.seconds, "peak": highest, "digest": digest(adapters, trainer.optimizers[0]),
+        "weights_in_memory": strategy.ledger.weights,
     }  # fmt: skip
 
 
@@ -255,13 +279,16 @@ def _training(base: dict[str, Any], rate: float, out: Path | None) -> None:
         found = apart(train, {**base, "rate": limited})
         row = {"kind": "disk training", **base, **found, "rate": limited or fastest, "throttled": bool(limited)}
         if "error" not in found and "error" not in all_in_memory:
-            moved = 2 * found["on_disk"] / (limited or fastest)
+            below = found["on_disk"] + found["weights_on_disk"] + found["gradients_on_disk"]
+            moved = 2 * below / (limited or fastest)
             row |= {
                 "in_memory_seconds": all_in_memory["seconds"], "disk_seconds": moved,
                 "share_of_limit": max(moved, all_in_memory["seconds"]) / found["seconds"],
                 "bitwise": found["digest"] == all_in_memory["digest"], "in_memory_peak": all_in_memory["peak"],
             }  # fmt: skip
         _write(row, out)
+        if row.get("weights_on_disk") or row.get("gradients_on_disk"):
+            break  # their pages come and go without a call that could be limited
 
 
 def _generation(base: dict[str, Any], out: Path | None) -> None:
@@ -280,6 +307,20 @@ def _generation(base: dict[str, Any], out: Path | None) -> None:
             _write(
                 {"kind": "disk generation", **asked, "file_bytes": file.stat().st_size, **apart(generate, asked)}, out
             )
+
+
+def _adapters(base: dict[str, Any], out: Path | None) -> None:
+    """Adapters over a base in its file: with little memory, then with all in memory."""
+    with tempfile.TemporaryDirectory(dir=base["folder"]) as folder:
+        pl.seed_everything(1, verbose=False)
+        Net(base["width"], base["layers"]).llama.save_pretrained(folder)
+        nbytes = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+        found, whole = (
+            apart(adapt, {**base, "file": folder, "adapt_memory": memory}) for memory in (base["adapt_memory"], None)
+        )
+        row = {"kind": "disk adapters", **base, "file_bytes": nbytes, **found, "in_memory_peak": whole.get("peak")}
+        row |= {"in_memory_seconds": whole.get("seconds"), "bitwise": found.get("digest") == whole.get("digest")}
+        _write(row, out)
 
 
 def _largest(base: dict[str, Any], out: Path | None) -> None:
@@ -315,22 +356,32 @@ def main() -> None:
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk that is measured (%(default)s)")
     parser.add_argument("--host-memory", default="2GiB")
     parser.add_argument("--generate-memory", default="1250MiB", help="for generation, so that layers are read in place")
+    parser.add_argument("--adapt-memory", default="1300MiB", help="for adapters, whose base is read in place")
+    parser.add_argument(
+        "--overlap", choices=("backward", "forward"), default="backward",
+        help="when updates run; forward clips by norm, so that all gradients are there at once",
+    )  # fmt: skip
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--most-layers", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rate", type=float, default=300.0, help="of the token bucket, MB/s (%(default)s)")
-    parser.add_argument("--parts", nargs="+", choices=("train", "generate", "largest"), default=["train", "generate"])
+    parser.add_argument(
+        "--parts", nargs="+", choices=("train", "generate", "adapters", "largest"), default=["train", "generate"]
+    )
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     base = {
         "folder": asked.folder, "host_memory": asked.host_memory, "width": asked.width, "layers": asked.layers,
         "tokens": asked.tokens, "most_layers": asked.most_layers, "generate_memory": asked.generate_memory,
+        "adapt_memory": asked.adapt_memory, "overlap": asked.overlap,
     }  # fmt: skip
     if "train" in asked.parts:
         _training(base, asked.rate * 1e6, asked.out)
     if "generate" in asked.parts:
         _generation(base, asked.out)
+    if "adapters" in asked.parts:
+        _adapters(base, asked.out)
     if "largest" in asked.parts:
         _largest(base, asked.out)
 

@@ -84,9 +84,9 @@ class StreamingStrategy(Readings):
             safetensors (as ``save_pretrained`` writes it), a checkpoint, or a state dictionary. They come from there into the
             host store, layer by layer.
         disk: a folder on a fast drive. What ``host_memory`` does not hold of the optimizers' state is in a scratch file there,
-            which is gone when the process is; trained weights after it. Frozen weights that it does not hold are read in place
-            from their own files, any outside of training: those of ``weights``, of transformers' ``from_pretrained``, or any that
-            are mapped.
+            which is gone when the process is; gradients and trained weights after it. Frozen weights that it does not hold are
+            read in place from their own files, any outside of training: those of ``weights``, of transformers'
+            ``from_pretrained``, or any that are mapped.
         host_memory: with ``disk``, memory of the host for everything: bytes, a size (``"64GiB"``), or a share of what is free
             at set-up; None for all that is free.
         callback: attach a :class:`~sp_lightning.SuperpipelineCallback` while a run lasts, if the trainer has none.
