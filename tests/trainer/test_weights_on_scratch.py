@@ -342,8 +342,9 @@ def test_a_forked_process_says_that_it_cannot_read_them(tmp_path: Path) -> None:
             queue = context.SimpleQueue()
             process = context.Process(target=child, args=(queue, next(pl_module.parameters())))
             process.start()
-            said.append(queue.get())
             process.join()
+            assert process.exitcode == 0
+            said.append(queue.get())
 
     ours = fit(stack, vectors(), on_disk(tmp_path), callbacks=[Forks()])
     assert_same(ours, fit(stack, vectors()))
