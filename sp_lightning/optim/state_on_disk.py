@@ -158,6 +158,8 @@ class StateOnDisk(OptimizerState):
                 part_of = SimpleNamespace(state=vars(optimizer)["state"], param_groups=[{"params": parameters}])
                 self.bring(layer, part_of)
                 self.put(layer, part_of)
+            self._next.clear()  # updates have an order of their own
+            self._last = None
 
     def _stored_for(self, layer: StreamedLayer, tensors: Sequence[Tensor]) -> _Stored:
         spans, end = list[Span](), 0

@@ -18,6 +18,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.optim.state_on_disk import StateOnDisk
 from sp_lightning.plan.state_placement import StatePlacement, place_state
 from sp_lightning.store.away import save
+from sp_lightning.store.scratch import ScratchFile
 from sp_lightning.trainer import disk_tier
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_disk import Unfreezes, away, on_disk, without_room
@@ -268,6 +269,27 @@ def test_parameters_that_are_exchanged(tmp_path: Path) -> None:
 
     ours = fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path), callbacks=[Exchanges()])
     assert_same(ours, fit(lambda: Module(Stack()), vectors(), callbacks=[Exchanges()]))
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+def test_the_first_step_reads_nothing(overlap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no state yet; what was read ahead would take the memory in which the optimizer makes it."""
+    read, asked, steps = ScratchFile.read, list[int](), list[int]()
+
+    def noted(self: Any, offset: int, memory: Any) -> Any:
+        asked.append(memory.nbytes)
+        return read(self, offset, memory)
+
+    monkeypatch.setattr(ScratchFile, "read", noted)
+
+    class Counts(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            steps.append(len(asked))
+
+    make = made_with(OPTIMIZERS["AdamW"]) if overlap == "off" else fused(made_with(OPTIMIZERS["AdamW"]))
+    fit(make, vectors(4), on_disk(tmp_path, optimizer_overlap=overlap), recorded="nothing", callbacks=[Counts()])
+    assert steps[:2] == [0, 0]
+    assert steps[-1] > 0
 
 
 # ---------------------------------------------------------------------- checkpoints
