@@ -58,7 +58,7 @@ class Answer:
     @property
     def host_fits(self) -> bool:
         """Whether the host has the memory, if the question says how much it has."""
-        below, limit = self.estimate.below, self.question.host_memory
+        below, limit = self.estimate.below, self.estimate.host_limit
         return limit is None or (self.estimate.host_bytes <= limit and (below is None or below.placement is not None))
 
     @property

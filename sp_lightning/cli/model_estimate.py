@@ -23,6 +23,7 @@ from sp_lightning.device.torch_private import VALUES_NEEDED
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found
 from sp_lightning.plan.activation_policy import FREEING, Call, Mode, Modes, peak_bytes
+from sp_lightning.plan.host_memory import kept_for_process
 from sp_lightning.plan.ledger import Ledger, make_ledger
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.tune.activation_choice import Balance
@@ -89,12 +90,17 @@ class ModelEstimate:
         if self.question.disk is None:
             return None
         if self.ledger is None:
-            return place_inference(self.smallest_plan, self._all_host_bytes, self.question.host_memory)
+            return place_inference(self.smallest_plan, self._all_host_bytes, self.host_limit)
         assert self.step is not None
         plan, early = self.smallest_plan, _early(self.question, self.step)
         wide = make_ledger(plan, (), early=early, accumulate=1, clips=None, scales=False).gradients
+        return place_training(plan, self.ledger, wide, self.offloaded_bytes, self.host_limit, early=early)
+
+    @property
+    def host_limit(self) -> int | None:
+        """Host memory that there is for everything; with a disk without what a run leaves to its process. None for no limit."""
         limit = self.question.host_memory
-        return place_training(plan, self.ledger, wide, self.offloaded_bytes, limit, early=early)
+        return limit if limit is None or self.question.disk is None else limit - kept_for_process(limit)
 
     @property
     def host_bytes(self) -> int:

@@ -116,7 +116,14 @@ def _disk(answer: Answer) -> list[str]:
     below, best = answer.estimate.below, answer.best
     if below is None:
         return []
-    return below.lines(_parameters(answer.estimate), None if best is None else best.prediction.seconds)
+    lines = below.lines(_parameters(answer.estimate), None if best is None else best.prediction.seconds)
+    asked, limit = answer.question.host_memory, answer.estimate.host_limit
+    if asked is None or limit is None:
+        return lines
+    return [
+        *lines,
+        f"disk: {human_bytes(asked - limit)} of {human_bytes(asked)} are left to the process, its libraries and batches",
+    ]
 
 
 def _hooks(estimate: ModelEstimate) -> str:

@@ -21,7 +21,7 @@ def verdict(answer: Answer) -> str:
 def _refused_by_host(answer: Answer) -> str:
     return (
         f"It does not fit: {human_bytes(answer.estimate.host_bytes)} of host memory are needed, "
-        f"{_there(answer.estimate.host_bytes, answer.question.host_memory or 0)}. {_less_host_memory(answer.question)}"
+        f"{_there(answer.estimate.host_bytes, answer.estimate.host_limit or 0)}. {_less_host_memory(answer.question)}"
     )
 
 

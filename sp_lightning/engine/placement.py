@@ -32,7 +32,8 @@ from sp_lightning.store.file_block import FileBlock
 from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.store.gradients_on_scratch import ScratchStaging
 from sp_lightning.store.mapped import FilePlace
-from sp_lightning.store.mapped_scratch import MappedFile, let_go, note_on_disk
+from sp_lightning.store.mapped_pages import let_go, note_on_disk
+from sp_lightning.store.mapped_scratch import MappedFile
 from sp_lightning.store.weight_reader import WeightReader
 from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.gradients import Gradients

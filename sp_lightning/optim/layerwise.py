@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -22,7 +23,9 @@ from sp_lightning.device.torch_private import accumulation_hooks, run_first_afte
 from sp_lightning.device.waits import Stream
 from sp_lightning.optim.pieces import InPieces
 from sp_lightning.optim.separable import is_separable, lacks_buffers, shares_state
+from sp_lightning.optim.state_waits import waiting
 from sp_lightning.optim.updatable import OnHost, OptimizerState, Updatable
+from sp_lightning.store.mapped_pages import is_on_disk
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import Change, Norms, as_it_came, change, drop, stored
 
@@ -70,9 +73,12 @@ class LayerwiseStep:
         self._measure = measure
         self._separable = waits or is_separable(optimizer)
         self._narrow = narrow and not self._separable  # a step that is not fused reads whole gradients
+        self.clips_at_once = False
+        """Whether clipping changes gradients where Lightning does, layer by layer, and leaves nothing to the updates."""
         self._clip: Change | None = None
         self._measured: Measured = {}
         self._norms = Norms()  # the background's
+        self._measuring: Future[None] | None = None  # the last one
         self._armed: dict[StreamedLayer, list[dict[str, Any]]] | None = None
         self._begun: set[StreamedLayer] = set()  # layers whose updates began during backward
         self._class = type(optimizer)
@@ -123,7 +129,7 @@ class LayerwiseStep:
         finally:
             self._engine.on_complete = self._engine.wanted = None
             self._engine.keep_narrow(False)
-            self._measured, self._norms = {}, Norms()
+            self._measured, self._norms, self._measuring = {}, Norms(), None
             self._armed = None
             self._clip_at_once()
 
@@ -144,6 +150,8 @@ class LayerwiseStep:
         coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0)
         # As torch.nn.utils.clip_grads_with_norm_ does, for a gradient or a part of one.
         self._clip = (lambda gradient: gradient.mul_(coefficient)) if coefficient != 1 else None
+        if self.clips_at_once:
+            self._clip_at_once()
 
     def _norm_or_gradient(self, measured: Measured, parameter: nn.Parameter, norms: Norms) -> Tensor:
         """The norm of a gradient if it is known, or if the gradient is narrow or on a disk; else the gradient."""
@@ -159,6 +167,8 @@ class LayerwiseStep:
         """Clips as Lightning's precision plugins do, but in the updates."""
         # As torch.nn.utils.clip_grad_value_ does.
         self._clip = lambda gradient: gradient.clamp_(-clip_val, clip_val)
+        if self.clips_at_once:
+            self._clip_at_once()
 
     def _measure_layer(self, layer: StreamedLayer) -> None:
         """Measures the norms of a layer's gradients while backward goes on.
@@ -175,9 +185,12 @@ class LayerwiseStep:
             for parameter, gradient in gradients:
                 if measured is self._measured:  # otherwise the step has gone on without waiting for this norm
                     device.access(as_it_came(gradient), Stream.UPDATE, write=False)
+                    self._engine.bring_gradient(parameter)
                     measured[parameter] = gradient, gradient._version, norms.of(gradient)
 
-        device.later(measure)
+        work, self._measuring = self._measuring, device.later(measure)
+        if work is not None and gradients and is_on_disk(as_it_came(gradients[0][1])):
+            work.result()  # or gradients would have left for the disk when it came to them
 
     def _clip_at_once(self) -> None:
         """Clips here if no update does: if the step was not taken apart, or the scaler skipped it."""
@@ -185,6 +198,7 @@ class LayerwiseStep:
         if clip is not None:
             for parameter in [p for group in self._optimizer.param_groups for p in group["params"]]:
                 if not change(parameter, clip) and parameter.grad is not None:
+                    self._engine.bring_gradient(parameter)
                     clip(parameter.grad)
 
     # ------------------------------------------------------------------ updates
@@ -275,7 +289,7 @@ class LayerwiseStep:
         if self._known is None and not all(parameter in has_state for parameter in parameters):
             self._updates.finish()  # those of the step before: new state is put in order step by step
         if type(self._optimizer) is self._class:
-            self._optimizer.__class__ = _waiting(self._class, self._updates.finish)
+            self._optimizer.__class__ = waiting(self._class, self._updates.finish)
             if self._known is None:
                 self._known = set(vars(self._optimizer)["state"])
             order = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -370,25 +384,3 @@ _NEVER_WHOLE = (
 
 def _snapshot(setting: Any) -> Any:
     return setting.clone() if isinstance(setting, Tensor) else setting
-
-
-def _waiting(kind: type[Optimizer], finish: Callable[[], None]) -> type[Optimizer]:
-    """The class that an optimizer has while its updates are under way: whoever reads its state waits first."""
-
-    def state(self: Optimizer) -> Any:
-        finish()
-        # A LightningOptimizer that is made meanwhile derives from this class and has no state; it asks the wrapped one.
-        if "state" not in vars(self):
-            raise AttributeError("state")
-        return vars(self)["state"]
-
-    def set_state(self: Optimizer, value: Any) -> None:
-        finish()
-        vars(self)["state"] = value
-
-    def reduce(self: Optimizer, protocol: Any) -> Any:
-        finish()
-        return self.__reduce_ex__(protocol)  # it has its own class again, and this is that class's method
-
-    methods = {"state": property(state, set_state), "__reduce_ex__": reduce}
-    return type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})

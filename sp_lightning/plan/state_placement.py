@@ -76,9 +76,11 @@ def place_state(sizes: Mapping[str, int], room: int | None) -> StatePlacement:
     placement = StatePlacement(above, below, min(staging_bytes(below), room - sum(above.values())), room)
     if least > room:
         raise MemoryError(
-            f"{human_bytes(least)} of host memory are needed for optimizer state on its way from and to the "
-            f"disk, and {human_bytes(max(room, 0))} are left beside weights and gradients. Give more (host_memory=) or use less: "
-            'SuperpipelineStrategy(optimizer_overlap="backward") holds no gradients, and layers= can name smaller layers.'
+            f"{human_bytes(least)} of host memory are needed for optimizer state on its way from and to the disk, and "
+            f"{human_bytes(max(room, 0))} are left beside the process and what has to be in memory, although everything that can "
+            f"be on the disk is there. Give {human_bytes(least - room)} more (host_memory=), or use less: layers= can name "
+            'smaller layers, and SuperpipelineStrategy(optimizer_overlap="backward") holds few gradients where nothing clips or '
+            "accumulates."
         )
     return placement
 

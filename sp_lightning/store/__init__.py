@@ -4,8 +4,8 @@
 memory under it, of this process alone or of all ranks. ``gradient_memory`` is
 what the layer's gradients arrive in. ``host_ring`` is the pinned memory that offloaded activations use again and again.
 ``scratch`` is a file on a disk, below the host's memory, and ``staging_ring`` what bytes pass through on their way there.
-``away`` are the stand-ins that users find for what is there. ``mapped_scratch`` is memory for trained weights that is mapped from
-a file of its own.
+``away`` are the stand-ins that users find for what is there. ``mapped_scratch`` is memory that is mapped from
+a file of its own, for trained weights and, with ``gradients_on_scratch``, for gradients; ``mapped_pages`` knows its addresses.
 ``file_block`` is a layer of which some weights are in the user's own files, which ``weight_reader`` reads and ``mapped`` finds.
 
 The model's parameters come in and are absorbed layer by layer. Flat bytes that a transfer reads or writes go out. The wing

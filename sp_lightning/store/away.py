@@ -18,7 +18,7 @@ from sp_lightning.device.layout import Span
 from sp_lightning.device.metadata import UNCHANGED_BY_UPDATES
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import save_by_way_of, tree_leaves
-from sp_lightning.store.mapped_scratch import is_on_disk, let_go
+from sp_lightning.store.mapped_pages import is_on_disk, let_go
 
 
 class Home(Protocol):

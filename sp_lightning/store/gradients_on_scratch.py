@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from sp_lightning.device.device import Device
 from sp_lightning.store.gradient_memory import GradientMemory, Memory, Staging
-from sp_lightning.store.mapped_scratch import MappedFile, MappedMemory, note_on_disk
+from sp_lightning.store.mapped_pages import note_on_disk
+from sp_lightning.store.mapped_scratch import MappedFile, MappedMemory
 
 
 class GradientsOnScratch(GradientMemory):

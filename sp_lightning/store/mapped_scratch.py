@@ -13,25 +13,22 @@ import mmap
 import os
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
+from torch import Tensor
 
-from sp_lightning.device.layout import PAGE, whole_pages
-from sp_lightning.device.metadata import UNCHANGED_BY_UPDATES
+from sp_lightning.device.layout import whole_pages
 from sp_lightning.plan.state_placement import WINDOW
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.block_memory import OneTensor
+from sp_lightning.store.mapped_pages import advise, libc, map_pages
 from sp_lightning.store.scratch import create
 
-_PAGE_OUT = 21  # of Linux 5.4
 _POPULATE_READ = 22  # of Linux 5.14; a read that fails is an error then, and not a signal
 _ZERO_RANGE = (
     0x10 | 0x01
@@ -39,13 +36,7 @@ _ZERO_RANGE = (
 _WRITE_OUT = 1 | 2 | 4  # wait for what is under way, begin the rest, wait for it
 
 
-def supported() -> bool:
-    """Whether the system has what this needs."""
-    return _libc is not None and hasattr(mmap, "MADV_DONTFORK")
-
-
 _Two = tuple[int, int]
-_tensor_grad: Any = Tensor.grad
 
 
 class MappedFile:
@@ -65,6 +56,7 @@ class MappedFile:
         self._descriptor = create(folder, direct=False)
         weakref.finalize(self, os.close, self._descriptor)
         self._end = 0
+        self._unused: defaultdict[int, list[int]] = defaultdict(list)  # where memory was that is gone, by its size
         self._lock = threading.RLock()
         self._in_memory: deque[MappedMemory] = deque()
         self._next: dict[_Two, MappedMemory] = {}
@@ -82,13 +74,22 @@ class MappedFile:
             OSError: the disk has no room, or its files cannot be mapped.
         """
         size = max(whole_pages(nbytes), mmap.PAGESIZE)
-        begin = self._end
-        self.reserve(size)
+        with self._lock:
+            unused = self._unused[size]
+            if not unused:
+                self.reserve(size)
+                unused.append(self._end)
+                self._end += size
+            begin = unused.pop()
         try:
-            pages = mmap.mmap(self._descriptor, size, offset=begin)
+            pages = map_pages(self._descriptor, begin, size, partial(unused.append, begin))
         except OSError as error:
-            raise self._no_room(size, error) from error
-        self._end += size
+            raise OSError(
+                error.errno,
+                f"{human_bytes(size)} of a scratch file could not be mapped ({error.strerror}); see "
+                "vm.max_map_count and ulimit -v",
+                str(self._folder),
+            ) from error
         return MappedMemory(self, begin, nbytes, pages)
 
     def reserve(self, nbytes: int) -> None:
@@ -100,15 +101,12 @@ class MappedFile:
         try:
             os.posix_fallocate(self._descriptor, self._end, nbytes)
         except OSError as error:
-            raise self._no_room(nbytes, error) from error
-
-    def _no_room(self, nbytes: int, error: OSError) -> OSError:
-        return OSError(
-            error.errno,
-            f"{human_bytes(nbytes)} more of scratch space are needed for {self._what} ({error.strerror}). Free some, or name a "
-            "folder on another disk: SuperpipelineStrategy(disk=FOLDER)",
-            str(self._folder),
-        )
+            raise OSError(
+                error.errno,
+                f"{human_bytes(nbytes)} more of scratch space are needed for {self._what} ({error.strerror}). Free some, or name "
+                "a folder on another disk: SuperpipelineStrategy(disk=FOLDER)",
+                str(self._folder),
+            ) from error
 
     def use(self, memory: MappedMemory) -> None:
         """Has a block's pages in memory. Those of the block that was used longest ago go, and those of the next one are read.
@@ -134,9 +132,8 @@ class MappedFile:
         """
         with self._lock:
             self._enter(memory)
-        assert _libc is not None
         # Where the file system cannot do that, pages are read when they are written.
-        _libc.fallocate(self._descriptor, _ZERO_RANGE, memory.begin, len(memory.pages))
+        libc.fallocate(self._descriptor, _ZERO_RANGE, memory.begin, len(memory.pages))
 
     def _enter(self, memory: MappedMemory) -> bool:
         """Makes a block the one that was used last. Returns whether its pages have to come."""
@@ -186,8 +183,7 @@ class MappedFile:
 
     def _write_out(self, memory: MappedMemory) -> None:
         descriptor, size = self._descriptor, len(memory.pages)
-        assert _libc is not None
-        if _libc.sync_file_range(descriptor, memory.begin, size, _WRITE_OUT):
+        if libc.sync_file_range(descriptor, memory.begin, size, _WRITE_OUT):
             raise self.failed("written", ctypes.get_errno())
         os.posix_fadvise(descriptor, memory.begin, size, os.POSIX_FADV_DONTNEED)
 
@@ -207,21 +203,19 @@ class MappedMemory(OneTensor):
     Attributes:
         begin: where it is in the file.
         nbytes: how much it is.
-        pages: the mapping.
+        pages: what :func:`map_pages` has returned.
     """
 
     pinned = True  # there is nothing to warn of: it is not meant to be
 
-    def __init__(self, file: MappedFile, begin: int, nbytes: int, pages: mmap.mmap) -> None:
+    def __init__(self, file: MappedFile, begin: int, nbytes: int, pages: Any) -> None:
         self._file = file
         self.nbytes = nbytes
         self._map(begin, pages)
 
-    def _map(self, begin: int, pages: mmap.mmap) -> None:
+    def _map(self, begin: int, pages: Any) -> None:
         self.begin, self.pages = begin, pages
-        pages.madvise(mmap.MADV_DONTFORK)
         self.common = torch.frombuffer(pages, dtype=torch.uint8)[: self.nbytes]
-        _mapped[pages] = self.common.data_ptr()
 
     def anew(self) -> None:
         other = self._file.allocate(self.nbytes, False)
@@ -255,85 +249,4 @@ class MappedMemory(OneTensor):
 
     def advise(self, advice: int) -> int:
         """Tells the system what becomes of the pages, without holding up Python's other threads. Returns its error."""
-        return _advise(self.common.data_ptr(), len(self.pages), advice)
-
-
-class _NotHere(Tensor):
-    """A tensor whose values are on a disk, in a forked process."""
-
-    _what: str
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in UNCHANGED_BY_UPDATES:
-            with torch.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise RuntimeError(
-            f"This {cls._what} is on a disk, in a file of the process that trains. A forked process cannot read it: read it "
-            "before the fork (clone())."
-        )
-
-
-class _WeightNotHere(_NotHere, nn.Parameter):
-    _what = "weight"
-
-
-class _GradientNotHere(_NotHere):
-    _what = "gradient"
-
-
-_mapped: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()
-"""The address of each mapping."""
-
-_noted: Any = WeakIdKeyDictionary()
-"""Parameters that were noted to be on a disk, or to have their gradients there."""
-
-
-def note_on_disk(parameters: Sequence[nn.Parameter]) -> None:
-    """Notes parameters whose memory, or whose gradients', is mapped from a scratch file. A forked process does not have it."""
-    for parameter in parameters:
-        _noted[parameter] = True
-
-
-def is_on_disk(tensor: Any) -> bool:
-    """Whether the memory of a plain tensor, or of a storage, is mapped from a scratch file, of this run or an earlier one."""
-    if not _mapped:
-        return False
-    with torch.DisableTorchFunctionSubclass():  # a stand-in is not brought by this
-        address = tensor.data_ptr()
-    return any(begin <= address < begin + len(pages) for pages, begin in _mapped.items())
-
-
-def let_go(address: int, nbytes: int) -> None:
-    """Has pages leave memory that a file has, too, but for those that have other bytes as well; what was written is kept."""
-    begin, end = whole_pages(address), (address + nbytes) // PAGE * PAGE
-    if end > begin:
-        _advise(begin, end - begin, _PAGE_OUT)
-
-
-def _advise(address: int, nbytes: int, advice: int) -> int:
-    assert _libc is not None
-    return ctypes.get_errno() if _libc.madvise(address, nbytes, advice) else 0
-
-
-def _after_fork() -> None:
-    for parameter in list(_noted):
-        with torch.DisableTorchFunctionSubclass():
-            gradient = _tensor_grad.__get__(parameter)
-        if gradient is not None and is_on_disk(gradient):
-            gradient.__class__ = _GradientNotHere
-        if is_on_disk(parameter):
-            parameter.__class__ = _WeightNotHere
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-_libc: ctypes.CDLL | None = None
-with suppress(OSError, AttributeError, TypeError):
-    _libc = ctypes.CDLL(None, use_errno=True)
-    _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        return advise(self.common.data_ptr(), len(self.pages), advice)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from sp_lightning.device.host_allocator import return_large_blocks
+from sp_lightning.device.host_allocator import return_free_memory, return_large_blocks
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.observe.messages import say_once
 from sp_lightning.optim import state_on_disk
@@ -99,6 +99,7 @@ class DiskTier:
 
     def _room(self, others: int) -> int | None:
         """Bytes of host memory for state that may go to the disk, beside gradients and state that may not."""
+        return_free_memory()
         room = room_for(self._host_memory)
         return None if room is None else room - others
 

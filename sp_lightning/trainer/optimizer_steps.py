@@ -19,6 +19,7 @@ from sp_lightning.optim.separable import is_separable
 from sp_lightning.optim.state_on_disk import StateOnDisk
 from sp_lightning.plan.ledger import Ledger, make_ledger
 from sp_lightning.plan.options import Overlap
+from sp_lightning.plan.state_placement import OnDisk
 from sp_lightning.store.away import leave_files
 from sp_lightning.trainer.compat import base_of, is_no_optimizer
 from sp_lightning.trainer.disk_tier import DiskTier
@@ -125,8 +126,10 @@ class OptimizerSteps:
         early, narrow = self.overlap == "backward", self._narrow()
         measure = self._clips() == "norm" and nobody_looks_at_gradients(trainer)
         states = {optimizer: self._state_of(optimizer) for optimizer in trainer.optimizers}
-        waits = self.overlap == "off"
-        if waits and any(states.values()):  # the bits of a step that is not fused depend on the number of threads
+        waits, below = self.overlap == "off", self._run.placement.on_disk != OnDisk()
+        if waits and (
+            below or any(states.values())
+        ):  # the bits of a step that is not fused depend on the number of threads
             streamer.device.background_threads = torch.get_num_threads()
         self._layerwise = {
             optimizer: LayerwiseStep(
@@ -139,7 +142,7 @@ class OptimizerSteps:
                 waits=waits,
             )
             for optimizer, state in states.items()
-            if not waits or state is not None
+            if not waits or below or state is not None
         }
         self._ledger = self._count()
         mode = f"off ({why})" if why else self.overlap
@@ -308,12 +311,14 @@ class OptimizerSteps:
         clips = (type(plugin).clip_grad_by_norm, type(plugin).clip_grad_by_value)
         base = base_of(plugin, Precision)
         lightnings = clips == (base.clip_grad_by_norm, base.clip_grad_by_value)
-        clips_layerwise = lightnings and self.overlap != "off" and not self._hooks.may_write_weights("gradients")
+        on_disk, seen = bool(self._run.placement.on_disk.gradients), self._hooks.may_write_weights("gradients")
+        clips_layerwise = lightnings and (on_disk or (self.overlap != "off" and not seen))
         self._deferring = optimizer
         if clips_layerwise:
             plugin.clip_grad_by_norm, plugin.clip_grad_by_value = layerwise.clip_by_norm, layerwise.clip_by_value
             if self._run.ranks is not None and not self._run.ranks.primary:
                 plugin.clip_grad_by_norm = plugin.clip_grad_by_value = _leave_to_primary
+            layerwise.clips_at_once = seen  # whoever sees gradients finds them clipped
         try:
             with layerwise.deferring():
                 yield

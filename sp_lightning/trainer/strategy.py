@@ -139,6 +139,7 @@ class StreamingStrategy(Readings):
         self._frozen: FrozenWeights | None = None
         self._left_out: LeftOut = {}
         self._attached: SuperpipelineCallback | None = None
+        self._remarks: list[str] = []  # of the last run
         super().__init__(device, accelerator, checkpoint_io, precision_plugin)
         self._state_goes_to_disk = self._options.disk is not None
 
@@ -192,7 +193,7 @@ class StreamingStrategy(Readings):
 
     def remarks(self) -> list[str]:
         """What a user should know about this run beside the plan, in sentences."""
-        return [] if self._loops is None else self._loops.remarks()
+        return self._remarks if self._loops is None else self._loops.remarks()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what belongs to a run, which may be under way."""
@@ -202,6 +203,7 @@ class StreamingStrategy(Readings):
         """Ends the run, if there is one. What a user reads stays."""
         if self._run is not None and self._loops is not None:
             self._ledger = self._loops.ledger or self._ledger  # with the state that optimizers have come to
+            self._remarks = self._loops.remarks() if self._run.streamer is not None else []
             self._run.close()
             self._loops.close()
             self._loops = None

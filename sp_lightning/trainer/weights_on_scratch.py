@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import torch
 
-from sp_lightning.device.host_allocator import return_large_blocks
+from sp_lightning.device.host_allocator import return_free_memory, return_large_blocks
 from sp_lightning.engine.placement import ONE_DEVICE, OnFiles, OnScratch, Placement
 from sp_lightning.model.found import Found
 from sp_lightning.plan.host_memory import room_for
@@ -14,7 +14,7 @@ from sp_lightning.plan.ledger import make_ledger
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.state_placement import WINDOW, OnDisk, choose_on_disk
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.store.mapped_scratch import is_on_disk, supported
+from sp_lightning.store.mapped_pages import is_on_disk, supported
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.weights_in_place import InFiles, in_files, place_weights
 
@@ -40,6 +40,8 @@ def place(found: Found, plan: Plan, options: Options, device: torch.device, *, a
     """
     if options.disk is None:
         return ONE_DEVICE
+    return_large_blocks()
+    return_free_memory()
     inner = place_weights(found, plan, options.host_memory, device, training=accumulate > 0)
     if not accumulate or not supported():
         return inner
@@ -49,7 +51,6 @@ def place(found: Found, plan: Plan, options: Options, device: torch.device, *, a
     chosen = choose_on_disk(plan, missing, but, gradients=at_once)
     if chosen == OnDisk():
         return inner
-    return_large_blocks()
     sizes = {"trained weights": chosen.weight_bytes, "gradients": chosen.gradient_bytes}
     what = " and ".join(f"{human_bytes(nbytes)} of {name}" for name, nbytes in sizes.items() if nbytes)
     remark = (

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from sp_lightning import SuperpipelineStrategy
 from tests.equality.cases import Case
 from tests.equality.variants import Variant
+from tests.support.on_disk import everything_below
 from tests.support.poison import poisoned, poisoned_ring
 from tests.support.runs import Make, Outcome, fit, fused
 from tests.support.simdevice import simulated
@@ -32,8 +36,8 @@ def plain(name: str, case: Case, variant: Variant) -> Outcome:
 def ours(case: Case, variant: Variant) -> tuple[Outcome, SuperpipelineStrategy]:
     """The run under test; the optimizer is left as it is, because plain Lightning leaves it, but for updates by name."""
     fusing = {} if variant.background else {"fused_optimizer": False}
-    strategy = SuperpipelineStrategy(**fusing, **variant.strategy)
-    with _memory(variant):
+    with _memory(variant), _disk(variant) as disk:
+        strategy = SuperpipelineStrategy(**fusing, **variant.strategy, **disk)
         return _train(case, variant, strategy), strategy
 
 
@@ -56,6 +60,18 @@ def _made(case: Case, variant: Variant, dtype: torch.dtype | None) -> Make:
         return module if dtype is None else module.to(dtype)
 
     return made
+
+
+@contextmanager
+def _disk(variant: Variant) -> Iterator[dict[str, Any]]:
+    """The options of a strategy that has everything on a disk, if the variant says so."""
+    if not variant.below:
+        yield {}
+        return
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
+        everything_below(monkeypatch, window=2)
+        yield {"disk": folder}
+        assert not os.listdir(folder)
 
 
 @contextmanager

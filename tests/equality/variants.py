@@ -41,6 +41,7 @@ class Variant:
         cases: those that it is for.
         quick: those of them that are in the first tier.
         refused: cases that are refused by name, with what is said; ``"*"`` stands for all others.
+        below: whether state, gradients and trained weights are on a disk.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Variant:
     cases: frozenset[str] = frozenset(CASES)
     quick: frozenset[str] = QUICK
     refused: dict[str, str] = field(default_factory=dict)
+    below: bool = False
 
     @property
     def background(self) -> bool:
@@ -271,11 +273,33 @@ def one_pass() -> Iterator[Variant]:
         )  # fmt: skip
 
 
+def below_memory() -> Iterator[Variant]:
+    """State, gradients and trained weights on a disk."""
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 2}
+    clipped = {**options, "gradient_clip_val": 0.05}
+    quick = frozenset({"stack", "gpt2-tied", "rows/looked-up"})
+    for name, mode, trainer in (
+        ("on a disk", {}, clipped),
+        ("on a disk, updated under forward", {"optimizer_overlap": "forward"}, clipped),
+        (
+            "on a disk, updated under forward, bf16-mixed",
+            {"optimizer_overlap": "forward"},
+            {**clipped, "precision": "bf16-mixed"},
+        ),
+        ("on a disk, updated under backward", {"optimizer_overlap": "backward"}, options),
+    ):
+        early = mode.get("optimizer_overlap") == "backward"
+        yield Variant(
+            name, "what comes back from the disk is what left, whoever wants it", {"k": 1, **mode}, trainer, "simulated",
+            "losses", quick=quick if mode else NONE, refused={**(EARLY if early else {}), "lbfgs": "LBFGS"}, below=True,
+        )  # fmt: skip
+
+
 VARIANTS: dict[str, Variant] = {
     variant.name: variant
     for family in (
         windows(), precisions(), accumulation(), asynchronous(), activations(), updates(), early_updates(),
-        updates_in_every_precision(), one_pass(),
+        updates_in_every_precision(), one_pass(), below_memory(),
     )
     for variant in family
 }  # fmt: skip

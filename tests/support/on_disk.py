@@ -10,9 +10,11 @@ from lightning.pytorch.callbacks import BaseFinetuning
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.optim import state_on_disk
+from sp_lightning.plan import state_placement
 from sp_lightning.plan.state_placement import place_state, staging_bytes
+from sp_lightning.store import mapped_scratch
 from sp_lightning.store.away import Away
-from sp_lightning.trainer import disk_tier
+from sp_lightning.trainer import disk_tier, weights_on_scratch
 
 
 def without_room(monkeypatch: pytest.MonkeyPatch, more: int = 0) -> None:
@@ -23,6 +25,14 @@ def without_room(monkeypatch: pytest.MonkeyPatch, more: int = 0) -> None:
 
     monkeypatch.setattr(disk_tier, "place_state", place)
     monkeypatch.setattr(state_on_disk, "LEAST", 64)
+
+
+def everything_below(monkeypatch: pytest.MonkeyPatch, *, window: int) -> None:
+    """Nothing that may be on the disk is in memory: state, trained weights, gradients; a few layers' at a time."""
+    without_room(monkeypatch)
+    monkeypatch.setattr(weights_on_scratch, "missing_bytes", lambda *_: 2**60)
+    monkeypatch.setattr(mapped_scratch, "WINDOW", window)
+    monkeypatch.setattr(state_placement, "WINDOW", 0)  # it would say that few layers' gradients are not worth it
 
 
 def on_disk(folder: Path, **options: Any) -> SuperpipelineStrategy:

@@ -16,13 +16,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
-from sp_lightning.plan import state_placement
+from sp_lightning.optim.layerwise import LayerwiseStep
 from sp_lightning.plan.state_placement import OnDisk, choose_on_disk
-from sp_lightning.store import mapped_scratch
-from sp_lightning.store.mapped_scratch import is_on_disk
+from sp_lightning.store import mapped_pages, mapped_scratch
+from sp_lightning.store.mapped_pages import is_on_disk
 from sp_lightning.trainer import weights_on_scratch
 from tests.support.models import CASES, Module, Stack, vectors
-from tests.support.on_disk import Unfreezes, on_disk, without_room
+from tests.support.on_disk import Unfreezes, everything_below, on_disk
+from tests.support.overlapping import taken_apart
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused
 from tests.support.simdevice import simulated
 from tests.support.tiers import first
@@ -33,10 +34,7 @@ WINDOW = 2
 @pytest.fixture(autouse=True)
 def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """All state is on the disk, and all gradients are; two layers' are in memory at a time."""
-    without_room(monkeypatch)
-    monkeypatch.setattr(weights_on_scratch, "missing_bytes", lambda *_: 2**60)
-    monkeypatch.setattr(mapped_scratch, "WINDOW", WINDOW)
-    monkeypatch.setattr(state_placement, "WINDOW", 0)
+    everything_below(monkeypatch, window=WINDOW)
 
 
 def gradients_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,22 +136,44 @@ class Wide(Module):
 
 
 def wide() -> list[torch.Tensor]:
-    return [torch.randn(2, 512) for _ in range(4)]
+    return list(torch.randn(4, 2, 512, generator=torch.Generator().manual_seed(3)))
+
+
+class Hears(Callback):
+    """A hook because of which gradients are clipped where Lightning clips them."""
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        pass
+
+
+CLIPS: dict[str, dict[str, Any]] = {
+    "not clipped": {},
+    "by norm": {"gradient_clip_val": 0.01},
+    "by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+}
 
 
 @pytest.mark.parametrize("overlap", first(["off", "forward"], "forward", why="without updates in the background"))
-def test_few_gradients_are_in_memory(overlap: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("clip", first(CLIPS, "by norm", why="other ways to clip"))
+@pytest.mark.parametrize("heard", [False, True])
+def test_few_gradients_are_in_memory(
+    heard: bool, clip: str, overlap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes: list[int] = []
+    take = LayerwiseStep._take
 
-    class Looks(Callback):
-        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-            assert sum(is_on_disk(p.grad) for p in pl_module.parameters()) == 16
-            text = Path("/proc/self/smaps").read_text().split("VmFlags")
-            rss = [each for each in text if str(tmp_path) in each]
-            sizes.append(sum(int(each.split("Rss:")[1].split()[0]) * 1024 for each in rss))
+    def looks(self: Any) -> None:  # after backward and clipping, before the updates
+        assert sum(is_on_disk(p.grad) for group in self._optimizer.param_groups for p in group["params"]) == 16
+        text = Path("/proc/self/smaps").read_text().split("VmFlags")
+        rss = [each for each in text if str(tmp_path) in each]
+        sizes.append(sum(int(each.split("Rss:")[1].split()[0]) * 1024 for each in rss))
+        take(self)
 
+    monkeypatch.setattr(LayerwiseStep, "_take", looks)
     make = Wide if overlap == "off" else fused(Wide)
-    fit(make, wide(), on_disk(tmp_path, optimizer_overlap=overlap), recorded="nothing", callbacks=[Looks()])
+    options: Any = {"callbacks": [Hears()] if heard else [], **CLIPS[clip]}
+    ours = fit(make, wide(), on_disk(tmp_path, optimizer_overlap=overlap), recorded="nothing", **options)
+    assert_same(ours, fit(make, wide(), recorded="nothing", **options))
     # Two layers' weights and two layers' gradients, and one each on its way out.
     assert 2**20 < max(sizes) <= 2 * (WINDOW + 1) * 2**20 + 2**17
 
@@ -170,12 +190,13 @@ def test_each_gradient_is_written_and_read_once_for_each_batch(
         files.append((self, args[1:]))
 
     monkeypatch.setattr(mapped_scratch.MappedFile, "__init__", noted)
+    monkeypatch.setattr(mapped_scratch, "WINDOW", window := 4)
     strategy = on_disk(tmp_path, optimizer_overlap="forward", fused_optimizer=True)
     options: Any = {"accumulate_grad_batches": batches, "gradient_clip_val": 0.01, "recorded": "nothing"}
     fit(Wide, wide(), strategy, **options)
     file = next(file for file, what in files if what == ("gradients",))
     total = strategy.ledger.gradients_on_disk
-    stay = WINDOW * total // 8
+    stay = window * total // 8
     steps = len(wide()) // batches
     # Those in memory at the end of a backward need not come, and those of the last update have not left.
     assert steps * batches * (total - stay) <= file.read_bytes <= steps * batches * total * 1.1
@@ -244,6 +265,18 @@ def test_layers_that_are_unfrozen(tmp_path: Path) -> None:
     assert_same(ours, fit(stack, vectors(), callbacks=[Unfreezes()], **options))
 
 
+def test_an_optimizer_without_state(tmp_path: Path) -> None:
+    def make() -> Module:
+        module = Wide()
+        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)  # type: ignore[method-assign]
+        return module
+
+    with taken_apart() as layers:
+        ours = fit(make, wide(), on_disk(tmp_path), recorded="nothing")
+    assert_same(ours, fit(make, wide(), recorded="nothing"))
+    assert len(layers) == 8 * len(wide())
+
+
 def test_a_run_that_scales_its_loss(tmp_path: Path) -> None:
     class Scaled(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -266,7 +299,7 @@ def test_a_run_that_scales_its_loss(tmp_path: Path) -> None:
 
 def _fails_from(at: int, name: str, number: int) -> Any:
     """A call of the system that fails from the ``at``-th time on."""
-    call, count = getattr(mapped_scratch._libc, name), iter(range(10**9))
+    call, count = getattr(mapped_pages.libc, name), iter(range(10**9))
 
     def called(*arguments: Any) -> int:
         asked = name != "madvise" or arguments[-1] == mapped_scratch._POPULATE_READ
@@ -299,7 +332,7 @@ def test_a_fault_ends_the_step_and_spoils_no_checkpoint(
     class Breaks(Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 1:
-                monkeypatch.setattr(mapped_scratch._libc, name, _fails_from(1, name, number))
+                monkeypatch.setattr(mapped_pages.libc, name, _fails_from(1, name, number))
 
     saves = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_top_k=-1)
     options: Any = {"enable_checkpointing": True, "recorded": "nothing"}
@@ -349,7 +382,7 @@ def test_a_forked_process_says_that_it_cannot_read_them(tmp_path: Path, monkeypa
 
 
 def test_where_the_file_system_cannot_forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped_scratch._libc, "fallocate", lambda *_: -1)
+    monkeypatch.setattr(mapped_pages.libc, "fallocate", lambda *_: -1)
     make = fused(stack)
     ours = fit(make, vectors(), on_disk(tmp_path, optimizer_overlap="forward"), max_epochs=2)
     assert_same(ours, fit(make, vectors(), max_epochs=2))
@@ -357,13 +390,8 @@ def test_where_the_file_system_cannot_forget(tmp_path: Path, monkeypatch: pytest
 
 def test_what_is_where_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gradients_alone(monkeypatch)
-    strategy, said = on_disk(tmp_path), []
-
-    class Looks(Callback):
-        def on_train_end(self, *_: Any) -> None:
-            said.extend(strategy.remarks())
-
-    fit(stack, vectors(), strategy, callbacks=[Looks()])
+    strategy = on_disk(tmp_path)
+    fit(stack, vectors(), strategy)
     nbytes = strategy.ledger.gradients_on_disk
     assert f"{nbytes / 2**10:.1f} KiB of gradients" in str(strategy.ledger)
-    assert any(f"{nbytes / 2**10:.1f} KiB of gradients are on the disk" in each for each in said)
+    assert any(f"{nbytes / 2**10:.1f} KiB of gradients are on the disk" in each for each in strategy.remarks())

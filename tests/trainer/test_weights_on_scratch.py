@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sp_lightning.plan.state_placement import OnDisk, choose_on_disk
-from sp_lightning.store import mapped_scratch
-from sp_lightning.store.mapped_scratch import is_on_disk
+from sp_lightning.store import mapped_pages, mapped_scratch
+from sp_lightning.store.mapped_pages import is_on_disk
 from sp_lightning.trainer import weights_on_scratch
 from tests.support.in_files import stay
 from tests.support.models import CASES, Module, Stack, vectors
@@ -273,7 +273,7 @@ def test_beside_frozen_weights_in_their_files(tmp_path: Path, monkeypatch: pytes
 
 def _fails_from(at: int, name: str, number: int) -> Any:
     """A call of the system that fails from the ``at``-th time on."""
-    call, count = getattr(mapped_scratch._libc, name), iter(range(10**9))
+    call, count = getattr(mapped_pages.libc, name), iter(range(10**9))
 
     def called(*arguments: Any) -> int:
         asked = name != "madvise" or arguments[-1] == mapped_scratch._POPULATE_READ
@@ -305,7 +305,7 @@ def test_a_fault_ends_the_step_and_spoils_no_checkpoint(
     class Breaks(Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 1:
-                monkeypatch.setattr(mapped_scratch._libc, name, _fails_from(3, name, number))
+                monkeypatch.setattr(mapped_pages.libc, name, _fails_from(3, name, number))
 
     saves = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_top_k=-1)
     options: Any = {"enable_checkpointing": True, "recorded": "nothing"}
