@@ -224,6 +224,7 @@ def test_bad_numbers(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"argument {option.partition('=')[0]}" in capsys.readouterr().err
 
 
+@pytest.mark.rest("it imports matplotlib")
 def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "windows.png"
     main(["plan", "tests.cli.test_plan_command:Known", "--plot", str(file), "--gpu-memory", "1GiB"])

@@ -29,6 +29,7 @@ def kib_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: st
     return [float(size) * (1024 if unit == "MiB" else 1) for size, unit in sizes]
 
 
+@pytest.mark.rest("a plan of prompts and of tokens")
 def test_a_token_brings_its_experts_and_a_prompt_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expert, count, layers = 3 * 64 * 64 * 4 / 1024, 32, 4
     one = kib_of_experts(tmp_path, capsys, "--generate", "4", "--tokens", "4")

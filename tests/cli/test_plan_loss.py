@@ -42,6 +42,7 @@ def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.rest("two plans of a whole model")
 def test_it_takes_less_memory_and_more_operations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = shape(tmp_path)
     whole, kept, chunks = (

@@ -39,6 +39,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.rest("a hundred steps of both")
 @feature("Callbacks", "`Tuner.lr_find`", "`LearningRateFinder`")
 @pytest.mark.parametrize("callback", first([False, True], True, why="the same by the tuner"), ids=["tuner", "callback"])
 def test_learning_rate_finder(callback: bool, tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_batch_size_scaler(way_to_find: str, limit: int, tmp_path: Path) -> None
 
 
 @feature("Callbacks", "`StochasticWeightAveraging`, with BatchNorm")
-@pytest.mark.parametrize("device", first([None, "cpu"], None, why="the same on the CPU"))
+@pytest.mark.parametrize("device", first([None, "cpu"], None, second=[], why="the same on the CPU"))
 def test_stochastic_weight_averaging(device: str | None, tmp_path: Path) -> None:
     def run(way: Way) -> Seen:
         averaging = plc.StochasticWeightAveraging(0.05, 1, annealing_epochs=2, device=device)
@@ -133,8 +134,9 @@ class Averages(plc.WeightAveraging):
         return epoch_idx is not None or (step_idx is not None and step_idx > 1)
 
 
+@pytest.mark.rest("three runs with averages")
 @feature("Callbacks", "`WeightAveraging`, on the device and on the CPU", "`EMAWeightAveraging`")
-@pytest.mark.parametrize("device", first([None, "cpu"], None, why="the same on the CPU"))
+@pytest.mark.parametrize("device", first([None, "cpu"], None, second=[], why="the same on the CPU"))
 @pytest.mark.parametrize(
     "kind",
     first([plc.WeightAveraging, plc.EMAWeightAveraging, Averages], plc.EMAWeightAveraging, why="its other kinds"),

@@ -122,7 +122,7 @@ def as_a_device_does() -> Iterator[None]:
         yield
 
 
-@pytest.mark.rest("the matrix above has every wait; this one asks whether it is needed")
+@pytest.mark.long("the matrix above has every wait; this one asks whether it is needed")
 @pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True`` raised")
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a failed backward that fails to end

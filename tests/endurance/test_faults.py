@@ -490,7 +490,12 @@ def _collections_are_short() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("name", "way", "asynchronous"),
-    first(SHORT, if_=lambda each: each[2] and each[1] == "forward", why="the same in the other modes of updates"),
+    first(
+        SHORT,
+        if_=lambda each: each[2] and each[1] == "forward",
+        second=SHORT[::2],
+        why="the same in the other modes of updates",
+    ),
 )
 def test_a_fault(name: str, way: str, asynchronous: bool, tmp_path: Path) -> None:
     """The rows of plain Lightning say that the test asks for what it gives."""

@@ -69,6 +69,7 @@ def test_the_limit_model_is_the_one_of_the_design() -> None:
     assert prediction_seconds(1, 7.6e9, 790e12, 52.5e9)["best possible"] == pytest.approx(2 * 7.6e9 / 52.5e9)
 
 
+@pytest.mark.rest("it measures the machine for seconds")
 def test_limits_are_one_row(tmp_path: Path) -> None:
     limits.main(["--seconds", "0.1", "--out", str(tmp_path / "rows.jsonl")])
     (row,) = rows.read(tmp_path / "rows.jsonl")
@@ -394,7 +395,7 @@ def test_the_ways_of_updating_that_are_compared_do_thesame_tokens(case: str) -> 
     assert not half or all(map(torch.equal, walks.casts, pieces.casts))
 
 
-@pytest.mark.rest("processes that measure for seconds")
+@pytest.mark.long("processes that measure for seconds")
 def test_overhead_is_measured_and_told(tmp_path: Path) -> None:
     row = {**rows.origin(), **overhead.measure(0.5)}
     found = row["models"]["mlp"]

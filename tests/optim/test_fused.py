@@ -77,7 +77,13 @@ def open_again(outcome: Outcome) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    "precision", first(["32-true", "bf16-mixed", "bf16-true"], "bf16-mixed", why="the same steps with other dtypes")
+    "precision",
+    first(
+        ["32-true", "bf16-mixed", "bf16-true"],
+        "bf16-mixed",
+        second=["bf16-true"],
+        why="the same steps with other dtypes",
+    ),
 )
 @pytest.mark.parametrize(
     "clip", [{}, {"gradient_clip_val": 0.05}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}]

@@ -94,7 +94,7 @@ def test_an_optimizer_of_the_same_run(overlap: Any, take: str, where: str, tmp_p
 @pytest.mark.parametrize(
     "second", first(["disk", "memory", "plain", "the same trainer"], "disk", "memory", why="other second runs")
 )
-@pytest.mark.parametrize("take", first(TAKES, "shares", why="other ways of the same"))
+@pytest.mark.parametrize("take", first(TAKES, "shares", second=list(TAKES)[:2], why="other ways of the same"))
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_a_second_fit(overlap: Any, take: str, second: str, tmp_path: Path) -> None:
     """Most state of the first run is on its disk still. Whatever steps with it next brings it, in the background too."""

@@ -169,6 +169,7 @@ def test_weights_may_be_written_as_soon_as_a_step_has_failed(fails_in: str) -> N
     assert_equal(module.state_dict(), before, "weights")
 
 
+@pytest.mark.rest("a dozen short runs")
 def test_the_batch_size_finder_restores_what_nothing_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Scaled(Module):
         batch_size = 1

@@ -503,7 +503,7 @@ def test_the_model_is_there_once(how: str, models: Path) -> None:
     assert float(said["output"]) > 0
 
 
-@pytest.mark.rest("a subprocess that imports torch")
+@pytest.mark.long("it shows that another test can fail")
 @pytest.mark.parametrize(
     "how", some(["plain checkpoint", "plain save"], "plain checkpoint", why="the other way to save")
 )

@@ -98,7 +98,7 @@ def test_a_language_model() -> None:
     assert_equal(results(superpipeline(k=1)), results("auto"), "llama")
 
 
-@pytest.mark.rest("half a minute of compilation")
+@pytest.mark.long("half a minute of compilation and more on a bare machine")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler for the CPU")
 def test_with_inductor() -> None:
     def results(strategy: Any) -> Any:

@@ -90,7 +90,7 @@ def test_a_fault_ends_the_step_with_one_error(
     assert_same(ours, plain)
 
 
-@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+@pytest.mark.parametrize("call", first(["pwritev", "preadv"], "pwritev", why="reads that fail"))
 def test_a_disk_that_fails_at_any_moment(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first transfer on; the weights are ordinary ones again, and nothing is left."""
     errors = []

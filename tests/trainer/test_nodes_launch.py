@@ -104,7 +104,7 @@ WHY = "processes that import torch; the equality of nodes is tested without a la
 
 @pytest.mark.rest(WHY)
 @pytest.mark.parametrize("devices", some([2, 1], 2, why=WHY))
-@pytest.mark.parametrize("way", some(WAYS, "by_lightning", "by_torchrun", why=WHY))
+@pytest.mark.parametrize("way", some(WAYS, "by_lightning", why=WHY))
 def test_nodes_are_started(way: str, devices: int, tmp_path: Path) -> None:
     """Every process knows its place; one of them speaks and writes the file."""
     printed = run(tmp_path, WAYS[way](devices), devices)

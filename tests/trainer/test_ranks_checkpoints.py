@@ -57,7 +57,8 @@ NODES = pytest.mark.rest("files are the same of one node and of several")
 
 @pytest.mark.parametrize(
     "numbers",
-    [(2, 1), (1, 2), (2, 2), pytest.param(((2, 2), 1), marks=NODES), pytest.param((1, (2, 2)), marks=NODES),
+    [pytest.param((2, 1), marks=pytest.mark.rest("the way back")), (1, 2), (2, 2),
+     pytest.param(((2, 2), 1), marks=NODES), pytest.param((1, (2, 2)), marks=NODES),
      pytest.param(((2, 1), (2, 2), 2), marks=NODES)],
     ids=str,
 )  # fmt: skip

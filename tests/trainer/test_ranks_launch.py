@@ -132,7 +132,7 @@ def test_a_script_starts_its_own_processes(package: str, tmp_path: Path) -> None
     assert any(not torch.equal(value, second["state_dict"][name]) for name, value in first["state_dict"].items())
 
 
-@pytest.mark.rest("processes that import torch, twice")
+@pytest.mark.long("processes that import torch, twice; the second tier has those that Lightning starts")
 def test_torchrun_starts_the_processes(tmp_path: Path) -> None:
     """With the bits of the script that starts them itself."""
     write_script(tmp_path)

@@ -23,6 +23,7 @@ from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import assert_same, fit, superpipeline
 from tests.support.saving import Saves, rows, saving
 from tests.support.simdevice import SimDevice, simulated
+from tests.support.tiers import some
 
 UNITS = [f"blocks.{index}" for index in range(8)]
 GB = 10**9
@@ -124,7 +125,9 @@ def train(
 
 
 @pytest.mark.rest("real models; the next test has a made one")
-@pytest.mark.parametrize("name", ["llama-dropout", "conditional", "reused", "gan", "lstm"])
+@pytest.mark.parametrize(
+    "name", some(["llama-dropout", "conditional", "reused", "gan", "lstm"], "llama-dropout", why="four more of them")
+)
 def test_real_models_within_a_budget(name: str, seen: list[Activations], monkeypatch: pytest.MonkeyPatch) -> None:
     """Half-way between what offloading everything takes and what keeping everything does."""
     monkeypatch.setattr(offload, "WORTH_MOVING", 1)

@@ -51,7 +51,15 @@ def test_half_the_bytes_move() -> None:
     assert half.stats().demand_fetches == half.stats().extra_slots == 0
 
 
-@pytest.mark.parametrize(("name", "share"), [("llama-dropout", 0.6), ("bert", 0.65), ("vit", 0.76), ("resnet50", 0.8)])
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        ("llama-dropout", 0.6),
+        ("bert", 0.65),
+        ("vit", 0.76),
+        pytest.param("resnet50", 0.8, marks=pytest.mark.rest("a large model")),
+    ],
+)
 def test_fewer_bytes_move_of_real_models(name: str, share: float) -> None:
     """They are so small that alignment counts; embeddings, norms and attention modules' own weights stay float32."""
     full, half = superpipeline(k=1), superpipeline(k=1)
