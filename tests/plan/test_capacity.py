@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from sp_lightning.plan.host_memory import available_bytes, spare_bytes
+from sp_lightning.plan.host_memory import available_bytes, resident_bytes, spare_bytes
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, superpipeline
 
@@ -101,3 +101,33 @@ def test_a_run_that_would_be_killed_is_refused_before_it_begins(free: int, messa
     ):
         fit(lambda: module, vectors(), superpipeline())
     assert all(value.equal(before[name]) for name, value in module.state_dict().items()), "nothing is lost"
+
+
+MAPPINGS = """\
+55d0-55d1 r--p 00000000 08:01 77 /lib/libtorch_cpu.so.2
+Rss: 300 kB
+Shared_Clean: 0 kB
+Private_Clean: 300 kB
+7f00-7f10 rw-p 00000000 00:00 0
+Rss: 400 kB
+Private_Clean: 0 kB
+Private_Dirty: 400 kB
+7f20-7f40 rw-p 00000000 08:01 99 /runs/last one.ckpt
+Rss: 250 kB
+Shared_Clean: 50 kB
+Private_Clean: 150 kB
+Private_Dirty: 50 kB
+VmFlags: rd wr
+7f50-7f60 rw-p 00000000 00:00 0 [heap]
+Rss: 50 kB
+Private_Clean: 20 kB
+"""
+
+
+def test_clean_pages_of_data_are_not_taken(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/status").write_text("Name: python\nVmRSS:\t1000 kB\n")
+    assert resident_bytes(tmp_path) == 1000 * 1024
+    (tmp_path / "proc/self/smaps").write_text(MAPPINGS)
+    assert resident_bytes(tmp_path) == 800 * 1024
+    assert 2**24 < resident_bytes() < 2**40

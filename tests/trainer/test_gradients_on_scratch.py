@@ -21,10 +21,11 @@ from sp_lightning.plan.state_placement import OnDisk, choose_on_disk
 from sp_lightning.store import mapped_pages, mapped_scratch
 from sp_lightning.store.mapped_pages import is_on_disk
 from sp_lightning.trainer import weights_on_scratch
+from sp_lightning.weights.narrow_gradient import NarrowGradient, stored
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.on_disk import Unfreezes, everything_below, on_disk
 from tests.support.overlapping import taken_apart
-from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused
+from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, superpipeline
 from tests.support.simdevice import simulated
 from tests.support.tiers import first
 
@@ -265,6 +266,24 @@ def test_layers_that_are_unfrozen(tmp_path: Path) -> None:
     options: Any = {"max_epochs": 3, "recorded": "losses"}
     ours = fit(stack, vectors(), on_disk(tmp_path), callbacks=[Unfreezes()], **options)
     assert_same(ours, fit(stack, vectors(), callbacks=[Unfreezes()], **options))
+
+
+def test_none_is_narrow_because_who_looks_would_have_it_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds: set[Any] = set()
+    take = LayerwiseStep._take
+
+    def looks(self: Any) -> None:
+        kinds.update(type(stored(p)) for group in self._optimizer.param_groups for p in group["params"])
+        take(self)
+
+    monkeypatch.setattr(LayerwiseStep, "_take", looks)
+    for disk, kind in ((on_disk(tmp_path, optimizer_overlap="forward"), torch.Tensor), (None, NarrowGradient)):
+        strategy = disk or superpipeline(k=1, optimizer_overlap="forward")
+        fit(fused(Wide), wide(), strategy, recorded="nothing", precision="bf16-mixed")
+        assert kind in kinds
+        assert (NarrowGradient in kinds) == (disk is None)
 
 
 def test_an_optimizer_without_state(tmp_path: Path) -> None:
