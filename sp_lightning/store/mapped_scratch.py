@@ -30,9 +30,7 @@ from sp_lightning.store.mapped_pages import advise, libc, map_pages
 from sp_lightning.store.scratch import create
 
 _POPULATE_READ = 22  # of Linux 5.14; a read that fails is an error then, and not a signal
-_ZERO_RANGE = (
-    0x10 | 0x01
-)  # of fallocate: blocks stay the file's, and what they have is neither written nor read any more
+_ZERO_RANGE = 0x10 | 0x01  # of fallocate: blocks stay the file's; what they have is neither written nor read
 _WRITE_OUT = 1 | 2 | 4  # wait for what is under way, begin the rest, wait for it
 
 

@@ -127,9 +127,8 @@ class OptimizerSteps:
         measure = self._clips() == "norm" and nobody_looks_at_gradients(trainer)
         states = {optimizer: self._state_of(optimizer) for optimizer in trainer.optimizers}
         waits, below = self.overlap == "off", self._run.placement.on_disk != OnDisk()
-        if waits and (
-            below or any(states.values())
-        ):  # the bits of a step that is not fused depend on the number of threads
+        # The bits of a step that is not fused depend on the number of threads.
+        if waits and (below or any(states.values())):
             streamer.device.background_threads = torch.get_num_threads()
         self._layerwise = {
             optimizer: LayerwiseStep(
@@ -225,7 +224,7 @@ class OptimizerSteps:
         ledger = replace(
             ledger,
             weights=ledger.weights - where.bytes_in_files - weights,
-            gradients=ledger.gradients - gradients,
+            gradients=max(0, ledger.gradients - gradients),  # fewer, if the mode was chosen after what is on the disk
             weights_on_disk=weights,
             gradients_on_disk=gradients,
         )
