@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -78,7 +77,6 @@ class LayerwiseStep:
         self._clip: Change | None = None
         self._measured: Measured = {}
         self._norms = Norms()  # the background's
-        self._measuring: Future[None] | None = None  # the last one
         self._armed: dict[StreamedLayer, list[dict[str, Any]]] | None = None
         self._begun: set[StreamedLayer] = set()  # layers whose updates began during backward
         self._class = type(optimizer)
@@ -129,7 +127,7 @@ class LayerwiseStep:
         finally:
             self._engine.on_complete = self._engine.wanted = None
             self._engine.keep_narrow(False)
-            self._measured, self._norms, self._measuring = {}, Norms(), None
+            self._measured, self._norms = {}, Norms()
             self._armed = None
             self._clip_at_once()
 
@@ -181,16 +179,16 @@ class LayerwiseStep:
 
         measured, norms, device = self._measured, self._norms, self._engine.device
 
-        def measure() -> None:
+        def measure(by: Stream | None, norms: Norms) -> None:
             for parameter, gradient in gradients:
                 if measured is self._measured:  # otherwise the step has gone on without waiting for this norm
-                    device.access(as_it_came(gradient), Stream.UPDATE, write=False)
-                    self._engine.bring_gradient(parameter)
+                    device.access(as_it_came(gradient), by, write=False)
                     measured[parameter] = gradient, gradient._version, norms.of(gradient)
 
-        work, self._measuring = self._measuring, device.later(measure)
-        if work is not None and gradients and is_on_disk(as_it_came(gradients[0][1])):
-            work.result()  # or gradients would have left for the disk when it came to them
+        if any(is_on_disk(as_it_came(gradient)) for _, gradient in gradients):
+            measure(None, Norms())  # the background would come to gradients that have left memory
+        else:
+            device.later(partial(measure, Stream.UPDATE, norms))
 
     def _clip_at_once(self) -> None:
         """Clips here if no update does: if the step was not taken apart, or the scaler skipped it."""
