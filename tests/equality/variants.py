@@ -291,7 +291,8 @@ def below_memory() -> Iterator[Variant]:
         early = mode.get("optimizer_overlap") == "backward"
         yield Variant(
             name, "what comes back from the disk is what left, whoever wants it", {"k": 1, **mode}, trainer, "simulated",
-            "losses", quick=quick if mode else NONE, refused={**(EARLY if early else {}), "lbfgs": "LBFGS"}, below=True,
+            "losses", quick=quick if mode else frozenset({"stack"}), below=True,
+            refused={**(EARLY if early else {}), "lbfgs": "LBFGS"},
         )  # fmt: skip
 
 
