@@ -292,7 +292,7 @@ def below_memory() -> Iterator[Variant]:
         yield Variant(
             name, "what comes back from the disk is what left, whoever wants it", {"k": 1, **mode}, trainer, "simulated",
             "losses", quick=quick if mode else frozenset({"stack"}), below=True,
-            refused={**(EARLY if early else {}), "lbfgs": "LBFGS"},
+            refused={**({**EARLY, "rows/kept": CANNOT} if early else {}), "lbfgs": "LBFGS"},
         )  # fmt: skip
 
 
