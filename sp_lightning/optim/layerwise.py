@@ -183,6 +183,7 @@ class LayerwiseStep:
             for parameter, gradient in gradients:
                 if measured is self._measured:  # otherwise the step has gone on without waiting for this norm
                     device.access(as_it_came(gradient), by, write=False)
+                    self._engine.bring_gradient(parameter)
                     measured[parameter] = gradient, gradient._version, norms.of(gradient)
 
         if any(is_on_disk(as_it_came(gradient)) for _, gradient in gradients):
