@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from sp_lightning.plan.host_memory import limit_for
 from sp_lightning.plan.ledger import Ledger
 from sp_lightning.plan.plan import Plan
-from sp_lightning.plan.state_placement import StatePlacement, choose_on_disk, place_state
-from sp_lightning.plan.units import human_bytes
+from sp_lightning.plan.state_placement import StatePlacement, choose_on_disk, least_room, place_state
+from sp_lightning.plan.units import enough_bytes, human_bytes
 
 _DAY = 24 * 60 * 60
 
@@ -113,7 +114,8 @@ def place_training(
     placed = _place(sizes, others, host_memory, training=True)
     if placed.placement is not None or host_memory is None:
         return placed
-    chosen = choose_on_disk(plan, others + 2 * max(sizes.values(), default=0) - host_memory, gradients=not early)
+    missing = others + wide - ledger.gradients + 2 * max(sizes.values(), default=0) - host_memory
+    chosen = choose_on_disk(plan, missing, gradients=not early)
     weights = Counter[str]()
     for planned in chosen.weights:
         weights[planned.name] += planned.nbytes
@@ -140,7 +142,8 @@ def _place(sizes: Mapping[str, int], others: int, host_memory: int | None, *, tr
         placement = place_state(sizes, None if host_memory is None else host_memory - others)
     except MemoryError:
         kept = "weights and gradients" if training else "weights that cannot be read in place"
-        least = others + 2 * max(sizes.values(), default=0)
-        why = f"{kept} are in host memory ({human_bytes(others)}), with one layer of the rest {human_bytes(least)}"
+        least = others + least_room(sizes)
+        why = f"{kept} are in host memory ({human_bytes(others)}), with one layer of the rest {human_bytes(least)}; "
+        why += f"--host-memory {enough_bytes(limit_for(least))} is enough, because a process takes memory, too"
         return BelowMemory(None, least, training, why)
     return BelowMemory(placement, others, training)

@@ -100,7 +100,7 @@ class ModelEstimate:
     def host_limit(self) -> int | None:
         """Host memory that there is for everything; with a disk without what a run leaves to its process. None for no limit."""
         limit = self.question.host_memory
-        return limit if limit is None or self.question.disk is None else limit - kept_for_process(limit)
+        return limit if limit is None or self.question.disk is None else max(0, limit - kept_for_process(limit))
 
     @property
     def host_bytes(self) -> int:
@@ -185,12 +185,22 @@ class ModelEstimate:
         choices = balance.candidates(max(0, limit - self.weight_bytes(plan) - others))
         return min(choices, key=lambda modes: self.predict(plan, modes).seconds)
 
-    def predict(self, plan: Plan, modes: Modes, rates: Rates | None = None) -> Prediction:
-        """The time of a batch with a window and modes; by default on the machine that the question describes."""
+    def predict(self, plan: Plan, modes: Modes, rates: Rates | None = None, *, updates: bool = True) -> Prediction:
+        """The time of a batch with a window and modes; by default on the machine that the question describes.
+
+        Args:
+            plan: the window.
+            modes: what happens to activations.
+            rates: those of the machine.
+            updates: whether they take time and the host memory's bandwidth.
+        """
         rates = rates or self.rates
+        if not updates:
+            rates = replace(rates, update=math.inf)
         visits = self._balance(plan, self._visits(plan), rates).visited(modes)
         on_disk = {} if self.below is None else self.below.by_index(plan)
-        return predict(plan, visits, rates, overlap=self.overlap, host_traffic=self._update_traffic, on_disk=on_disk)
+        traffic = self._update_traffic if updates else 0
+        return predict(plan, visits, rates, overlap=self.overlap, host_traffic=traffic, on_disk=on_disk)
 
     def _visits(self, plan: Plan) -> list[Visit]:
         """What a batch does if all activations are kept."""

@@ -216,13 +216,15 @@ def _faster(estimate: ModelEstimate, row: Row) -> str:
     without = {
         "fetches": estimate.predict(plan, row.modes, replace(rates, upload=math.inf, host_memory=memory)),
         "gradients to leave": estimate.predict(plan, row.modes, replace(rates, download=math.inf)),
-        "updates": replace(estimate, ledger=None).predict(plan, row.modes, replace(rates, update=math.inf)),
+        "updates": estimate.predict(plan, row.modes, updates=False),
         "the host": estimate.predict(plan, row.modes, replace(rates, visit_seconds=0.0, weight_seconds=0.0)),
     }
     if estimate.question.devices > 1:
         without["sums of gradients"] = estimate.predict(plan, row.modes, replace(rates, links=math.inf))
     if estimate.question.nodes > 1:
         without["sums over nodes"] = estimate.predict(plan, row.modes, replace(rates, network=math.inf))
+    if estimate.below is not None:
+        without["the disk"] = estimate.predict(plan, row.modes, replace(rates, disk=math.inf))
     if "offload" in row.modes.values():
         without["activations"] = estimate.predict(plan, dict.fromkeys(row.modes, "keep"))
     saved = {what: 1 - other.seconds / max(row.prediction.seconds, 1e-9) for what, other in without.items()}

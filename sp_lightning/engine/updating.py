@@ -147,11 +147,6 @@ class Updating:
         """Sets whether gradients that come in a lower dtype than their parameter's keep it until somebody reads them."""
         self._gradients.keep_narrow = keep
 
-    def bring_gradient(self, parameter: nn.Parameter) -> bool:
-        """Has a gradient in memory, with its layer's. Returns whether it was on a disk."""
-        layer = self._layer_of.get(id(parameter))
-        return layer is not None and layer.block.gradients.use()
-
     def gather(self) -> None:
         """With several ranks, waits for all of them, and makes what the primary's user code has written everybody's."""
         if self._turns is not None:

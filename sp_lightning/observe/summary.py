@@ -57,6 +57,7 @@ def remedy(what: str, plan: Plan) -> str:
         "the host": "larger layers (layers=), or more work per batch (tokens, images), leave it more time",
         "sums of gradients": "more work per batch (tokens, images) hides them",
         "sums over nodes": "more work per batch (tokens, images) hides them, or a faster --network",
+        "the disk": "more host memory leaves less on it, and more work per batch (tokens, images) hides it",
         "activations": "recompute some of them, or give a larger memory_budget",
         "optimizers' steps": f"{rarer}; those of torch's Adam, AdamW, SGD and Adagrad can run beside the model "
         '(optimizer_overlap="forward")',

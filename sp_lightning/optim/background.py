@@ -63,9 +63,9 @@ class BackgroundUpdates:
         def update() -> None:
             try:
                 if self._failure is None:
+                    layer.use_gradients()
                     for block in blocks:
                         block.memory.use()
-                        block.gradients.use()
                         self._device.access(block.weights, Stream.UPDATE, write=True)
                     begun = self._device.mark(Stream.UPDATE)
                     with torch.DisableTorchFunctionSubclass(), torch.no_grad():

@@ -15,21 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from sp_lightning.device.torch_private import accumulation_hooks, run_first_after_step, tree_map
+from sp_lightning.device.torch_private import run_first_after_step, tree_map
 from sp_lightning.device.waits import Stream
+from sp_lightning.optim.clipping import Clipping
 from sp_lightning.optim.pieces import InPieces
 from sp_lightning.optim.separable import is_separable, lacks_buffers, shares_state
 from sp_lightning.optim.state_waits import waiting
 from sp_lightning.optim.updatable import OnHost, OptimizerState, Updatable
-from sp_lightning.store.mapped_pages import is_on_disk
 from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.narrow_gradient import Change, Norms, as_it_came, change, drop, stored
-
-Measured = dict[nn.Parameter, tuple[Tensor, int, Tensor]]
-"""For each parameter the gradient that was measured, its version then, and its norm."""
+from sp_lightning.weights.narrow_gradient import Change, as_it_came, change, drop, stored
 
 
 class LayerwiseStep:
@@ -49,6 +45,9 @@ class LayerwiseStep:
         state: brings and takes away the optimizer's state; it stays on the host if none is given.
         waits: whether the step returns once all layers are updated. Then the optimizer need not be fused, because the
             background has as many threads as a whole step would have.
+
+    Attributes:
+        clipping: clips the gradients.
     """
 
     def __init__(
@@ -72,11 +71,7 @@ class LayerwiseStep:
         self._measure = measure
         self._separable = waits or is_separable(optimizer)
         self._narrow = narrow and not self._separable  # a step that is not fused reads whole gradients
-        self.clips_at_once = False
-        """Whether clipping changes gradients where Lightning does, layer by layer, and leaves nothing to the updates."""
-        self._clip: Change | None = None
-        self._measured: Measured = {}
-        self._norms = Norms()  # the background's
+        self.clipping = Clipping(optimizer, engine)
         self._armed: dict[StreamedLayer, list[dict[str, Any]]] | None = None
         self._begun: set[StreamedLayer] = set()  # layers whose updates began during backward
         self._class = type(optimizer)
@@ -119,7 +114,7 @@ class LayerwiseStep:
                 restore.remove()
                 self._give_back_groups()
 
-        self._engine.on_complete = self._measure_layer if self._measure and not self._early else None
+        self._engine.on_complete = self.clipping.measure if self._measure and not self._early else None
         self._engine.keep_narrow(self._narrow)
         try:
             with _method(self._optimizer, "step", deferred), _zeroing_narrow(self._optimizer):
@@ -127,78 +122,8 @@ class LayerwiseStep:
         finally:
             self._engine.on_complete = self._engine.wanted = None
             self._engine.keep_narrow(False)
-            self._measured, self._norms = {}, Norms()
             self._armed = None
-            self._clip_at_once()
-
-    # ------------------------------------------------------------------ clipping
-
-    def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clips as Lightning's precision plugins do, but leaves the multiplication to the updates.
-
-        Norms that the background has not computed yet are computed here.
-        """
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if stored(p) is not None]
-        measured, self._measured = self._measured, {}
-        if any(map(accumulation_hooks, parameters)):  # such hooks may have written gradients after the measurement
-            measured = {}
-        norms = Norms()
-        # get_total_norm takes tensors. It leaves a norm as it is, because a norm is its own norm.
-        total = get_total_norm([self._norm_or_gradient(measured, parameter, norms) for parameter in parameters])
-        coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0)
-        # As torch.nn.utils.clip_grads_with_norm_ does, for a gradient or a part of one.
-        self._clip = (lambda gradient: gradient.mul_(coefficient)) if coefficient != 1 else None
-        if self.clips_at_once:
-            self._clip_at_once()
-
-    def _norm_or_gradient(self, measured: Measured, parameter: nn.Parameter, norms: Norms) -> Tensor:
-        """The norm of a gradient if it is known, or if the gradient is narrow or on a disk; else the gradient."""
-        gradient = stored(parameter)
-        assert gradient is not None
-        known, version, norm = measured.get(parameter, (None, None, gradient))
-        if known is gradient and version == gradient._version:
-            return norm
-        here = as_it_came(gradient) is gradient and not self._engine.bring_gradient(parameter)
-        return gradient if here else norms.of(gradient)
-
-    def clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clips as Lightning's precision plugins do, but in the updates."""
-        # As torch.nn.utils.clip_grad_value_ does.
-        self._clip = lambda gradient: gradient.clamp_(-clip_val, clip_val)
-        if self.clips_at_once:
-            self._clip_at_once()
-
-    def _measure_layer(self, layer: StreamedLayer) -> None:
-        """Measures the norms of a layer's gradients while backward goes on.
-
-        Gradients in float16 are left out, because the bits of their norm depend on the number of threads.
-        """
-        gradients = [(p, gradient) for p in _parameters_of(layer) if (gradient := stored(p)) is not None]
-        if any(g.layout is not torch.strided or g.dtype not in (torch.float32, torch.bfloat16) for _, g in gradients):
-            return
-
-        measured, norms, device = self._measured, self._norms, self._engine.device
-
-        def measure(by: Stream | None, norms: Norms) -> None:
-            for parameter, gradient in gradients:
-                if measured is self._measured:  # otherwise the step has gone on without waiting for this norm
-                    device.access(as_it_came(gradient), by, write=False)
-                    self._engine.bring_gradient(parameter)
-                    measured[parameter] = gradient, gradient._version, norms.of(gradient)
-
-        if any(is_on_disk(as_it_came(gradient)) for _, gradient in gradients):
-            measure(None, Norms())  # the background would come to gradients that have left memory
-        else:
-            device.later(partial(measure, Stream.UPDATE, norms))
-
-    def _clip_at_once(self) -> None:
-        """Clips here if no update does: if the step was not taken apart, or the scaler skipped it."""
-        clip, self._clip = self._clip, None
-        if clip is not None:
-            for parameter in [p for group in self._optimizer.param_groups for p in group["params"]]:
-                if not change(parameter, clip) and parameter.grad is not None:
-                    self._engine.bring_gradient(parameter)
-                    clip(parameter.grad)
+            self.clipping.end()
 
     # ------------------------------------------------------------------ updates
 
@@ -236,13 +161,13 @@ class LayerwiseStep:
             who = "disk= updates" if self._by_layers_alone else "Several devices update"
             raise RuntimeError(_NEVER_WHOLE.format(who=who))
         if by_layer is None:
-            self._clip_at_once()
+            self.clipping.finish()
         else:
             self._updates.partially_updated = "the optimizer's step was interrupted, and may have updated some layers"
             for layer in self._engine.order():
                 if layer in by_layer:
                     self._submit(layer, by_layer[layer])
-            self._clip = None
+            self.clipping.pending = None
             self._groups, self._optimizer.param_groups = self._optimizer.param_groups, self._none
         self._begun.clear()
         self._engine.over()
@@ -295,7 +220,7 @@ class LayerwiseStep:
             self._updates.afterwards(partial(self._updated, self._known, order))
         part = object.__new__(self._class)
         vars(part).update(vars(self._optimizer), param_groups=groups)
-        clip, engine = self._clip, self._engine
+        clip, engine = self.clipping.pending, self._engine
         # Of the others the update clips none, even if another thread widens a gradient meanwhile: that one is clipped then.
         clips = {id(p): clip for p in parameters if clip is not None and not change(p, clip)}
 

@@ -49,9 +49,6 @@ class Updatable(Protocol):
     def keep_narrow(self, keep: bool) -> None:
         """Sets whether gradients keep the dtype in which they come until somebody reads them."""
 
-    def bring_gradient(self, parameter: nn.Parameter) -> bool:
-        """Called before a gradient is read. Returns whether it was on a disk, so that few should be read at once."""
-
     def gather(self) -> None:
         """Called before the step submits its first update after backward; returns once all ranks have come there."""
 

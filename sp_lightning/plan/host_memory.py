@@ -58,6 +58,12 @@ def kept_for_process(host_memory: int) -> int:
     return _margin(host_memory) + _LIBRARIES
 
 
+def limit_for(nbytes: int) -> int:
+    """The least ``host_memory`` that leaves so many bytes beside the process."""
+    needed = nbytes + _LIBRARIES
+    return max(int(needed / (1 - MARGIN)) + 1, needed + _LEAST_MARGIN)
+
+
 def _margin(host_memory: int) -> int:
     return max(int(host_memory * MARGIN), _LEAST_MARGIN)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import median
 
 from sp_lightning.plan.plan import Plan, PlannedLayer
-from sp_lightning.plan.units import human_bytes
+from sp_lightning.plan.units import enough_bytes, human_bytes
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,18 @@ def staging_bytes(sizes: Mapping[str, int]) -> int:
     return max(2 * max(sizes.values()), 3 * int(median(sizes.values()))) if sizes else 0
 
 
+def least_room(sizes: Mapping[str, int]) -> int:
+    """Host memory without which state cannot be placed: some layers' whole, and the largest of the others' on its way."""
+    return min(sum(sizes.values()), _fewest(sizes)[0])
+
+
+def _fewest(sizes: Mapping[str, int]) -> tuple[int, list[str]]:
+    """The least that layers take of which some are on the disk; and which are in memory then, the largest ones."""
+    names = sorted(sizes, key=sizes.__getitem__, reverse=True)
+    taken = ((sum(sizes[each] for each in names[:i]) + 2 * sizes[names[i]], names[:i]) for i in range(len(names)))
+    return min(taken, key=itemgetter(0), default=(0, []))
+
+
 def place_state(sizes: Mapping[str, int], room: int | None) -> StatePlacement:
     """Leaves in memory as much state as there is room for, that of the largest layers first: so less is staged.
 
@@ -67,22 +80,24 @@ def place_state(sizes: Mapping[str, int], room: int | None) -> StatePlacement:
     """
     if room is None or sum(sizes.values()) <= room:
         return StatePlacement(sizes, {}, 0, room)
+    least, names = _fewest(sizes)
+    if least > room:
+        least = least_room(sizes)
+        raise MemoryError(
+            f"Host memory is {enough_bytes(least - room)} too small for the process, for what cannot be on the disk, and for "
+            f"optimizer state on its way from and to it ({human_bytes(least)}). Give that much more (host_memory=), or use less: "
+            "layers= can name smaller layers, and "
+            'SuperpipelineStrategy(optimizer_overlap="backward") holds few gradients where nothing clips or accumulates.'
+        )
     below, above = dict(sizes), dict[str, int]()
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         rest = {other: nbytes for other, nbytes in below.items() if other != name}
         if sum(above.values()) + sizes[name] + staging_bytes(rest) <= room:
             below, above[name] = rest, sizes[name]
-    least = sum(above.values()) + 2 * max(below.values())
-    placement = StatePlacement(above, below, min(staging_bytes(below), room - sum(above.values())), room)
-    if least > room:
-        raise MemoryError(
-            f"{human_bytes(least)} of host memory are needed for optimizer state on its way from and to the disk, and "
-            f"{human_bytes(max(room, 0))} are left beside the process and what has to be in memory, although everything that can "
-            f"be on the disk is there. Give {human_bytes(least - room)} more (host_memory=), or use less: layers= can name "
-            'smaller layers, and SuperpipelineStrategy(optimizer_overlap="backward") holds few gradients where nothing clips or '
-            "accumulates."
-        )
-    return placement
+    if sum(above.values()) + 2 * max(below.values()) > room:  # there is not room for three usual layers
+        above = {name: sizes[name] for name in names}
+        below = {name: nbytes for name, nbytes in sizes.items() if name not in above}
+    return StatePlacement(above, below, min(staging_bytes(below), room - sum(above.values())), room)
 
 
 WINDOW = 4
@@ -100,6 +115,11 @@ class OnDisk:
 
     weights: tuple[PlannedLayer, ...] = ()
     gradients: tuple[PlannedLayer, ...] = ()
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is there."""
+        return bool(self.weights or self.gradients)
 
     @property
     def weight_bytes(self) -> int:

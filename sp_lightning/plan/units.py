@@ -14,6 +14,11 @@ def human_bytes(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
+def enough_bytes(nbytes: int) -> str:
+    """Whole mebibytes that are at least so many bytes, as options take them."""
+    return f"{-(-nbytes // 2**20)}MiB"
+
+
 def parse_bytes(option: str, text: str) -> int:
     """The bytes of a size with a unit. ``GB`` is 10⁹ bytes, ``GiB`` is 2³⁰.
 

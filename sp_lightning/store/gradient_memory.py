@@ -26,6 +26,12 @@ class Memory(Protocol):
     @property
     def bytes(self) -> Tensor: ...
 
+    def use(self) -> None:
+        """Called before all of it is read or written."""
+
+    def renew(self) -> None:
+        """Called before all of it is written, whatever it had."""
+
     def unpin(self) -> None:
         """Releases the page lock. The memory and its contents stay."""
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from sp_lightning.device.device import Device
 from sp_lightning.store.gradient_memory import GradientMemory, Memory, Staging
 from sp_lightning.store.mapped_pages import note_on_disk
-from sp_lightning.store.mapped_scratch import MappedFile, MappedMemory
+from sp_lightning.store.mapped_scratch import MappedFile
 
 
 class GradientsOnScratch(GradientMemory):
@@ -25,23 +25,14 @@ class GradientsOnScratch(GradientMemory):
 
     def target(self, index: int, dtype: torch.dtype) -> Tensor | None:
         if not self._held():  # the layer's first one of this backward
-            for memory in self._of_file():
+            for memory in self._memory:
                 memory.renew()
         return super().target(index, dtype)
 
-    def _allocate(self, index: int, dtype: torch.dtype) -> None:
-        before = len(self._memory)
-        super()._allocate(index, dtype)
-        for memory in self._of_file()[before:]:
-            memory.renew()
-
     def use(self) -> bool:
-        for memory in self._of_file():
+        for memory in self._memory:
             memory.use()
         return bool(self._memory)
-
-    def _of_file(self) -> list[MappedMemory]:
-        return [memory for memory in self._memory if isinstance(memory, MappedMemory)]
 
 
 class ScratchStaging(Staging):
@@ -58,6 +49,11 @@ class ScratchStaging(Staging):
 
     def of_layer(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> GradientMemory:
         return GradientsOnScratch(names, parameters, self)
+
+    def take(self, nbytes: int) -> Memory:
+        memory = super().take(nbytes)
+        memory.renew()
+        return memory
 
     def _allocate(self, nbytes: int) -> Memory:
         return self._file.allocate(nbytes, False)

@@ -172,6 +172,7 @@ def let_go(address: int, nbytes: int) -> None:
 
 
 def advise(address: int, nbytes: int, advice: int) -> int:
+    """Tells the system what becomes of pages, without holding up Python's other threads. Returns its error, or 0."""
     return ctypes.get_errno() if libc.madvise(address, nbytes, advice) else 0
 
 

@@ -79,9 +79,11 @@ class MappedFile:
                 unused.append(self._end)
                 self._end += size
             begin = unused.pop()
+        gone = partial(unused.append, begin)
         try:
-            pages = map_pages(self._descriptor, begin, size, partial(unused.append, begin))
+            pages = map_pages(self._descriptor, begin, size, gone)
         except OSError as error:
+            gone()
             raise OSError(
                 error.errno,
                 f"{human_bytes(size)} of a scratch file could not be mapped ({error.strerror}); see "
@@ -246,5 +248,5 @@ class MappedMemory(OneTensor):
             raise self._file.failed("read", errno.EIO if number == errno.EFAULT else number)
 
     def advise(self, advice: int) -> int:
-        """Tells the system what becomes of the pages, without holding up Python's other threads. Returns its error."""
+        """As :func:`~sp_lightning.store.mapped_pages.advise`, of all pages."""
         return advise(self.common.data_ptr(), len(self.pages), advice)

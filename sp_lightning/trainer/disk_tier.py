@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.device.host_allocator import return_free_memory, return_large_blocks
 from sp_lightning.device.layout import whole_pages
+from sp_lightning.engine.placement import Placement
 from sp_lightning.observe.messages import say_once
 from sp_lightning.optim import state_on_disk
 from sp_lightning.optim.state_on_disk import StateOnDisk
@@ -118,19 +119,18 @@ class DiskTier:
             if state is not None:
                 state.absorb(optimizer, _by_layer(optimizer, layer_of))
 
-    def note_in(self, ledger: Ledger, window: int, moved: int) -> Ledger:
-        """Returns a ledger with what is on the disk.
+    def note_in(self, ledger: Ledger, where: Placement) -> Ledger:
+        """Returns a ledger with the state on the disk, with the memory that all passes through, and with traffic.
 
         Args:
-            ledger: without it.
-            window: bytes of memory that weights on the disk pass through.
-            moved: bytes of them that were read and written so far.
+            ledger: as :func:`without` returns it.
+            where: where weights and gradients are.
         """
         if self.placement is None:
             return ledger
-        each = (self._file.read_bytes + self._file.written_bytes + moved) / max(self.steps, 1)
+        each = (self._file.read_bytes + self._file.written_bytes + where.moved) / max(self.steps, 1)
         below = min(self.placement.disk_bytes, ledger.state or 0)
-        return replace(ledger, on_disk=below, staging=self.placement.staging + window, disk_traffic=each)
+        return replace(ledger, on_disk=below, staging=self.placement.staging + where.on_disk.window, disk_traffic=each)
 
 
 def _by_layer(
@@ -143,6 +143,18 @@ def _by_layer(
             if layer is not None:
                 found[layer].append(parameter)
     return found
+
+
+def without(ledger: Ledger, where: Placement) -> Ledger:
+    """Returns a ledger of what is in memory: without weights that are in files, and weights and gradients on the disk."""
+    weights, gradients = where.on_disk.weight_bytes, where.on_disk.gradient_bytes
+    return replace(
+        ledger,
+        weights=ledger.weights - where.bytes_in_files - weights,
+        gradients=max(0, ledger.gradients - gradients),  # fewer, if the mode was chosen after what is on the disk
+        weights_on_disk=weights,
+        gradients_on_disk=gradients,
+    )
 
 
 def refuse(optimizers: Sequence[Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -19,10 +18,9 @@ from sp_lightning.optim.separable import is_separable
 from sp_lightning.optim.state_on_disk import StateOnDisk
 from sp_lightning.plan.ledger import Ledger, make_ledger
 from sp_lightning.plan.options import Overlap
-from sp_lightning.plan.state_placement import OnDisk
 from sp_lightning.store.away import leave_files
 from sp_lightning.trainer.compat import base_of, is_no_optimizer
-from sp_lightning.trainer.disk_tier import DiskTier
+from sp_lightning.trainer.disk_tier import DiskTier, without
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.rank_steps import RankSteps
 from sp_lightning.trainer.run import Run
@@ -126,22 +124,22 @@ class OptimizerSteps:
         early, narrow = self.overlap == "backward", self._narrow()
         measure = self._clips() == "norm" and nobody_looks_at_gradients(trainer)
         states = {optimizer: self._state_of(optimizer) for optimizer in trainer.optimizers}
-        waits, below = self.overlap == "off", self._run.placement.on_disk != OnDisk()
+        waits, on_disk = self.overlap == "off", self._run.placement.on_disk
         # The bits of a step that is not fused depend on the number of threads.
-        if waits and (below or any(states.values())):
+        if waits and (on_disk.any or any(states.values())):
             streamer.device.background_threads = torch.get_num_threads()
         self._layerwise = {
             optimizer: LayerwiseStep(
                 optimizer,
                 streamer.updating,
                 early=early,
-                measure=measure and not (waits and not self._run.placement.on_disk.gradients),
+                measure=measure and (bool(on_disk.gradients) or not waits),
                 narrow=narrow,
                 state=state,
                 waits=waits,
             )
             for optimizer, state in states.items()
-            if not waits or below or state is not None
+            if not waits or on_disk.any or state is not None
         }
         self._ledger = self._count()
         mode = f"off ({why})" if why else self.overlap
@@ -219,16 +217,8 @@ class OptimizerSteps:
             pieces=pieces,
             narrow=pieces and self._narrow(),
         )
-        where = self._run.placement
-        weights, gradients = where.on_disk.weight_bytes, where.on_disk.gradient_bytes
-        ledger = replace(
-            ledger,
-            weights=ledger.weights - where.bytes_in_files - weights,
-            gradients=max(0, ledger.gradients - gradients),  # fewer, if the mode was chosen after what is on the disk
-            weights_on_disk=weights,
-            gradients_on_disk=gradients,
-        )
-        return ledger if self.disk is None else self.disk.note_in(ledger, where.on_disk.window, where.moved)
+        ledger = without(ledger, self._run.placement)
+        return ledger if self.disk is None else self.disk.note_in(ledger, self._run.placement)
 
     def _narrow(self) -> bool:
         """Whether gradients may stay in the dtype in which they come.
@@ -314,10 +304,13 @@ class OptimizerSteps:
         clips_layerwise = lightnings and (on_disk or (self.overlap != "off" and not seen))
         self._deferring = optimizer
         if clips_layerwise:
-            plugin.clip_grad_by_norm, plugin.clip_grad_by_value = layerwise.clip_by_norm, layerwise.clip_by_value
+            plugin.clip_grad_by_norm, plugin.clip_grad_by_value = (
+                layerwise.clipping.by_norm,
+                layerwise.clipping.by_value,
+            )
             if self._run.ranks is not None and not self._run.ranks.primary:
                 plugin.clip_grad_by_norm = plugin.clip_grad_by_value = _leave_to_primary
-            layerwise.clips_at_once = seen  # whoever sees gradients finds them clipped
+            layerwise.clipping.at_once = seen  # whoever sees gradients finds them clipped
         try:
             with layerwise.deferring():
                 yield

@@ -12,7 +12,7 @@ from sp_lightning.model.found import Found
 from sp_lightning.plan.host_memory import room_for
 from sp_lightning.plan.ledger import make_ledger
 from sp_lightning.plan.plan import Plan
-from sp_lightning.plan.state_placement import WINDOW, OnDisk, choose_on_disk
+from sp_lightning.plan.state_placement import WINDOW, choose_on_disk
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.mapped_pages import is_on_disk, supported
 from sp_lightning.trainer.options import Options
@@ -49,7 +49,7 @@ def place(found: Found, plan: Plan, options: Options, device: torch.device, *, a
     at_once = accumulate > 1 or options.optimizer_overlap != "backward"
     but = inner.places if isinstance(inner, OnFiles) else ()
     chosen = choose_on_disk(plan, missing, but, gradients=at_once)
-    if chosen == OnDisk():
+    if not chosen.any:
         return inner
     sizes = {"trained weights": chosen.weight_bytes, "gradients": chosen.gradient_bytes}
     what = " and ".join(f"{human_bytes(nbytes)} of {name}" for name, nbytes in sizes.items() if nbytes)

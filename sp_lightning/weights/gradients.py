@@ -318,8 +318,7 @@ class Gradients:
         received = self._received[drain.layer]
         try:
             if any(landing.own is None for landing in drain.landings):  # these are added to others
-                for member in drain.layer.family:
-                    member.block.gradients.use()
+                drain.layer.use_gradients()
             # Landings are taken out, so that nobody but its parameters holds a layer's gradients once it is complete.
             while drain.landings:
                 received.applied.add(self._land(drain.landings.popleft()))

@@ -108,6 +108,11 @@ class StreamedLayer:
         """The layer and its masters, which are updated together."""
         return (self,) if self.masters is None else (self, self.masters)
 
+    def use_gradients(self) -> bool:
+        """Has the gradients of the layer and of its masters in memory. Returns whether any of them were on a disk."""
+        found = [member.block.gradients.use() for member in self.family]
+        return any(found)
+
     @property
     def outdated(self) -> bool:
         """Whether the host's weights were written since the layer was fetched, as far as versions show it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from sp_lightning.__main__ import main
 from sp_lightning.plan.host_memory import kept_for_process
 from sp_lightning.plan.units import parse_bytes
 from tests.support.answers import plan
+from tests.support.tiers import first
 
 MODEL = ("vit_b_16", "--batch", "2", "--k", "1", "--k-prime", "1", "--precision", "32-true")
 WEIGHTS = 4 * 86_567_656
@@ -87,6 +89,25 @@ def test_weights_and_gradients_that_memory_does_not_hold_do_not_fit(capsys: pyte
     with pytest.raises(SystemExit):
         main(["plan", *MODEL, "--disk", "1GB/s", "--host-memory", memory("256MiB")])
     assert "weights and gradients are in host memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "bf16-mixed", why="without casts"))
+@pytest.mark.parametrize("overlap", first(["forward", "backward"], "forward", why="with few gradients"))
+def test_the_memory_that_is_said_to_be_enough_is(
+    overlap: str, precision: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", *MODEL[:-1], precision, "--disk", "1GB/s", "--overlap", overlap, "--host-memory"]
+
+    def enough(limit: str) -> int:
+        with pytest.raises(SystemExit):
+            main([*arguments, limit])
+        (found,) = re.findall(r"--host-memory (\d+)MiB is enough", capsys.readouterr().out)
+        return int(found)
+
+    least = enough("512MiB")
+    assert enough(f"{least - 1}MiB") == least
+    main([*arguments, f"{least}MiB"])
+    assert "are waited for the disk; more host memory leaves less on it" in capsys.readouterr().out
 
 
 def test_several_devices_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

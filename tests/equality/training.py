@@ -64,11 +64,14 @@ def _made(case: Case, variant: Variant, dtype: torch.dtype | None) -> Make:
 
 @contextmanager
 def _disk(variant: Variant) -> Iterator[dict[str, Any]]:
-    """The options of a strategy that has everything on a disk, if the variant says so."""
+    """The options of a strategy that has everything on a disk, if the variant says so.
+
+    A file system in memory stands for the disk, because others wait for each write. ``tests/trainer`` writes to a real one.
+    """
     if not variant.below:
         yield {}
         return
-    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
+    with TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder, pytest.MonkeyPatch.context() as monkeypatch:
         everything_below(monkeypatch, window=2)
         yield {"disk": folder}
         assert not os.listdir(folder)

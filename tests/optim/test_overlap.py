@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.device.device import Device
 from sp_lightning.engine.access import Access
-from sp_lightning.optim import layerwise
+from sp_lightning.optim import clipping
 from sp_lightning.optim.background import BackgroundUpdates
-from sp_lightning.optim.layerwise import LayerwiseStep
+from sp_lightning.optim.clipping import Clipping
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.slots import Slots
 from tests.support.models import CASES, Module, Stack, vectors
@@ -182,23 +182,23 @@ def _gradients_of(module: nn.Module) -> int:
 
 def test_the_norms_are_measured_while_backward_goes_on() -> None:
     measured: list[int] = []
-    measure = LayerwiseStep._measure_layer
+    measure = Clipping.measure
 
-    def noted(self: LayerwiseStep, layer: StreamedLayer) -> None:
+    def noted(self: Clipping, layer: StreamedLayer) -> None:
         measured.append(layer.index)
         measure(self, layer)
 
     options = {"gradient_clip_val": 0.05, "max_epochs": 2}
     known: list[int] = []
-    total = layerwise.get_total_norm
+    total = clipping.get_total_norm
 
     def note_total(norms: list[Tensor]) -> Tensor:
         known.append(sum(not each.ndim for each in norms))
         return total(norms)
 
     with (
-        mock.patch.object(LayerwiseStep, "_measure_layer", noted),
-        mock.patch.object(layerwise, "get_total_norm", note_total),
+        mock.patch.object(Clipping, "measure", noted),
+        mock.patch.object(clipping, "get_total_norm", note_total),
         mock.patch.object(Device, "later", at_once),
     ):
         ours = run("stack", overlapping("forward"), **options)

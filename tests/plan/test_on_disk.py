@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import Plan, make_plan
-from sp_lightning.plan.state_placement import WINDOW, OnDisk, choose_on_disk
+from sp_lightning.plan.state_placement import WINDOW, OnDisk, choose_on_disk, least_room, place_state
+from sp_lightning.plan.units import parse_bytes
 
 LAYERS = 8
 
@@ -67,3 +70,49 @@ def test_where_few_gradients_are_there_at_once_none_are_asked() -> None:
 def test_layers_that_are_read_in_place_are_not_asked(but: tuple[str, ...]) -> None:
     weights, _ = names(choose_on_disk(plan(), 2**60, but, gradients=True))
     assert weights == [str(i) for i in range(LAYERS) if str(i) not in but]
+
+
+# ---------------------------------------------------------------------- optimizer state
+
+
+SIZES: list[dict[str, int]] = [
+    {"large": 5 * 2**20, "b": 2**20, "c": 2**20},
+    {"large": 5 * 2**20, **dict.fromkeys("bcdefgh", 2**20)},
+    dict.fromkeys("abcdefgh", 2**20),
+    {"a": 2**20},
+    {},  # an optimizer without state: then nothing is asked of the disk, and memory alone helps
+]
+
+
+@pytest.mark.parametrize("room", [0, 2**18, -(2**22)])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_memory_that_is_missing_is_enough_if_it_is_given(sizes: dict[str, int], room: int) -> None:
+    if not sizes and room >= 0:
+        assert place_state(sizes, room).memory_bytes == 0
+        return
+    with pytest.raises(MemoryError) as refused:
+        place_state(sizes, room)
+    (missing,) = re.findall(r"Host memory is (.*?) too small", str(refused.value))
+    more = room + parse_bytes("missing", missing)
+    assert least_room(sizes) <= more < least_room(sizes) + 2**20
+    placement = place_state(sizes, more)
+    assert placement.memory_bytes <= more
+    assert placement.staging >= 2 * max(placement.on_disk.values(), default=0)
+    with pytest.raises(MemoryError):
+        place_state(sizes, least_room(sizes) - 1)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_less_memory_puts_no_less_on_the_disk(sizes: dict[str, int]) -> None:
+    rooms = range(least_room(sizes), sum(sizes.values()) + 1, 2**17)
+    placements = [place_state(sizes, room) for room in rooms]
+    assert all(each.memory_bytes <= room for each, room in zip(placements, rooms, strict=True))
+    below = [each.disk_bytes for each in placements]
+    assert below == sorted(below, reverse=True)
+
+
+def test_state_of_the_largest_layers_stays() -> None:
+    sizes = {"large": 8 * 2**20, "small": 2**20, "other": 2**20, "last": 2**20}
+    placement = place_state(sizes, 8 * 2**20 + 2 * 2**20)
+    assert list(placement.in_memory) == ["large"]
+    assert placement.staging == 2 * 2**20

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import gc
 import os
 import subprocess
@@ -9,8 +11,10 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 
+from sp_lightning.store import mapped_pages
 from sp_lightning.store.mapped_pages import is_on_disk
 from sp_lightning.store.mapped_scratch import MappedFile
 
@@ -53,6 +57,24 @@ def test_a_place_in_the_file_is_used_again_once_nobody_has_it(tmp_path: Path) ->
         memory.common.fill_(value)
     del before
     assert size_of(file) <= 2 * SIZE
+
+
+def test_memory_that_the_system_does_not_map_leaves_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = MappedFile(tmp_path)
+
+    def fails(*_: object) -> int:
+        ctypes.set_errno(errno.ENOMEM)
+        return 2**64 - 1  # MAP_FAILED
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mapped_pages.libc, "mmap", fails)
+        for _ in range(3):
+            with pytest.raises(
+                OSError, match=r"64.0 KiB of a scratch file could not be mapped \(Cannot allocate memory\)"
+            ):
+                file.allocate(SIZE, False)
+    file.allocate(SIZE, False).common.fill_(1)
+    assert size_of(file) == SIZE
 
 
 def test_memory_of_another_size_has_a_place_of_its_own(tmp_path: Path) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import multiprocessing
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BaseFinetuning
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.optim import state_on_disk
 from sp_lightning.plan import state_placement
 from sp_lightning.plan.state_placement import place_state, staging_bytes
-from sp_lightning.store import mapped_scratch
+from sp_lightning.store import mapped_pages, mapped_scratch
 from sp_lightning.store.away import Away
 from sp_lightning.trainer import disk_tier, weights_on_scratch
 
@@ -42,6 +48,13 @@ def on_disk(folder: Path, **options: Any) -> SuperpipelineStrategy:
     return SuperpipelineStrategy(**{"k": 1, "disk": folder, "optimizer_overlap": overlap, **fused, **options})
 
 
+class NoBatch(Callback):
+    """No batch begins."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        raise AssertionError("a batch begins")
+
+
 class Unfreezes(BaseFinetuning):
     """Two blocks, in the second epoch."""
 
@@ -56,3 +69,53 @@ class Unfreezes(BaseFinetuning):
 def away(optimizer: Any) -> int:
     """How many tensors of an optimizer's state are on the disk."""
     return sum(type(value) is Away for state in optimizer.state.values() for value in state.values())
+
+
+FAULTS = {
+    "write error": ("sync_file_range", errno.EIO, "could not be written: Input/output error"),
+    "full": ("sync_file_range", errno.ENOSPC, "could not be written: No space left on device"),
+    "read error": ("madvise", errno.EFAULT, "could not be read: Input/output error"),
+}
+"""For each fault of mapped pages the call of the system that fails, its error, and what is said."""
+
+
+def break_calls(monkeypatch: pytest.MonkeyPatch, fault: str, at: int) -> None:
+    """From the ``at``-th time on, the call of a fault fails."""
+    name, number, _ = FAULTS[fault]
+    call, count = getattr(mapped_pages.libc, name), iter(range(10**9))
+
+    def called(*arguments: Any) -> int:
+        asked = name != "madvise" or arguments[-1] == mapped_scratch._POPULATE_READ
+        if not asked or next(count) < at:
+            return int(call(*arguments))
+        ctypes.set_errno(number)
+        return -1
+
+    monkeypatch.setattr(mapped_pages.libc, name, called)
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file becomes longer."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+
+
+def refusal_in_fork(read: Callable[[], Any]) -> str:
+    """What a forked process is told that reads."""
+
+    def child(queue: Any) -> None:
+        try:
+            read()
+        except RuntimeError as error:
+            queue.put(str(error))
+
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=child, args=(queue,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    return str(queue.get())

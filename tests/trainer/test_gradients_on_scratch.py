@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import multiprocessing
-import os
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +19,16 @@ from sp_lightning.store.mapped_pages import is_on_disk
 from sp_lightning.trainer import weights_on_scratch
 from sp_lightning.weights.narrow_gradient import NarrowGradient, stored
 from tests.support.models import CASES, Module, Stack, vectors
-from tests.support.on_disk import Unfreezes, everything_below, on_disk
+from tests.support.on_disk import (
+    FAULTS,
+    NoBatch,
+    Unfreezes,
+    break_calls,
+    everything_below,
+    fill_disk,
+    on_disk,
+    refusal_in_fork,
+)
 from tests.support.overlapping import taken_apart
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, superpipeline
 from tests.support.simdevice import simulated
@@ -318,27 +323,6 @@ def test_a_run_that_scales_its_loss(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- faults, refusals
 
 
-def _fails_from(at: int, name: str, number: int) -> Any:
-    """A call of the system that fails from the ``at``-th time on."""
-    call, count = getattr(mapped_pages.libc, name), iter(range(10**9))
-
-    def called(*arguments: Any) -> int:
-        asked = name != "madvise" or arguments[-1] == mapped_scratch._POPULATE_READ
-        if not asked or next(count) < at:
-            return int(call(*arguments))
-        ctypes.set_errno(number)
-        return -1
-
-    return called
-
-
-FAULTS = {
-    "write error": ("sync_file_range", errno.EIO, "Gradients on the disk could not be written: Input/output error"),
-    "full": ("sync_file_range", errno.ENOSPC, "Gradients on the disk could not be written: No space left on device"),
-    "read error": ("madvise", errno.EFAULT, "Gradients on the disk could not be read: Input/output error"),
-}
-
-
 @pytest.mark.parametrize("overlap", first(["off", "forward"], "forward", why="its other modes"))
 @pytest.mark.parametrize("fault", first(FAULTS, "write error", "read error", why="another number"))
 def test_a_fault_ends_the_step_and_spoils_no_checkpoint(
@@ -346,18 +330,17 @@ def test_a_fault_ends_the_step_and_spoils_no_checkpoint(
 ) -> None:
     """The last checkpoint is the one of the first step, with plain Lightning's weights."""
     gradients_alone(monkeypatch)
-    name, number, said = FAULTS[fault]
     make = fused(stack)
     plain = fit(make, vectors()[:1], recorded="nothing")
 
     class Breaks(Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 1:
-                monkeypatch.setattr(mapped_pages.libc, name, _fails_from(1, name, number))
+                break_calls(monkeypatch, fault, 1)
 
     saves = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_top_k=-1)
     options: Any = {"enable_checkpointing": True, "recorded": "nothing"}
-    with pytest.raises(OSError, match=said):
+    with pytest.raises(OSError, match=f"Gradients on the disk {FAULTS[fault][2]}"):
         fit(make, vectors(), on_disk(tmp_path, optimizer_overlap=overlap), callbacks=[Breaks(), saves], **options)
     monkeypatch.undo()
     files = sorted((tmp_path / "saved").iterdir())
@@ -367,35 +350,18 @@ def test_a_fault_ends_the_step_and_spoils_no_checkpoint(
 
 def test_a_full_disk_is_an_error_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gradients_alone(monkeypatch)
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    fill_disk(monkeypatch)
     with pytest.raises(OSError, match=r"more of scratch space are needed for gradients \(No space left on device\)"):
-        fit(stack, vectors(), on_disk(tmp_path))
+        fit(stack, vectors(), on_disk(tmp_path), callbacks=[NoBatch()])
 
 
 def test_a_forked_process_says_that_it_cannot_read_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gradients_alone(monkeypatch)
     said: list[str] = []
 
-    def child(queue: Any, parameter: nn.Parameter) -> None:
-        try:
-            assert parameter.grad is not None
-            parameter.grad.norm()
-        except RuntimeError as error:
-            queue.put(f"{error}")
-
     class Forks(Callback):
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            context = multiprocessing.get_context("fork")
-            queue = context.SimpleQueue()
-            process = context.Process(target=child, args=(queue, next(pl_module.parameters())))
-            process.start()
-            process.join()
-            assert process.exitcode == 0
-            said.append(queue.get())
+            said.append(refusal_in_fork(lambda: next(pl_module.parameters()).grad.norm()))
 
     ours = fit(stack, vectors(), on_disk(tmp_path), callbacks=[Forks()])
     assert_same(ours, fit(stack, vectors()))

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
-import errno
-import multiprocessing
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -20,12 +16,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sp_lightning.plan.state_placement import OnDisk, choose_on_disk
-from sp_lightning.store import mapped_pages, mapped_scratch
+from sp_lightning.store import mapped_scratch
 from sp_lightning.store.mapped_pages import is_on_disk
 from sp_lightning.trainer import weights_on_scratch
 from tests.support.in_files import stay
 from tests.support.models import CASES, Module, Stack, vectors
-from tests.support.on_disk import Unfreezes, on_disk, without_room
+from tests.support.on_disk import (
+    FAULTS,
+    NoBatch,
+    Unfreezes,
+    break_calls,
+    fill_disk,
+    on_disk,
+    refusal_in_fork,
+    without_room,
+)
 from tests.support.runs import assert_equal, assert_same, fit, fused, loader, trainer_for
 from tests.support.simdevice import simulated
 from tests.support.tiers import first
@@ -271,46 +276,24 @@ def test_beside_frozen_weights_in_their_files(tmp_path: Path, monkeypatch: pytes
 # ---------------------------------------------------------------------- faults, refusals
 
 
-def _fails_from(at: int, name: str, number: int) -> Any:
-    """A call of the system that fails from the ``at``-th time on."""
-    call, count = getattr(mapped_pages.libc, name), iter(range(10**9))
-
-    def called(*arguments: Any) -> int:
-        asked = name != "madvise" or arguments[-1] == mapped_scratch._POPULATE_READ
-        if not asked or next(count) < at:
-            return int(call(*arguments))
-        ctypes.set_errno(number)
-        return -1
-
-    return called
-
-
-FAULTS = {
-    "write error": ("sync_file_range", errno.EIO, "could not be written: Input/output error"),
-    "full": ("sync_file_range", errno.ENOSPC, "could not be written: No space left on device"),
-    "read error": ("madvise", errno.EFAULT, "could not be read: Input/output error"),
-}
-
-
 @pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="its other modes"))
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_ends_the_step_and_spoils_no_checkpoint(
     fault: str, overlap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last checkpoint is the one of the first step, with plain Lightning's weights."""
-    name, number, said = FAULTS[fault]
     make = fused(stack)
     plain = fit(make, vectors()[:1], recorded="nothing")
 
     class Breaks(Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 1:
-                monkeypatch.setattr(mapped_pages.libc, name, _fails_from(3, name, number))
+                break_calls(monkeypatch, fault, 3)
 
     saves = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_top_k=-1)
     options: Any = {"enable_checkpointing": True, "recorded": "nothing"}
     strategy = on_disk(tmp_path, optimizer_overlap=overlap)
-    with pytest.raises(OSError, match=said):
+    with pytest.raises(OSError, match=f"Weights on the disk {FAULTS[fault][2]}"):
         fit(make, vectors(), strategy, callbacks=[Breaks(), saves], **options)
     monkeypatch.undo()
     files = sorted((tmp_path / "saved").iterdir())
@@ -319,37 +302,21 @@ def test_a_fault_ends_the_step_and_spoils_no_checkpoint(
 
 
 def test_a_full_disk_is_an_error_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    fill_disk(monkeypatch)
     with pytest.raises(OSError, match=r"more of scratch space are needed for weights \(No space left on device\)"):
-        fit(stack, vectors(), on_disk(tmp_path))
+        fit(stack, vectors(), on_disk(tmp_path), callbacks=[NoBatch()])
 
 
 def test_a_forked_process_says_that_it_cannot_read_them(tmp_path: Path) -> None:
     said: list[str] = []
 
-    def child(queue: Any, parameter: Any) -> None:
-        try:
-            parameter.norm()
-        except RuntimeError as error:
-            queue.put(f"{tuple(parameter.shape)}: {error}")
-
     class Forks(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            context = multiprocessing.get_context("fork")
-            queue = context.SimpleQueue()
-            process = context.Process(target=child, args=(queue, next(pl_module.parameters())))
-            process.start()
-            process.join()
-            assert process.exitcode == 0
-            said.append(queue.get())
+            said.append(refusal_in_fork(lambda: next(pl_module.parameters()).norm()))
 
     ours = fit(stack, vectors(), on_disk(tmp_path), callbacks=[Forks()])
     assert_same(ours, fit(stack, vectors()))
-    shape = tuple(next(Stack().parameters()).shape)
-    assert said[0].startswith(f"{shape}: This weight is on a disk")
+    assert said[0].startswith("This weight is on a disk")
 
 
 def test_what_is_where_is_said(tmp_path: Path) -> None:

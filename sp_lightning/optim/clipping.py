@@ -1,0 +1,114 @@
+"""Clipping for steps that are taken apart: norms while backward goes on, and the multiplication in the updates."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from sp_lightning.device.torch_private import accumulation_hooks
+from sp_lightning.device.waits import Stream
+from sp_lightning.optim.updatable import Updatable
+from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.narrow_gradient import Change, Norms, as_it_came, change, stored
+
+Measured = dict[nn.Parameter, tuple[Tensor, int, Tensor]]
+"""For each parameter the gradient that was measured, its version then, and its norm."""
+
+
+class Clipping:
+    """Clips an optimizer's gradients as Lightning's precision plugins do, with the bits of torch's functions.
+
+    Args:
+        optimizer: whose gradients they are.
+        engine: the engine whose layers have them.
+
+    Attributes:
+        pending: how gradients are to be clipped, if the updates do it; None if they have nothing to do.
+        at_once: whether gradients change here, layer by layer, and the updates have nothing to do.
+    """
+
+    def __init__(self, optimizer: Optimizer, engine: Updatable) -> None:
+        self._optimizer = optimizer
+        self._engine = engine
+        self._measured: Measured = {}
+        self._norms = Norms()  # the background's
+        self.pending: Change | None = None
+        self.at_once = False
+
+    def by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clips by the norm of all gradients together. Norms that are not known yet are computed here."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if stored(p) is not None]
+        measured, self._measured = self._measured, {}
+        if any(map(accumulation_hooks, parameters)):  # such hooks may have written gradients after the measurement
+            measured = {}
+        norms = Norms()
+        # get_total_norm takes tensors. It leaves a norm as it is, because a norm is its own norm.
+        total = get_total_norm([self._norm_or_gradient(measured, parameter, norms) for parameter in parameters])
+        coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0)
+        # As torch.nn.utils.clip_grads_with_norm_ does, for a gradient or a part of one.
+        self._clip((lambda gradient: gradient.mul_(coefficient)) if coefficient != 1 else None)
+
+    def by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clips each element."""
+        # As torch.nn.utils.clip_grad_value_ does.
+        self._clip(lambda gradient: gradient.clamp_(-clip_val, clip_val))
+
+    def _clip(self, by: Change | None) -> None:
+        self.pending = by
+        if self.at_once:
+            self.finish()
+
+    def _norm_or_gradient(self, measured: Measured, parameter: nn.Parameter, norms: Norms) -> Tensor:
+        """The norm of a gradient if it is known, or if the gradient is narrow or on a disk; else the gradient."""
+        gradient = stored(parameter)
+        assert gradient is not None
+        known, version, norm = measured.get(parameter, (None, None, gradient))
+        if known is gradient and version == gradient._version:
+            return norm
+        here = as_it_came(gradient) is gradient and not self._bring(parameter)
+        return gradient if here else norms.of(gradient)
+
+    def _bring(self, parameter: nn.Parameter) -> bool:
+        layer = self._engine.layer_of(parameter)
+        return layer is not None and layer.use_gradients()
+
+    def measure(self, layer: StreamedLayer) -> None:
+        """Measures the norms of a layer's gradients while backward goes on.
+
+        Gradients in float16 are left out, because the bits of their norm depend on the number of threads.
+        """
+        parameters = [parameter for member in layer.family for parameter in member.block.parameters]
+        gradients = [(p, gradient) for p in parameters if (gradient := stored(p)) is not None]
+        if any(g.layout is not torch.strided or g.dtype not in (torch.float32, torch.bfloat16) for _, g in gradients):
+            return
+
+        measured, device = self._measured, self._engine.device
+
+        def work(by: Stream | None, norms: Norms) -> None:
+            for parameter, gradient in gradients:
+                if measured is self._measured:  # otherwise the step has gone on without waiting for this norm
+                    device.access(as_it_came(gradient), by, write=False)
+                    measured[parameter] = gradient, gradient._version, norms.of(gradient)
+
+        if layer.use_gradients():
+            work(None, Norms())  # the background would come to gradients that have left memory
+        else:
+            device.later(partial(work, Stream.UPDATE, self._norms))
+
+    def finish(self) -> None:
+        """Clips here if no update does: if the step was not taken apart, or the scaler skipped it."""
+        clip, self.pending = self.pending, None
+        if clip is not None:
+            for parameter in [p for group in self._optimizer.param_groups for p in group["params"]]:
+                if not change(parameter, clip) and parameter.grad is not None:
+                    self._bring(parameter)
+                    clip(parameter.grad)
+
+    def end(self) -> None:
+        """The step is over. Clips what it has not, and forgets all norms."""
+        self._measured, self._norms = {}, Norms()
+        self.finish()
