@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from sp_lightning.cli.convert_command import run_convert
 from sp_lightning.cli.lightning_command import LIGHTNING, run_lightning
 from sp_lightning.cli.plan_command import run_plan
 
@@ -14,6 +15,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in LIGHTNING:
         run_lightning(arguments)
+    elif arguments and arguments[0] == "convert":
+        run_convert(arguments[1:])
     else:
         run_plan(arguments)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,12 @@ class Clipping:
         self._norms = Norms()  # the background's
         self.pending: Change | None = None
         self.at_once = False
+
+    def __reduce__(self) -> Any:  # the trainer has this while it steps
+        raise TypeError(
+            "The trainer was copied inside an optimizer's step, whose updates are under way in the background. Copy it "
+            'between batches, in on_train_batch_end, say, or use SuperpipelineStrategy(optimizer_overlap="off").'
+        )
 
     def by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clips by the norm of all gradients together. Norms that are not known yet are computed here."""

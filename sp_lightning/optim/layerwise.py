@@ -78,12 +78,6 @@ class LayerwiseStep:
         self._groups = self._none = list[dict[str, Any]]()  # the user's groups while the optimizer has none
         self._known: set[nn.Parameter] | None = None  # the parameters that had state before this step
 
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "The trainer was copied inside an optimizer's step, whose updates are under way in the background. Copy it "
-            'between batches, in on_train_batch_end, say, or use SuperpipelineStrategy(optimizer_overlap="off").'
-        )
-
     @property
     def begun(self) -> bool:
         """Whether updates of this step have begun during backward."""

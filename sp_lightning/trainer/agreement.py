@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 
 from sp_lightning.device.ranks import Ranks
+from sp_lightning.trainer.checkpoint_folder import own_state
 from sp_lightning.trainer.compat import trainer_of
 from sp_lightning.trainer.options import Options
 from sp_lightning.weights.digest import digest
@@ -43,13 +44,14 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-def compare_weights(ranks: Ranks, module: pl.LightningModule, when: str) -> None:
+def compare_weights(ranks: Ranks, module: pl.LightningModule, when: str, optimizers: Sequence[Any] = ()) -> None:
     """Compares the weights of all nodes, each of which updates its own, and the kernels that do. Collective.
 
     Args:
         ranks: the ranks.
         module: has the host's parameters now.
         when: it is, in words.
+        optimizers: whose state is compared, too.
 
     Raises:
         ValueError: some node has others than node 0.
@@ -57,9 +59,10 @@ def compare_weights(ranks: Ranks, module: pl.LightningModule, when: str) -> None
     mine = {"CPU capability": torch.backends.cpu.get_cpu_capability()}
     if ranks.primary:
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            parameters = dict(module.named_parameters())
-            digests = pool.map(digest, parameters.values())
-            mine |= {name: f"{each[:16]}…" for name, each in zip(parameters, digests, strict=True)}
+            tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
+            tensors |= {" ".join(map(str, path)): each for path, each in own_state(optimizers).items()}
+            digests = pool.map(digest, tensors.values())
+            mine |= {name: f"{each[:16]}…" for name, each in zip(tensors, digests, strict=True)}
     ranks.must_agree(
         f"digests of the weights {when}",
         mine,

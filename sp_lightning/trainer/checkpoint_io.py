@@ -11,11 +11,8 @@ import pickle
 import sys
 import tarfile
 import zipfile
-from contextlib import suppress
-from hashlib import blake2s
 from pathlib import Path
-from typing import IO, Any, BinaryIO
-from uuid import uuid4
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -29,12 +26,9 @@ from torch import Tensor, nn
 from sp_lightning.device.torch_private import loads_in_its_own_way, tree_map_only
 from sp_lightning.model.wrapped import parts, rebuild
 from sp_lightning.store.away import save
+from sp_lightning.trainer.checkpoint_folder import is_folder, read
 from sp_lightning.trainer.compat import base_of, is_a, trainer_of, wraps_another
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from sp_lightning.trainer.part_files import create_part, sync_folder
 
 BESIDE_AVERAGES = "current_model_state"
 """The key of a checkpoint under which Lightning's ``WeightAveraging`` keeps the model's own state."""
@@ -74,12 +68,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         handled = sys.exception()  # a checkpoint may be taken because of an error
         part: Path | None = None
         try:
-            part, stream = _create_part(file)
+            part, stream = create_part(file)
             with stream:
                 save(checkpoint, stream)
                 stream.flush()
                 os.fsync(stream.fileno())
-                if fcntl is None:
+                if os.name != "posix":
                     stream.close()  # Windows renames no open file
                 part.replace(file)
         except BaseException as error:
@@ -93,14 +87,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             kept = "; the previous file of this name is as it was" if file.exists() else ""
             said = f"The checkpoint could not be written: {cause.strerror}{kept}"
             raise OSError(cause.errno, said, str(file)) from error
-        _sync_folder(file.parent)
+        sync_folder(file.parent)
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a checkpoint. Its weights stay in the file until they are copied to where they belong.
 
         Args:
-            path: the file's name, or its URL.
-            map_location: as in ``torch.load``.
+            path: the name of a file, or of a folder that all ranks have written, or a URL.
+            map_location: as in ``torch.load``; a folder's tensors come to the host.
             weights_only: None means True, for files of other machines, too; False runs whatever code the file holds.
 
         Raises:
@@ -110,13 +104,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         file = _local(path)
         try:
-            if file is None or not file.is_file():
+            if file is not None and file.is_dir():
+                _refuse_no_folder(file)
+                mapped, checkpoint = True, read(file, weights_only)
+            elif file is None or not file.is_file():
                 weights_only = True if file is None and weights_only is None else weights_only
                 return super().load_checkpoint(path, map_location, weights_only)
-            mapped = zipfile.is_zipfile(file)
-            if not mapped:
-                _refuse_no_checkpoint(file)
-            checkpoint = _load(file, map_location=map_location, weights_only=weights_only, mmap=mapped)
+            else:
+                mapped = zipfile.is_zipfile(file)
+                if not mapped:
+                    _refuse_no_checkpoint(file)
+                checkpoint = _load(file, map_location=map_location, weights_only=weights_only, mmap=mapped)
         except pickle.UnpicklingError as error:
             error.add_note(
                 "Checkpoints are read with weights_only=True, because others can run code when they are read. If you trust "
@@ -193,38 +191,6 @@ def _local(path: Any) -> Path | None:
     return Path(name) if isinstance(system, LocalFileSystem) else None
 
 
-def _create_part(file: Path) -> tuple[Path, BinaryIO]:
-    """Creates a file beside the one that is to be written, which nobody else writes.
-
-    Files that others have left go first, if their writers were killed: those hold no locks any more.
-    """
-    name = blake2s(os.fsencode(file.name), digest_size=8).hexdigest()  # a file's name may be as long as names can be
-    for left in file.parent.iterdir():  # glob() would keep a compiled pattern for each name
-        if not (left.name.startswith(f".{name}.") and left.suffix == ".part"):
-            continue
-        with suppress(FileNotFoundError), left.open("rb") as old:
-            if _locked(old):
-                left.unlink()
-    while True:
-        part = file.with_name(f".{name}.{uuid4().hex}.part")
-        stream = part.open("xb")
-        _locked(stream)
-        if part.exists():  # else somebody has removed it before it was locked
-            return part, stream
-        stream.close()
-
-
-def _locked(stream: IO[bytes]) -> bool:
-    """Locks a file until it is closed. Returns whether that was possible: others may hold it, or it cannot be locked."""
-    if fcntl is None:
-        return False
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
 def _load(file: Path, **options: Any) -> Any:
     """Loads a file with ``torch.load``, which opens it twice to map it. If it was replaced in between, it is loaded again."""
     while True:
@@ -262,6 +228,20 @@ def _refuse_no_checkpoint(file: Path) -> None:
         )
 
 
+def _refuse_no_folder(folder: Path) -> None:
+    """Refuses a folder that this package has not written.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if not is_folder(folder):
+        raise ValueError(
+            f"{folder} is a folder that SuperpipelineStrategy(save_distributed_checkpoint=True) has not written. One of "
+            "Lightning's sharded strategies becomes a file by: "
+            f"python -m lightning.pytorch.utilities.consolidate_checkpoint {folder}"
+        )
+
+
 def _cause(error: BaseException, handled: BaseException | None) -> BaseException:
     """Returns the error that stopped ``torch.save``, which raises one about the file's length while handling it.
 
@@ -272,14 +252,3 @@ def _cause(error: BaseException, handled: BaseException | None) -> BaseException
     while isinstance(error, RuntimeError) and error.__context__ not in (None, handled):
         error = error.__context__
     return error
-
-
-def _sync_folder(folder: Path) -> None:
-    """Brings the new name to the disk, too, so that it survives a loss of power."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -20,6 +20,9 @@ from sp_lightning.observe.messages import LESS_HOST_MEMORY
 from sp_lightning.plan.host_memory import check_host
 from sp_lightning.trainer.weight_files import WeightFile, open_weights
 
+_ALIGNMENT = 64
+"""Bytes, as in torch's files. Kernels may give other bits for memory that begins elsewhere, as in a folder's files."""
+
 
 class GivenValues:
     """Gives modules on the meta device the values that a user has for them.
@@ -54,7 +57,8 @@ class GivenValues:
         for each in found:
             name = next((name for name in each.names if _fits(state.get(name), each.tensor)), None)
             if name is not None:
-                give_values(each, state[name])
+                value = state[name]
+                give_values(each, value.clone() if value.data_ptr() % _ALIGNMENT else value)
                 restored.update(each.names)
         return restored
 

@@ -247,7 +247,8 @@ class HostStrategy(_Base):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Weights stay in the file until they are copied to where they belong."""
-        module, stays = self.lightning_module, self._state_goes_to_disk
+        module, drops = self.lightning_module, self._ranks is not None and not self._ranks.primary
+        stays = self._state_goes_to_disk or drops  # who drops the state reads none of it
         return load(checkpoint_path, self.checkpoint_io, module, weights_only, state_stays=stays)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

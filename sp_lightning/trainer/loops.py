@@ -72,11 +72,12 @@ class Loops:
         needed = {"for gradients": ledger.gradients, "for the optimizer's state": self._steps.place_state()}
         self._run.reserve_host_memory(needed)
 
-    def compare_nodes(self, when: str) -> None:
+    def compare_nodes(self, when: str, *, state: bool = False) -> None:
         """With several nodes, compares their weights. Collective.
 
         Args:
             when: it is, in words.
+            state: whether the optimizers' state is compared, too.
 
         Raises:
             ValueError: they differ.
@@ -84,7 +85,7 @@ class Loops:
         ranks = self._run.ranks
         if ranks is not None and ranks.nodes > 1:
             with self._run.host_parameters():
-                compare_weights(ranks, self._module, when)
+                compare_weights(ranks, self._module, when, self._module.trainer.optimizers if state else ())
 
     def optimizers_loaded(self) -> None:
         """The optimizers have the state of a checkpoint."""

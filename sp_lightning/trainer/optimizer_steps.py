@@ -304,13 +304,11 @@ class OptimizerSteps:
         clips_layerwise = lightnings and (on_disk or (self.overlap != "off" and not seen))
         self._deferring = optimizer
         if clips_layerwise:
-            plugin.clip_grad_by_norm, plugin.clip_grad_by_value = (
-                layerwise.clipping.by_norm,
-                layerwise.clipping.by_value,
-            )
+            clipping = layerwise.clipping
+            plugin.clip_grad_by_norm, plugin.clip_grad_by_value = clipping.by_norm, clipping.by_value
             if self._run.ranks is not None and not self._run.ranks.primary:
                 plugin.clip_grad_by_norm = plugin.clip_grad_by_value = _leave_to_primary
-            layerwise.clipping.at_once = seen  # whoever sees gradients finds them clipped
+            clipping.at_once = seen  # whoever sees gradients finds them clipped
         try:
             with layerwise.deferring():
                 yield

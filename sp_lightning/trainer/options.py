@@ -36,6 +36,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "fused_optimizer": checked_fused,
     "optimizer_overlap": checked_overlap,
     "save_frozen": partial(checked_switch, "save_frozen"),
+    "save_distributed_checkpoint": partial(checked_switch, "save_distributed_checkpoint"),
     "check_writes": partial(checked_switch, "check_writes"),
     "weights": partial(checked_path, "weights", "a file or a folder", "model"),
     "disk": partial(checked_path, "disk", "a folder on a fast drive", "/scratch"),
@@ -61,6 +62,7 @@ class Options:
     fused_optimizer: Fused
     optimizer_overlap: Overlap
     save_frozen: bool
+    save_distributed_checkpoint: bool
     check_writes: bool
     weights: Path | None
     disk: Path | None
@@ -84,5 +86,10 @@ class Options:
             raise ValueError(
                 "host_memory= says how much host memory to take before a disk is used, and there is none. Name a folder on "
                 'a fast drive, too: SuperpipelineStrategy(disk="/scratch", host_memory=…).'
+            )
+        if options.save_distributed_checkpoint and options.disk is not None:
+            raise ValueError(
+                "disk= is for one device, which writes its checkpoint to a file, tensor by tensor. Leave "
+                "save_distributed_checkpoint out."
             )
         return options

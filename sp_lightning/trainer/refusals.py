@@ -9,6 +9,7 @@ from torch import nn
 
 from sp_lightning.device.torch_private import accumulation_hooks
 from sp_lightning.optim.scaler import HostGradScaler
+from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from sp_lightning.trainer.options import Options
 
 _ONE = "Pass Trainer(devices=1)"
@@ -44,3 +45,16 @@ def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -
                 f"{name!r} has a hook that runs after its gradient was accumulated (register_post_accumulate_grad_hook); with "
                 f"several devices gradients are summed after that. {_ONE}, or use the hook on_before_optimizer_step."
             )
+
+
+def refuse_checkpoint_io(io: Any) -> None:
+    """Refuses what would write a file where all ranks write a folder.
+
+    Raises:
+        ValueError: it is no :class:`~sp_lightning.trainer.checkpoint_io.AtomicCheckpointIO`.
+    """
+    if type(io) is not AtomicCheckpointIO:
+        raise ValueError(
+            f"With save_distributed_checkpoint=True all ranks write checkpoints by torch.distributed.checkpoint, and not by a "
+            f"{type(io).__name__}. Leave one of them out."
+        )

@@ -24,6 +24,7 @@ from sp_lightning.plan.activation_policy import Activations
 from sp_lightning.plan.options import Count, Fused, Overlap, by_name
 from sp_lightning.trainer.agreement import compare_batches, compare_models
 from sp_lightning.trainer.callback import SuperpipelineCallback, attach, detach
+from sp_lightning.trainer.checkpoint_folder import own_tensors, write
 from sp_lightning.trainer.compat import forget_module, trainer_of
 from sp_lightning.trainer.frozen_weights import (
     FROZEN,
@@ -38,7 +39,7 @@ from sp_lightning.trainer.loops import Loops
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.precision import autocast_dtype
 from sp_lightning.trainer.readings import Readings
-from sp_lightning.trainer.refusals import refuse_on_ranks
+from sp_lightning.trainer.refusals import refuse_checkpoint_io, refuse_on_ranks
 from sp_lightning.trainer.run import Run
 
 
@@ -80,6 +81,9 @@ class StreamingStrategy(Readings):
         check_writes: look for weights that are written within a step in a way that torch shows no sign of (through a
             reference that was taken before the step, NumPy, DLPack, a storage). What was written on the device is taken
             over; the rest is refused by name. It is slow, because it reads all weights in each step: use it to find out.
+        save_distributed_checkpoint: whether all ranks write checkpoints together, in the format of torch.distributed.checkpoint:
+            a folder that all nodes have to see, which any number of devices and nodes resumes from. Otherwise rank 0 writes a
+            file. ``python -m sp_lightning convert`` makes one of the other.
         weights: a file or folder with the values of a module that was built on the meta device, or of one sub-module: of
             safetensors (as ``save_pretrained`` writes it), a checkpoint, or a state dictionary. They come from there into the
             host store, layer by layer.
@@ -119,6 +123,7 @@ class StreamingStrategy(Readings):
         fused_optimizer: Fused = "auto",
         optimizer_overlap: Overlap = "auto",
         save_frozen: bool = True,
+        save_distributed_checkpoint: bool = False,
         check_writes: bool = False,
         weights: str | Path | None = None,
         disk: str | Path | None = None,
@@ -132,7 +137,8 @@ class StreamingStrategy(Readings):
         self._options = Options.checked(
             k=k, k_prime=k_prime, memory_budget=memory_budget, activations=activations, layers=layers,
             resident=resident, pin_memory=pin_memory, fused_optimizer=fused_optimizer,
-            optimizer_overlap=optimizer_overlap, save_frozen=save_frozen, check_writes=check_writes, weights=weights,
+            optimizer_overlap=optimizer_overlap, save_frozen=save_frozen,
+            save_distributed_checkpoint=save_distributed_checkpoint, check_writes=check_writes, weights=weights,
             disk=disk, host_memory=host_memory, callback=callback,
         )  # fmt: skip
         self._given = GivenValues(self._options.weights, stay=self._options.disk is not None)
@@ -158,6 +164,8 @@ class StreamingStrategy(Readings):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         trains = trainer.state.fn == TrainerFn.FITTING
+        if self._options.save_distributed_checkpoint:
+            refuse_checkpoint_io(self.checkpoint_io)
         self._given.complete(self.lightning_module, training=trains)
         if trains and self.layer_sync is not None:
             self.model = self.layer_sync.apply(self.model)
@@ -329,9 +337,22 @@ class StreamingStrategy(Readings):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self._left_out and "state_dict" in checkpoint:
             checkpoint[FROZEN] = self._left_out
+        together = self._options.save_distributed_checkpoint
         if self._loops is not None:  # before anything is written
-            self._loops.compare_nodes("for a checkpoint")
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+            self._loops.compare_nodes("for a checkpoint", state=together)
+        if together:
+            self._save_together(checkpoint, Path(filepath))
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _save_together(self, checkpoint: dict[str, Any], folder: Path) -> None:
+        """All ranks write. After a run nobody compares what they have, so that rank 0 writes alone."""
+        if self._run is None:
+            write(checkpoint, folder, {})
+            return
+        assert self.lightning_module is not None
+        with self._run.host_parameters():
+            write(checkpoint, folder, own_tensors(self.lightning_module, self.optimizers))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)

@@ -71,7 +71,8 @@ def _disk(variant: Variant) -> Iterator[dict[str, Any]]:
     if not variant.below:
         yield {}
         return
-    with TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder, pytest.MonkeyPatch.context() as monkeypatch:
+    fast = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with TemporaryDirectory(dir=fast) as folder, pytest.MonkeyPatch.context() as monkeypatch:
         everything_below(monkeypatch, window=2)
         yield {"disk": folder}
         assert not os.listdir(folder)

@@ -189,6 +189,7 @@ PUBLIC_ENOUGH = {
 """Privates of torch that any file may use, with the reason."""
 
 PRIVATES: dict[str, set[str]] = {
+    "trainer.checkpoint_folder": {"_checkpoint_offset"},  # torch's notes on serialization document it
     "optim.scaler": {"_unscale_grads_"},  # overridden: a method has to have its name. test_torch_private.py calls it
     "trainer.compat": {"_device"},  # of Lightning's modules, by the name that torch's GradScaler uses, too
 }
@@ -317,6 +318,7 @@ def test_the_options_are_frozen() -> None:
         "fused_optimizer": "auto",
         "optimizer_overlap": "auto",
         "save_frozen": True,
+        "save_distributed_checkpoint": False,
         "check_writes": False,
         "weights": None,
         "disk": None,

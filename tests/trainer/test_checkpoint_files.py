@@ -27,7 +27,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.trainer import checkpoint_io
+from sp_lightning.trainer import part_files
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_equal, assert_same, fit, fused, loader, superpipeline, trainer_for
@@ -519,7 +519,7 @@ def test_a_folder_that_takes_no_file_is_told(tmp_path: Path) -> None:
 
 
 def test_a_part_that_is_taken_for_one_that_was_left_is_made_anew(tmp_path: Path, monkeypatch: Any) -> None:
-    locked, taken = checkpoint_io._locked, list[Path]()
+    locked, taken = part_files._locked, list[Path]()
 
     def another_was_faster(stream: Any) -> bool:
         if not taken:
@@ -527,7 +527,7 @@ def test_a_part_that_is_taken_for_one_that_was_left_is_made_anew(tmp_path: Path,
             taken[0].unlink()
         return locked(stream)
 
-    monkeypatch.setattr(checkpoint_io, "_locked", another_was_faster)
+    monkeypatch.setattr(part_files, "_locked", another_was_faster)
     AtomicCheckpointIO().save_checkpoint(CONTENT, tmp_path / "one.ckpt")
     assert taken
     assert AtomicCheckpointIO().load_checkpoint(tmp_path / "one.ckpt")["note"] == "kept"

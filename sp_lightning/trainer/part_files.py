@@ -1,0 +1,65 @@
+"""Files that are written beside those that they will replace. What killed writers have left goes before the next one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import suppress
+from hashlib import blake2s
+from pathlib import Path
+from typing import IO, BinaryIO
+from uuid import uuid4
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+def create_part(file: Path) -> tuple[Path, BinaryIO]:
+    """Creates a file beside the one that is to be written, which nobody else writes.
+
+    Files that others have left go first, if their writers were killed: those hold no locks any more.
+    """
+    name = blake2s(os.fsencode(file.name), digest_size=8).hexdigest()  # a file's name may be as long as names can be
+    for left in file.parent.iterdir():  # glob() would keep a compiled pattern for each name
+        if not (left.name.startswith(f".{name}.") and left.suffix == ".part"):
+            continue
+        with suppress(FileNotFoundError), left.open("rb") as old:
+            if _locked(old):
+                shutil.rmtree(beside(left), ignore_errors=True)
+                left.unlink()
+    while True:
+        part = file.with_name(f".{name}.{uuid4().hex}.part")
+        stream = part.open("xb")
+        _locked(stream)
+        if part.exists():  # else somebody has removed it before it was locked
+            return part, stream
+        stream.close()
+
+
+def beside(part: Path) -> Path:
+    """The folder that belongs to such a file, and goes with it."""
+    return part.with_suffix(".parts")
+
+
+def _locked(stream: IO[bytes]) -> bool:
+    """Locks a file until it is closed. Returns whether that was possible: others may hold it, or it cannot be locked."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def sync_folder(folder: Path) -> None:
+    """Brings the new name to the disk, too, so that it survives a loss of power."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

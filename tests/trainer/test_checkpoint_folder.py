@@ -1,0 +1,424 @@
+"""Checkpoints that all ranks write together: their values are those of a plain file, and a fault leaves the previous ones."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.__main__ import main
+from sp_lightning.store.mapped import Mappings
+from sp_lightning.trainer import checkpoint_folder
+from sp_lightning.trainer.checkpoint_folder import read, write
+from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
+from tests.equality.on_ranks import InOrder, seen
+from tests.support.models import CASES, Module, Stack, vectors
+from tests.support.ranks import Number, RanksFailed, devices, in_ranks, rank, total
+from tests.support.runs import assert_equal, assert_same, fit, fused
+from tests.support.tiers import first
+
+BATCHES = 12
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_folder, "LEAST", 1)
+
+
+def together(**options: Any) -> SuperpipelineStrategy:
+    return SuperpipelineStrategy(**{"k": 1, "fused_optimizer": False, "save_distributed_checkpoint": True, **options})
+
+
+class Net(Module):
+    def __init__(self) -> None:
+        super().__init__(Stack())
+
+
+class Saves(Callback):
+    """Saves in the midst of training, after so many batches."""
+
+    def __init__(self, *names: str, at: int = 1) -> None:
+        self.names = names
+        self.at = at
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.at:
+            for name in self.names:
+                trainer.save_checkpoint(name)
+
+
+# ---------------------------------------------------------------------- one process
+
+
+MODELS = ["gpt2-tied", "llama-dropout", "resnet50", "conditional", "frozen", "lora-checkpoint", "moe"]
+
+
+@pytest.mark.parametrize("name", first([each for each in MODELS if each in CASES], "gpt2-tied", why="other models"))
+def test_a_folder_has_what_a_file_has(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    options: Any = {"recorded": "losses"}
+    fit(case.make, case.batches(), together(), callbacks=[Saves(str(tmp_path / "a"), at=0)], **options)
+    plain = fit(case.make, case.batches(), callbacks=[Saves(str(tmp_path / "b"), at=0)], **options)
+    ours, theirs = read(tmp_path / "a", True), torch.load(tmp_path / "b", weights_only=True)
+    assert list(ours["state_dict"]) == list(theirs["state_dict"])
+    assert ours["state_dict"]._metadata == theirs["state_dict"]._metadata
+    for key in ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", "loops"):
+        assert_equal(ours[key], theirs[key], key)
+    resumed = fit(case.make, case.batches(), together(), max_epochs=2, ckpt_path=tmp_path / "a", **options)
+    assert_same(resumed, fit(case.make, case.batches(), max_epochs=2, ckpt_path=tmp_path / "b", **options))
+    assert plain.losses
+
+
+def test_torch_reads_it_and_tied_weights_are_there_once(tmp_path: Path) -> None:
+    case = CASES["gpt2-tied"]
+    ours = fit(case.make, case.batches(), together(), recorded="nothing", callbacks=[Saves(str(tmp_path / "a"), at=0)])
+    written = dcp.FileSystemReader(tmp_path / "a").read_metadata().state_dict_metadata
+    names = [name for name in written if name.startswith("state_dict.")]
+    assert len(names) == len(list(ours.module.parameters())) < len(ours.module.state_dict())
+    found = {name: torch.zeros(written[name].size, dtype=written[name].properties.dtype) for name in names}  # type: ignore[union-attr]
+    with pytest.warns(match="intent is to load in a single process"):
+        dcp.load(found, checkpoint_id=tmp_path / "a", no_dist=True)
+    state = read(tmp_path / "a", True)["state_dict"]
+    assert_equal({f"state_dict.{name}": state[name] for name in state if f"state_dict.{name}" in names}, found, "state")
+
+
+def test_tensors_are_mapped_and_stay_mapped_where_they_are_copied(tmp_path: Path) -> None:
+    fit(Net, vectors(), together(), recorded="nothing", callbacks=[Saves(str(tmp_path / "a"))])
+    found = AtomicCheckpointIO().load_checkpoint(tmp_path / "a", weights_only=True)
+    places = [Mappings().place(tensor) for tensor in found["state_dict"].values() if tensor.nbytes > 4096]
+    assert all(place is not None and Path(place.path).parent == tmp_path / "a" for place in places)
+    for tensor in found["state_dict"].values():
+        tensor.zero_()
+    again = AtomicCheckpointIO().load_checkpoint(tmp_path / "a", weights_only=True)
+    assert any(each.any() for each in again["state_dict"].values()), "what is written stays in memory"
+    for state in found["optimizer_states"][0]["state"].values():
+        assert all(Mappings().place(each) is None for each in state.values())
+
+
+def test_a_module_without_values_takes_them_from_a_folder(tmp_path: Path) -> None:
+    class Wide(Module):
+        def __init__(self) -> None:
+            super().__init__(nn.Sequential(*[nn.Linear(70, 70) for _ in range(4)]))
+
+    def meta() -> Module:
+        with torch.device("meta"):
+            return Wide()
+
+    batches = list(torch.randn(4, 2, 70, generator=torch.Generator().manual_seed(3)))
+    fit(Wide, batches, together(), recorded="nothing", callbacks=[Saves(str(tmp_path / "a"), at=3)])
+    options: Any = {"recorded": "losses", "max_epochs": 2}
+    ours, plain = fit(meta, batches, together(), ckpt_path=tmp_path / "a", **options), fit(Wide, batches, **options)
+    assert_equal(ours.losses, plain.losses[len(batches) :], "losses")
+    assert_equal(ours.state, plain.state, "state")
+    assert_equal(ours.optimizers, plain.optimizers, "optimizers")
+
+
+def test_model_checkpoint_keeps_as_many_as_it_is_told_and_finds_the_last(tmp_path: Path) -> None:
+    def run(make: Any, folder: Path) -> Any:
+        options: Any = {"recorded": "losses", "enable_checkpointing": True}
+        saves = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=1, save_last=True)
+        fit(Net, vectors(), make(), callbacks=[saves], **options)
+        assert sorted(os.listdir(folder)) == [f"epoch=0-step={len(vectors())}.ckpt", "last.ckpt"]
+        return fit(Net, vectors(), make(), callbacks=[saves], ckpt_path="last", max_epochs=2, **options)  # type: ignore[arg-type]
+
+    assert_same(run(together, tmp_path / "ours"), run(lambda: "auto", tmp_path / "plain"))
+
+
+def test_what_a_hook_puts_into_the_checkpoint_counts(tmp_path: Path) -> None:
+    class Halves(Net):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"] = {name: value.half() for name, value in checkpoint["state_dict"].items()}
+            checkpoint["mine"] = {"list": [torch.arange(30.0), (torch.ones(2), "text")], 3: torch.eye(4)}
+
+    ours = fit(Halves, vectors(), together(), recorded="nothing")
+    ours.trainer.save_checkpoint(tmp_path / "a")
+    found = read(tmp_path / "a", True)
+    assert_equal(found["state_dict"], {name: value.half() for name, value in ours.state.items()}, "halves")
+    assert_equal(found["mine"], {"list": [torch.arange(30.0), (torch.ones(2), "text")], 3: torch.eye(4)}, "mine")
+
+
+def test_it_says_nothing(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    write({"a": torch.ones(2)}, tmp_path / "a", {})
+    assert [str(each.message) for each in recwarn] == []
+
+
+# ---------------------------------------------------------------------- a name that is taken
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("before", ["folder", "file", "nothing"])
+def test_a_name_is_given_to_the_new_one(
+    before: str, can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "last.ckpt"
+    if before == "folder":
+        write({"a": torch.zeros(9)}, target, {})
+    elif before == "file":
+        torch.save({}, target)
+    if not can_exchange:
+        monkeypatch.setattr(checkpoint_folder, "_libc", lambda: None)
+    write({"a": torch.ones(9)}, target, {})
+    assert torch.equal(read(target, True)["a"], torch.ones(9))
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_a_folder_that_is_mapped_may_be_exchanged(tmp_path: Path) -> None:
+    write({"a": torch.zeros(9)}, tmp_path / "a", {})
+    found = read(tmp_path / "a", True)
+    write({"a": torch.ones(9)}, tmp_path / "a", {})
+    assert torch.equal(found["a"], torch.zeros(9))
+
+
+KILLED = """
+import os, sys, torch
+from sp_lightning.trainer import checkpoint_folder
+checkpoint_folder.LEAST = 1
+def dies(*_, **__): os._exit(7)
+setattr({where}, {what!r}, dies)
+checkpoint_folder.write({{"a": torch.ones(9)}}, checkpoint_folder.Path(sys.argv[1]), {{}})
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [("checkpoint_folder.dcp", "save"), ("checkpoint_folder", "_finish"), ("checkpoint_folder", "_exchange"),
+     ("checkpoint_folder", "_remove")],
+)  # fmt: skip
+def test_a_process_that_dies_leaves_the_previous_one_or_the_new_one(where: str, what: str, tmp_path: Path) -> None:
+    target = tmp_path / "last.ckpt"
+    write({"a": torch.zeros(9)}, target, {})
+    program = KILLED.format(where=where, what=what)
+    died = subprocess.run([sys.executable, "-c", program, str(target)], timeout=100, check=False)
+    assert died.returncode == 7
+    assert torch.equal(read(target, True)["a"], torch.full((9,), float(what == "_remove")))
+    assert len(os.listdir(tmp_path)) > 1
+    write({"a": torch.full((9,), 2.0)}, target, {})
+    assert os.listdir(tmp_path) == ["last.ckpt"], "the next one removes what was left"
+
+
+def test_a_full_disk_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "last.ckpt"
+    write({"a": torch.zeros(9)}, target, {})
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    said = r"could not be written: rank 0: No space left on device; the previous one of this name is as it was"
+    with monkeypatch.context() as patched:
+        patched.setattr(FileSystemWriter, "write_data", full)
+        with pytest.raises(OSError, match=said):
+            write({"a": torch.ones(9)}, target, {})
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", full)  # of the index
+        patched.setattr(checkpoint_folder, "LEAST", 2**20)
+        with pytest.raises(
+            OSError, match="written: No space left on device; the previous one of this name is as it was"
+        ):
+            write({"a": torch.ones(9)}, target, {})
+    assert torch.equal(read(target, True)["a"], torch.zeros(9))
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_cannot_write_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch forgets the errors of its threads but for the first one's."""
+    save, first_thread = torch.save, threading.current_thread()
+
+    def fails(*args: Any, **options: Any) -> None:
+        if threading.current_thread() is not first_thread:
+            raise OSError(errno.EIO, "Input/output error")
+        save(*args, **options)
+
+    monkeypatch.setattr(torch, "save", fails)
+    with pytest.raises(
+        OSError, match=r"could not be written: threads of torch.distributed.checkpoint have failed, .* 'x\d+'"
+    ):
+        write({f"x{i}": torch.ones(90) for i in range(40)}, tmp_path / "a", {})
+    assert os.listdir(tmp_path) == []
+
+
+# ---------------------------------------------------------------------- what cannot be read
+
+
+def test_files_that_are_not_whole(tmp_path: Path) -> None:
+    write({"a": torch.zeros(900)}, tmp_path / "a", {})
+    file = next(each for each in (tmp_path / "a").iterdir() if each.suffix == ".distcp" and each.stat().st_size)
+    os.truncate(file, 200)
+    with pytest.raises(ValueError, match=rf"{file.name} ends too early \(200 bytes\)"):
+        read(tmp_path / "a", True)
+    file.unlink()
+    with pytest.raises(ValueError, match=f"lacks its file '{file.name}'"):
+        read(tmp_path / "a", True)
+
+
+def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has not written\. One of Lightning's sharded strategies becomes a file by"):
+        fit(Net, vectors(), together(), ckpt_path=tmp_path)
+
+
+def test_code_is_not_run(tmp_path: Path) -> None:
+    write({"a": Path("code")}, tmp_path / "a", {})
+    with pytest.raises(Exception, match="Checkpoints are read with weights_only=True") as refused:
+        AtomicCheckpointIO().load_checkpoint(tmp_path / "a", weights_only=True)
+    assert "weights_only=False" in "".join(refused.value.__notes__)
+
+
+def test_options_that_exclude_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"disk= is for one device.*Leave save_distributed_checkpoint out"):
+        together(disk=tmp_path)
+    with pytest.raises(ValueError, match=r"and not by a AsyncCheckpointIO. Leave one of them out"):
+        fit(Net, vectors(), together(), plugins=[AsyncCheckpointIO()])
+
+
+# ---------------------------------------------------------------------- converted
+
+
+def test_it_is_converted_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = fit(fused(Net), vectors(), recorded="nothing", callbacks=[Saves(str(tmp_path / "plain"))])
+    main(["convert", str(tmp_path / "plain"), str(tmp_path / "folder")])
+    main(["convert", str(tmp_path / "folder"), str(tmp_path / "file")])
+    files = [torch.load(tmp_path / name, weights_only=True) for name in ("plain", "file")]
+    assert_equal(files[1], files[0], "checkpoint")
+    assert plain.trainer.global_step
+    options: Any = {"max_epochs": 2, "recorded": "losses"}
+    resumed = [fit(fused(Net), vectors(), ckpt_path=tmp_path / name, **options) for name in ("plain", "file")]
+    assert_same(*resumed)
+    with pytest.raises(SystemExit):
+        main(["convert", str(tmp_path / "plain"), str(tmp_path / "file")])
+    assert "is there already" in capsys.readouterr().err
+    torch.save({"a": Path("code")}, tmp_path / "code")
+    with pytest.raises(SystemExit):
+        main(["convert", str(tmp_path / "code"), str(tmp_path / "safe")])
+    assert "If you trust it: --trust" in capsys.readouterr().err
+    main(["convert", "--trust", str(tmp_path / "code"), str(tmp_path / "safe")])
+    assert read(tmp_path / "safe", False)["a"] == Path("code")
+
+
+# ---------------------------------------------------------------------- several ranks
+
+
+def train(ranks: Number, kind: str, epochs: int, resume: str | None, save: str) -> dict[str, Any]:
+    """Trains up to so many epochs, each of the same number of batches on all devices together."""
+    with mock.patch.object(checkpoint_folder, "LEAST", 1):
+        strategy: Any = together(save_distributed_checkpoint=kind == "folder") if kind != "plain" else InOrder()
+        if kind == "plain" and ranks == 1:
+            strategy = "auto"
+        saves = ModelCheckpoint(Path(save).parent, Path(save).stem, save_top_k=1, every_n_epochs=1)
+        outcome = fit(
+            Net, vectors(BATCHES), strategy, ckpt_path=None if resume is None else Path(resume), callbacks=[saves],
+            max_epochs=epochs, limit_train_batches=BATCHES // total(ranks), recorded="losses", enable_checkpointing=True,
+            **devices(ranks),
+        )  # fmt: skip
+        return seen(outcome)
+
+
+def chain(kind: str, folder: Path, numbers: tuple[Number, ...]) -> tuple[list[dict[str, Any]], Path]:
+    """One epoch on each number of devices, one after the other."""
+    resume: str | None = None
+    found: list[dict[str, Any]] = []
+    for epoch, ranks in enumerate(numbers, start=1):
+        save = str(folder / f"{epoch}.ckpt")
+        arguments = (ranks, kind, epoch, resume, save)
+        found = in_ranks(ranks, train, *arguments) if ranks != 1 else [train(*arguments)]
+        resume = save
+    return found, Path(str(resume))
+
+
+NODES = pytest.mark.rest("several nodes; two ranks of one node write together in the first tier")
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [(2, 1), pytest.param((1, 2), marks=pytest.mark.rest("the way back")),
+     pytest.param(((2, 2), 1), marks=NODES), pytest.param(((2, 1), (2, 2), 2), marks=NODES)],
+    ids=str,
+)  # fmt: skip
+def test_another_number_of_devices_goes_on(numbers: tuple[Number, ...], tmp_path: Path) -> None:
+    for name in ("plain", "folder"):
+        (tmp_path / name).mkdir()
+    plain, theirs = chain("plain", tmp_path / "plain", numbers)
+    ours, mine = chain("folder", tmp_path / "folder", numbers)
+    for number, (a, b) in enumerate(zip(ours, plain, strict=True)):
+        follows = number % devices(numbers[-1])["devices"]
+        optimizers = [{**each, "state": {}} for each in b["optimizers"]] if follows else b["optimizers"]
+        assert_equal(a, {**b, "optimizers": optimizers}, f"rank {number}")
+    file = torch.load(theirs, weights_only=True)
+    for name in ("state_dict", "optimizer_states"):
+        assert_equal(read(mine, True)[name], file[name], name)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param((2, 2), marks=NODES)], ids=str)
+def test_all_ranks_write(ranks: Number, tmp_path: Path) -> None:
+    in_ranks(ranks, train, ranks, "folder", 1, None, str(tmp_path / "1.ckpt"))
+    sizes = dict.fromkeys(range(total(ranks)), 0)
+    for file in (tmp_path / "1.ckpt").glob("*.distcp"):
+        sizes[int(re.findall(r"__(\d+)_", file.name)[0])] += file.stat().st_size
+    assert all(sizes.values()), sizes
+    state = read(tmp_path / "1.ckpt", True)["optimizer_states"]
+    assert state[0]["state"]
+
+
+def apart(folder: str, what: str) -> None:
+    """Rank 1 does something else than rank 0 when a checkpoint is saved."""
+
+    class Apart(Net):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            if what == "hook" and rank() == 0:
+                checkpoint["state_dict"] = {name: value * 2 for name, value in checkpoint["state_dict"].items()}
+            if what == "state" and rank() == 1:
+                for state in self.trainer.optimizers[0].state.values():
+                    state["exp_avg"].add_(1)
+
+    def broken(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    is_dir = Path.is_dir
+    patches = [mock.patch.object(checkpoint_folder, "LEAST", 1)]
+    if rank() == 1 and what == "full":
+        patches.append(mock.patch.object(FileSystemWriter, "write_data", broken))
+    if rank() == 1 and what == "blind":
+        patches.append(mock.patch.object(Path, "is_dir", lambda self: self.suffix != ".parts" and is_dir(self)))
+    for patch in patches:
+        patch.start()
+    try:
+        ranks: Number = (2, 1) if what == "state" else 2
+        fit(Apart, vectors(4), together(), callbacks=[Saves(folder)], recorded="nothing", **devices(ranks))
+    finally:
+        mock.patch.stopall()
+
+
+def test_what_rank_0_puts_into_it_is_written_by_rank_0(tmp_path: Path) -> None:
+    in_ranks(2, apart, str(tmp_path / "a"), "hook")
+    in_ranks(2, apart, str(tmp_path / "b"), "nothing")
+    ours, theirs = read(tmp_path / "a", True)["state_dict"], read(tmp_path / "b", True)["state_dict"]
+    assert_equal(ours, {name: value * 2 for name, value in theirs.items()}, "doubled")
+
+
+@pytest.mark.parametrize(
+    ("what", "ranks", "said"),
+    [
+        ("full", 2, "The checkpoint could not be written: rank 1: No space left on device"),
+        ("blind", 2, "rank 1 does not see the folder that rank 0 has made"),
+        pytest.param("state", (2, 1), "digests of the weights for a checkpoint", marks=NODES),
+    ],
+)
+def test_what_one_rank_cannot_do_is_said_by_all(what: str, ranks: Number, said: str, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        in_ranks(ranks, apart, str(tmp_path / "a"), what)
+    assert all(error is not None and said in error for error in failed.value.errors)
+    assert os.listdir(tmp_path) == []
