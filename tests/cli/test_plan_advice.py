@@ -145,7 +145,7 @@ def test_activations_are_chosen_within_a_limit_in_training(
     )
 
 
-@pytest.mark.rest("a model of real size is counted twice")
+@pytest.mark.long("a model of real size is counted twice")
 def test_the_largest_window_that_fits_is_among_those_that_are_tried(capsys: pytest.CaptureFixture[str]) -> None:
     limit = next(each for each in plan(capsys, "resnet50", "--k", "7")["windows"] if each["k_prime"] == 1)[
         "device_bytes"

@@ -123,7 +123,7 @@ def test_each_node_sends_its_sums_over_the_network(
     assert 2 * wide * (1 + 1 / NODES) * largest / DEVICES <= more < 4 * 3 * wide * largest / DEVICES
 
 
-@pytest.mark.rest("plans of a whole model; the first tier has one of them")
+@pytest.mark.long("plans of a whole model")
 def test_a_second_node_pays_if_the_network_is_fast(capsys: pytest.CaptureFixture[str]) -> None:
     said = {}
     for network in ("0.001", "1e6"):

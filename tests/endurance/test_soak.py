@@ -81,7 +81,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.rest("hundreds of steps")
+@pytest.mark.long("hundreds of steps")
 def test_nothing_grows(tmp_path: Path) -> None:
     """Memory is left to the long run: what the allocator holds is no matter of so few steps."""
     counts = soak(200, tmp_path, optimizer_overlap="forward", activations="recompute")

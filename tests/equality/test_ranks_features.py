@@ -254,9 +254,7 @@ NODES = "one node has the features; two add up what they sum"
 
 
 @pytest.mark.rest(NODES)
-@pytest.mark.parametrize(
-    "name", some(TRAINED, "two optimizers", "averages", "early stopping", "tensors are gathered", why=NODES)
-)
+@pytest.mark.parametrize("name", some(TRAINED, "averages", "tensors are gathered", why=NODES))
 def test_features_of_training_on_two_nodes(name: str, tmp_path: Path) -> None:
     compare(train, name, tmp_path, (2, 1))
 

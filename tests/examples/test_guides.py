@@ -46,7 +46,7 @@ def having(language: str) -> list[Any]:
 SEVERAL = ROOT / "examples" / "guide" / "several_devices.md"
 
 
-@pytest.mark.rest("processes that import torch; test_ranks_launch has a script in the first tier")
+@pytest.mark.long("processes that import torch; test_ranks_launch has a script")
 def test_python_code_of_several_devices_runs(tmp_path: Path) -> None:
     """As a script, because Lightning starts it again for each further device."""
     given = """
@@ -111,7 +111,7 @@ def test_commands_print_what_is_shown(
     assert [line for line in output if line != ELLIPSIS and line not in printed] == []
 
 
-@pytest.mark.rest("a process of its own; test_options has one in the first tier")
+@pytest.mark.long("a process of its own; test_options has one")
 @pytest.mark.parametrize("page", having("yaml"))
 def test_configs_train(page: Path, tmp_path: Path) -> None:
     """With a model and data of the CLI's own kind beside them."""

@@ -166,7 +166,7 @@ def test_vlm_counts_the_captions_loss_alone() -> None:
     assert processor.batch_decode(counted) == [f"a wall{end}", f"a much longer wall{end}"]
 
 
-@pytest.mark.rest("a training until it has learned")
+@pytest.mark.long("a training until it has learned")
 @pytest.mark.parametrize("activations", some(["keep", "recompute"], "keep", why="the recipe's other option"))
 def test_vision_learns_digits(activations: str, tmp_path: Path) -> None:
     arguments = ["--epochs", "1", "--image", "16", "--batch-size", "64", "--activations", activations]
@@ -293,7 +293,7 @@ SMALL = ["--model.model.layers", "2", "--model.model.hidden", "32"]
 QUIET = ["--trainer.accelerator", "cpu", "--trainer.enable_progress_bar", "false"]
 
 
-@pytest.mark.rest("a subprocess that imports torch")
+@pytest.mark.long("test_command_line has the CLI")
 def test_configs_train_and_predict_on_the_command_line(tmp_path: Path) -> None:
     def run(command: str, *more: str) -> str:
         config = str(CONFIGS / f"{command}_llm.yaml")

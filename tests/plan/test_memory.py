@@ -170,7 +170,7 @@ def test_nothing_stays_alive_after_teardown() -> None:
     assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in module.parameters())
 
 
-@pytest.mark.rest("tensors are looked for in all memory")
+@pytest.mark.long("tensors are looked for in all memory")
 def test_steps_leave_no_tensors_behind() -> None:
     """An output that its own node keeps would never be freed; neither may slots or gradients pile up."""
 
@@ -241,7 +241,7 @@ print((high_water() - before) / 2**24)
 """
 
 
-@pytest.mark.rest("a subprocess that imports torch")
+@pytest.mark.long("a subprocess that imports torch")
 def test_set_up_peaks_at_the_model_and_one_layer() -> None:
     """Each original goes as soon as it is absorbed: the whole model is never there twice. Slots are on this host, too."""
     if not Path("/proc/self/status").exists():

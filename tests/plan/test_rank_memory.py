@@ -67,6 +67,7 @@ def test_sums_of_gradients_are_in_the_plan(shuffles: bool, k_prime: int) -> None
         assert peak > one.peak_device_bytes + ACTIVATIONS, "the plan of one device would not be enough"
 
 
+@pytest.mark.long("nodes; the second tier has the sums of one")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("ranks", [(2, 1), (2, 2)], ids=str)
 def test_sums_over_nodes_are_in_the_plan(ranks: Number, precision: Any) -> None:

@@ -32,7 +32,7 @@ def test_older_versions_are_refused(package: str, found: str, needed: str) -> No
     )
 
 
-@pytest.mark.rest("a subprocess that imports torch")
+@pytest.mark.long("a subprocess that imports torch")
 @pytest.mark.parametrize("found", some(["2.10.0+cpu", "2.11.0a0+git1234567"], "2.11.0a0+git1234567", why="the same"))
 def test_newer_ones_are_not(found: str) -> None:
     ran = imported(f"m.version = lambda name: {found!r} if name == 'torch' else original(name)")

@@ -194,11 +194,12 @@ checkpoint_folder.write({{"a": torch.ones(9)}}, checkpoint_folder.Path(sys.argv[
 """
 
 
-@pytest.mark.parametrize(
-    ("where", "what"),
-    [("checkpoint_folder.dcp", "save"), ("checkpoint_folder", "_finish"), ("checkpoint_folder", "_exchange"),
-     ("checkpoint_folder", "_remove")],
-)  # fmt: skip
+DIES = [("checkpoint_folder.dcp", "save"), ("checkpoint_folder", "_finish"), ("checkpoint_folder", "_exchange"),
+        ("checkpoint_folder", "_remove")]  # fmt: skip
+
+
+@pytest.mark.rest("processes that import torch")
+@pytest.mark.parametrize(("where", "what"), DIES)
 def test_a_process_that_dies_leaves_the_previous_one_or_the_new_one(where: str, what: str, tmp_path: Path) -> None:
     target = tmp_path / "last.ckpt"
     write({"a": torch.zeros(9)}, target, {})
@@ -345,7 +346,7 @@ NODES = pytest.mark.rest("several nodes; two ranks of one node write together in
 @pytest.mark.parametrize(
     "numbers",
     [(2, 1), pytest.param((1, 2), marks=pytest.mark.rest("the way back")),
-     pytest.param(((2, 2), 1), marks=NODES), pytest.param(((2, 1), (2, 2), 2), marks=NODES)],
+     pytest.param(((2, 2), 1), marks=NODES), pytest.param(((2, 1), (2, 2), 2), marks=pytest.mark.long("nodes again"))],
     ids=str,
 )  # fmt: skip
 def test_another_number_of_devices_goes_on(numbers: tuple[Number, ...], tmp_path: Path) -> None:

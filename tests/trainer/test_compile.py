@@ -81,7 +81,7 @@ def run(
 @pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "32-true", why="seconds of compilation"))
 @pytest.mark.parametrize("net", first([Stack, Text], Stack, why="seconds of compilation"))
 @pytest.mark.parametrize(
-    "way", first(WAYS, each_layer, second=(inner_module,), why="seconds of compilation"), ids=lambda way: way.__name__
+    "way", first(WAYS, each_layer, second=(), why="seconds of compilation"), ids=lambda way: way.__name__
 )
 def test_results_are_those_of_plain_lightning(way: Any, net: Any, precision: Any) -> None:
     def results(strategy: Any) -> Any:

@@ -191,7 +191,7 @@ def _trains(folder: Path, checkpoints: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
-@pytest.mark.rest("a process of its own, which imports everything: autograd's threads are not forked")
+@pytest.mark.long("a process of its own, which imports everything")
 @pytest.mark.parametrize("seconds", some([0.0, 0.1, 0.37], 0.1, why="other moments"))
 def test_a_process_that_is_killed_leaves_nothing(seconds: float, tmp_path: Path) -> None:
     """Nothing but the last checkpoint, which is whole."""

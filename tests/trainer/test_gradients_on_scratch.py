@@ -161,7 +161,9 @@ CLIPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("overlap", first(["off", "forward"], "forward", why="without updates in the background"))
+@pytest.mark.parametrize(
+    "overlap", first(["off", "forward"], "forward", second=[], why="without updates in the background")
+)
 @pytest.mark.parametrize("clip", first(CLIPS, "by norm", why="other ways to clip"))
 @pytest.mark.parametrize("heard", first([False, True], True, why="without a hook"))
 def test_few_gradients_are_in_memory(

@@ -541,7 +541,7 @@ print((resident("VmHWM") - before) / 2**24, (peak - anonymous) / 2**24)  # ru_ma
 """
 
 
-@pytest.mark.rest("subprocesses that import torch and fill memory")
+@pytest.mark.long("subprocesses that import torch and fill memory")
 @pytest.mark.parametrize("how", some(["weights", "checkpoint", "cpu"], "weights", why="the same store"))
 def test_set_up_takes_the_store_and_a_few_layers(how: str, tmp_path: Path) -> None:
     """24 layers of 16 MiB, and on this host the two slots. Without a file a module on the CPU takes no more."""

@@ -137,7 +137,7 @@ def wake(started: Any, who: int) -> None:
 
 
 WHERE = ("forward", "backward", "step")
-SOME = [(3, "backward"), (0, "forward")]
+SOME = [(3, "backward")]
 ALL = [(who, where) for who in range(4) for where in WHERE]
 WHY = "the second tier has two moments"
 

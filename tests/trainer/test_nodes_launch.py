@@ -102,7 +102,7 @@ WAYS: dict[str, Callable[[int], list[Node]]] = {each.__name__: each for each in 
 WHY = "processes that import torch; the equality of nodes is tested without a launcher"
 
 
-@pytest.mark.rest(WHY)
+@pytest.mark.long("processes that import torch; test_ranks_launch has one node")
 @pytest.mark.parametrize("devices", some([2, 1], 2, why=WHY))
 @pytest.mark.parametrize("way", some(WAYS, "by_lightning", why=WHY))
 def test_nodes_are_started(way: str, devices: int, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_an_option_that_is_not_there(kind: type[SuperpipelineStrategy], option: 
         kind(**{option: 1})
 
 
-@pytest.mark.rest("a subprocess that imports torch")
+@pytest.mark.long("a subprocess that imports torch")
 @pytest.mark.parametrize(
     ("given", "said"),
     [

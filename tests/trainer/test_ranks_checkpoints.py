@@ -57,9 +57,9 @@ NODES = pytest.mark.rest("files are the same of one node and of several")
 
 @pytest.mark.parametrize(
     "numbers",
-    [pytest.param((2, 1), marks=pytest.mark.rest("the way back")), (1, 2), (2, 2),
-     pytest.param(((2, 2), 1), marks=NODES), pytest.param((1, (2, 2)), marks=NODES),
-     pytest.param(((2, 1), (2, 2), 2), marks=NODES)],
+    [pytest.param((2, 1), marks=pytest.mark.rest("the way back")), pytest.param((1, 2), marks=pytest.mark.rest("the way there")),
+     (2, 2), pytest.param(((2, 2), 1), marks=NODES), pytest.param((1, (2, 2)), marks=NODES),
+     pytest.param(((2, 1), (2, 2), 2), marks=pytest.mark.long("nodes again"))],
     ids=str,
 )  # fmt: skip
 def test_another_number_of_devices_goes_on(numbers: tuple[Number, ...], tmp_path: Path) -> None:

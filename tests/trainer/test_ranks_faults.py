@@ -106,7 +106,7 @@ ALL = [(who, where, how) for who in (0, 1) for where in WHERE for how in ("raise
     ("who", "where", "how"),
     first(
         ALL, (0, "on_before_optimizer_step", "raise"), (1, "forward", "raise"), (1, "backward", "kill"),
-        second=ALL[::3], why="three stand for all moments, and a third of them for all ways to fail",
+        second=ALL[::6], why="three stand for all moments, and a sixth of them for all ways to fail",
     ),
 )  # fmt: skip
 def test_everybody_ends_with_the_first_error(who: int, where: str, how: str, tmp_path: Any) -> None:

@@ -147,7 +147,7 @@ def test_torchrun_starts_the_processes(tmp_path: Path) -> None:
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
-@pytest.mark.rest("processes that import torch; test_ranks_faults has errors in the first tier")
+@pytest.mark.long("processes that import torch; test_ranks_faults has errors")
 @pytest.mark.parametrize(
     "command",
     [

@@ -124,7 +124,7 @@ def train(
     return ours, devices[0]
 
 
-@pytest.mark.rest("real models; the next test has a made one")
+@pytest.mark.long("real models; the next test has a made one")
 @pytest.mark.parametrize(
     "name", some(["llama-dropout", "conditional", "reused", "gan", "lstm"], "llama-dropout", why="four more of them")
 )
