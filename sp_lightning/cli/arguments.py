@@ -41,6 +41,8 @@ class Question(argparse.Namespace):
     image: int | None
     input: list[int] | None
     checkpointing: bool
+    accumulate: int
+    clip: Literal["norm", "value"] | None
     loss_tokens: int | None
     keep_logits: bool
     activations: Mode | Literal["auto"]
@@ -103,6 +105,14 @@ def _add_model(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--image", type=_count, help="pixels on each side (what the model is made for)")
     plan.add_argument("--input", type=_count, nargs="+", metavar="SIZE", help="shape of what a factory's module takes")
     plan.add_argument("--checkpointing", action="store_true", help="gradient checkpointing, of transformers' models")
+    plan.add_argument(
+        "--accumulate",
+        type=_count,
+        metavar="N",
+        default=1,
+        help="as Trainer(accumulate_grad_batches=N): times are of one of these batches, on average (%(default)s)",
+    )
+    plan.add_argument("--clip", choices=("norm", "value"), help="as Trainer(gradient_clip_algorithm=…) (no clipping)")
     plan.add_argument(
         "--loss-tokens",
         type=_count,

@@ -26,6 +26,7 @@ class BelowMemory:
         why_not: the reason if there is no placement.
         weights, gradients: bytes of trained weights and of gradients on the disk, by the names of layers.
         window: bytes of host memory that they pass through.
+        batches: how many a step has. Gradients are written and read in each.
     """
 
     placement: StatePlacement | None
@@ -35,6 +36,7 @@ class BelowMemory:
     weights: Mapping[str, int] = field(default_factory=dict)
     gradients: Mapping[str, int] = field(default_factory=dict)
     window: int = 0
+    batches: int = 1
 
     @property
     def host_bytes(self) -> int:
@@ -44,13 +46,14 @@ class BelowMemory:
     def by_index(self, plan: Plan) -> Mapping[int, int]:
         """Bytes that a layer's update reads, and as many that it writes, by the layer's index; or that a fetch reads.
 
-        Gradients are written when they come, and read once. Trained weights are written once and read up to three times, twice
-        by fetches. All of that counts as the update's.
+        Gradients are written when they come, and read once, in each batch of a step. Trained weights are written once and read up
+        to three times, twice by fetches. All of that counts as the update's.
         """
         if self.placement is None:
             return {}
         weights = Counter({name: 2 * size for name, size in self.weights.items()})
-        below = Counter(self.placement.on_disk) + Counter(self.gradients) + weights
+        gradients = Counter({name: self.batches * size for name, size in self.gradients.items()})
+        below = Counter(self.placement.on_disk) + gradients + weights
         layers = (*plan.layers, *plan.tables, plan.residents)
         first = len(plan.layers) + len(plan.masters)
         indices = (*range(len(plan.layers)), *range(first, first + len(plan.tables) + 1))
@@ -83,14 +86,14 @@ class BelowMemory:
         trained, gradients = sum(self.weights.values()), sum(self.gradients.values())
         if trained or gradients:
             ways = {
-                f"{human_bytes(gradients)} of gradients, which each step writes and reads once": gradients,
+                f"{human_bytes(gradients)} of gradients, which each batch writes and reads once": gradients,
                 f"{human_bytes(trained)} of trained weights, which it writes once and reads up to three times": trained,
             }
             too = ", and ".join(what for what, size in ways.items() if size)
             lines.append(f"disk: {too}, through {human_bytes(self.window)} of host memory")
         if not self.training or not seconds:
             return lines
-        daily = (nbytes + trained + gradients) / seconds * _DAY
+        daily = ((nbytes + trained) / self.batches + gradients) / seconds * _DAY
         return [*lines, f"disk: {daily / 1e12:.3g} TB are written in a day of training; look up what the drive endures"]
 
 

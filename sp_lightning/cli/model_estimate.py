@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -93,8 +93,10 @@ class ModelEstimate:
             return place_inference(self.smallest_plan, self._all_host_bytes, self.host_limit)
         assert self.step is not None
         plan, early = self.smallest_plan, _early(self.question, self.step)
-        wide = make_ledger(plan, (), early=early, accumulate=1, clips=None, scales=False).gradients
-        return place_training(plan, self.ledger, wide, self.offloaded_bytes, self.host_limit, early=early)
+        batches = self.question.accumulate
+        wide = make_ledger(plan, (), early=early, accumulate=batches, clips=None, scales=False).gradients
+        below = place_training(plan, self.ledger, wide, self.offloaded_bytes, self.host_limit, early=early)
+        return replace(below, batches=batches)
 
     @property
     def host_limit(self) -> int | None:
@@ -164,8 +166,14 @@ class ModelEstimate:
 
     @property
     def _update_traffic(self) -> int:
-        """Bytes that a step of a fused optimizer reads and writes on the host."""
-        return 0 if self.ledger is None else self.ledger.update_bytes
+        """Bytes that a step of a fused optimizer reads and writes on the host, beside what each batch does."""
+        return 0 if self.ledger is None else self.ledger.update_bytes - self.question.accumulate * self._batch_traffic
+
+    @property
+    def _batch_traffic(self) -> int:
+        """Bytes that each of accumulated batches reads and writes on the host, on average."""
+        batches = self.question.accumulate
+        return 0 if self.ledger is None or batches == 1 else self.ledger.batch_bytes // batches
 
     @property
     def overlap(self) -> Literal["off", "forward", "backward"]:
@@ -186,20 +194,31 @@ class ModelEstimate:
         return min(choices, key=lambda modes: self.predict(plan, modes).seconds)
 
     def predict(self, plan: Plan, modes: Modes, rates: Rates | None = None, *, updates: bool = True) -> Prediction:
-        """The time of a batch with a window and modes; by default on the machine that the question describes.
+        """The time of a batch with a window and modes, of accumulated ones the average.
 
         Args:
             plan: the window.
             modes: what happens to activations.
-            rates: those of the machine.
+            rates: those of the machine; by default the one that the question describes.
             updates: whether they take time and the host memory's bandwidth.
         """
         rates = rates or self.rates
+        last = self._batch(
+            plan, modes, rates, updates=updates, on_disk={} if self.below is None else self.below.by_index(plan)
+        )
+        others = self.question.accumulate - 1
+        if not others:
+            return last
+        return last.beside(self._batch(plan, modes, rates, updates=False, on_disk={}), others)
+
+    def _batch(
+        self, plan: Plan, modes: Modes, rates: Rates, *, updates: bool, on_disk: Mapping[int, int]
+    ) -> Prediction:
+        """One batch, with an update or without."""
         if not updates:
             rates = replace(rates, update=math.inf)
         visits = self._balance(plan, self._visits(plan), rates).visited(modes)
-        on_disk = {} if self.below is None else self.below.by_index(plan)
-        traffic = self._update_traffic if updates else 0
+        traffic = self._batch_traffic + self._update_traffic * updates
         return predict(plan, visits, rates, overlap=self.overlap, host_traffic=traffic, on_disk=on_disk)
 
     def _visits(self, plan: Plan) -> list[Visit]:
@@ -229,6 +248,7 @@ def estimate_model(question: Question) -> ModelEstimate:
     """
     if question.devices * question.nodes > 1 and question.disk is not None:
         raise ValueError("--disk is for one device: several have their memory in common. Leave out one of them.")
+    _refuse(question)
     if question.activations == "auto" and (question.gpu_memory is None or question.predict):
         why = "nothing is trained here, so none are saved" if question.predict else "give that limit, too"
         raise ValueError(f"--activations auto: what becomes of activations is chosen within --gpu-memory; {why}.")
@@ -287,6 +307,15 @@ def _chunk_loss(module: nn.Module, question: Question) -> None:
         chunk_loss(module, tokens, keep_logits=keep)
 
 
+def _refuse(question: Question) -> None:
+    if question.predict and (question.accumulate > 1 or question.clip):
+        raise ValueError("--accumulate and --clip are for training, and nothing is trained here; leave them out.")
+    if question.clip and question.overlap == "backward":
+        raise ValueError(
+            "--overlap backward updates layers before all gradients are there, and --clip needs them. Leave one of them out."
+        )
+
+
 def _step(question: Question, module: nn.Module) -> HostStep:
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trained:
@@ -299,13 +328,21 @@ def _ledger(found: Found, question: Question, step: HostStep) -> Ledger:
     scales = question.precision == "16-mixed"
     plan = _smallest(found, question)
     return make_ledger(
-        plan, step.optimizers, early=early, accumulate=1, clips=None, scales=scales, pieces=pieces, narrow=pieces
+        plan,
+        step.optimizers,
+        early=early,
+        accumulate=question.accumulate,
+        clips=question.clip,
+        scales=scales,
+        pieces=pieces,
+        narrow=pieces,
     )
 
 
 def _early(question: Question, step: HostStep) -> bool:
     """Whether each layer is updated in backward, after which its gradients are freed."""
-    return question.overlap == "backward" and (step.seconds is None or step.separable)
+    alone = question.accumulate == 1
+    return alone and question.overlap == "backward" and (step.seconds is None or step.separable)
 
 
 def _smallest(found: Found, question: Question) -> Plan:

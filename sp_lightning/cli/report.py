@@ -53,6 +53,10 @@ def _heading(estimate: ModelEstimate) -> str:
     question = estimate.question
     what = "inference" if estimate.step is None else f"training, {estimate.step.name}"
     count = _human_count(_parameters(estimate))
+    if question.accumulate > 1:
+        what += f" every {question.accumulate} batches"
+    if question.clip:
+        what += f", clipped by {question.clip}"
     where = f" on each of {question.devices} devices" if question.devices > 1 else ""
     where += f" {'of' if where else 'on'} each of {question.nodes} nodes" if question.nodes > 1 else ""
     return f"{estimate.model.name}: {count} parameters, {question.precision}, {what}, {estimate.model.items}{where}"
@@ -131,7 +135,7 @@ def _hooks(estimate: ModelEstimate) -> str:
     fused = estimate.step is not None and estimate.step.seconds is None
     question = estimate.question
     mixed = question.precision.endswith("-mixed") and question.devices * question.nodes == 1
-    narrow = fused and estimate.overlap == "forward" and mixed
+    narrow = fused and estimate.overlap == "forward" and mixed and question.accumulate == 1
     return "; a module with hooks between two steps needs what --overlap off says" if narrow else ""
 
 

@@ -33,6 +33,7 @@ class Pass:
 
 
 _TRANSFERS = ("fetch", "gradients")
+_OF_BATCHES = ("casts", "accumulation")
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,11 @@ class Ledger:
     def update_bytes(self) -> int:
         """Bytes that the host's processor reads and writes in a step: all passes but those of transfers."""
         return sum(each.read + each.written for each in self.passes if each.what not in _TRANSFERS)
+
+    @property
+    def batch_bytes(self) -> int:
+        """Of these, what is read and written in each of a step's micro-batches: for all of them together."""
+        return sum(each.read + each.written for each in self.passes if each.what in _OF_BATCHES)
 
     def __str__(self) -> str:
         """Two lines: memory; traffic, each pass as bytes read and written. A third one if something is on a disk."""

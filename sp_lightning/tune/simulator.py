@@ -51,6 +51,19 @@ class Prediction:
     stalls: dict[int | str, float]
     intervals: tuple[Interval, ...]
 
+    def beside(self, other: Prediction, times: int) -> Prediction:
+        """The average with so many others. What happened when is this one's."""
+
+        def mean(mine: float, its: float) -> float:
+            return (mine + times * its) / (times + 1)
+
+        return Prediction(
+            mean(self.seconds, other.seconds),
+            {name: mean(busy, other.busy.get(name, 0.0)) for name, busy in self.busy.items()},
+            {key: mean(self.stalls.get(key, 0.0), other.stalls.get(key, 0.0)) for key in (*self.stalls, *other.stalls)},
+            self.intervals,
+        )
+
     @property
     def binds(self) -> str:
         """The resource with the most work. No schedule is faster than that."""

@@ -11,9 +11,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from sp_lightning import SuperpipelineStrategy
 from sp_lightning.__main__ import main
 from tests.support.answers import plan
-from tests.support.models import Module
+from tests.support.models import Module, Stack, vectors
+from tests.support.runs import fit, fused
+from tests.support.tiers import first
 
 
 def adapted() -> nn.Module:
@@ -153,3 +156,51 @@ def test_the_largest_window_that_fits_is_among_those_that_are_tried(capsys: pyte
     windows = plan(capsys, "resnet50", "--k-prime", "1", "--gpu-memory", f"{limit}B")["windows"]
     assert max(each["k"] for each in windows if each["fits"]) == 7
     assert {1, 2, 4, 7, 8} <= {each["k"] for each in windows}
+
+
+# ---------------------------------------------------------------------- accumulated batches, clipping
+
+STEPS = [(1, None), (4, None), (1, "norm"), (4, "norm"), (4, "value")]
+
+
+@pytest.mark.parametrize(("batches", "clip"), first(STEPS, (4, "norm"), why="each alone"))
+@pytest.mark.parametrize("precision", first(["bf16-mixed", "32-true"], "bf16-mixed", why="without casts"))
+def test_a_step_has_the_host_memory_of_a_run(
+    precision: Any, batches: int, clip: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: Any = {} if clip is None else {"gradient_clip_val": 0.1, "gradient_clip_algorithm": clip}
+    strategy = SuperpipelineStrategy(k=1, k_prime=1, optimizer_overlap="forward")
+    fit(
+        fused(lambda: Module(Stack())), vectors(4), strategy, recorded="nothing", precision=precision,
+        accumulate_grad_batches=batches, **options,
+    )  # fmt: skip
+    arguments = ["--accumulate", str(batches), *(["--clip", clip] if clip else []), "--precision", precision]
+    size = [str(each) for each in vectors()[0].shape]
+    found = plan(capsys, "tests.support.models:Stack", "--input", *size, "--k", "1", "--k-prime", "1", *arguments)
+    assert found["host_bytes"] == strategy.ledger.nbytes
+
+
+def test_updates_are_shared_by_accumulated_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    """A long update is one in four batches, and hides what it can under the next of them."""
+    arguments = ["resnet18", "--k", "1", "--k-prime", "1", "--dram", "1", "--precision", "32-true"]
+    one, four, clipped = (
+        plan(capsys, *arguments, *more)["windows"][0]["seconds"]
+        for more in ((), ("--accumulate", "4"), ("--clip", "norm"))
+    )
+    assert one / 4 < four < 0.75 * one  # sums of gradients read and write host memory, too
+    assert one < clipped < 1.5 * one
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--clip", "norm", "--overlap", "backward"], "before all gradients are there, and --clip needs them"),
+        (["--accumulate", "2", "--predict"], "are for training, and nothing is trained here"),
+        (["--accumulate", "0"], "no whole number of at least 1"),
+    ],
+)
+def test_steps_that_cannot_be(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "resnet18", *arguments])
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err

@@ -63,7 +63,7 @@ def test_gradients_are_on_the_disk_where_all_of_them_are_there_at_once(capsys: p
     early, late = answer(capsys, *little, "backward"), answer(capsys, *little, "forward")
     assert late["host_fits"]
     assert late["host_bytes"] <= 700 * 2**20
-    assert "of gradients, which each step writes and reads once, through" in late["disk"][1]
+    assert "of gradients, which each batch writes and reads once, through" in late["disk"][1]
     assert not any("gradients" in line for line in early["disk"])
     assert late["windows"][0]["busy_seconds"]["disk"] > early["windows"][0]["busy_seconds"]["disk"]
 
