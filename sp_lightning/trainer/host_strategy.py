@@ -15,6 +15,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from sp_lightning.device.interfaces import choose_interface
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO, load
 from sp_lightning.trainer.compat import (
@@ -25,7 +26,7 @@ from sp_lightning.trainer.compat import (
     wraps_another,
 )
 from sp_lightning.trainer.precision import prepare
-from sp_lightning.trainer.processes import never_came, refuse_other_places, refuse_processes_alone
+from sp_lightning.trainer.processes import never_came, not_reached, refuse_other_places, refuse_processes_alone
 
 if TYPE_CHECKING:
     _Base = SingleDeviceStrategy
@@ -185,10 +186,17 @@ class HostStrategy(_Base):
     def setup_environment(self) -> None:
         """The processes are connected before anything of the user's can fail in one of them."""
         refuse_processes_alone(self)
+        if self._nodes > 1:
+            choose_interface(self.cluster_environment.main_address)
         try:
             super().setup_environment()
         except dist.DistStoreError as error:
             raise RuntimeError(never_came(self, error)) from error
+        except RuntimeError as error:
+            said = not_reached(self, error)
+            if said is None:
+                raise
+            raise RuntimeError(said) from error
         ranks = self.ranks
         if ranks is not None and self.lightning_module is not None:
             ranks.run_begins()

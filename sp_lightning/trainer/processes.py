@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch.distributed as dist
+
+from sp_lightning.device.interfaces import VARIABLE
 
 
 def _number(strategy: Any) -> tuple[int, int]:
@@ -33,6 +36,19 @@ def never_came(strategy: Any, error: BaseException) -> str:
         f"Rank {strategy.global_rank}{where} has waited in vain for the other processes of {_trainer(nodes, devices)}: {error} "
         "Each logs that it initializes: look which has not, and why. Start them all by "
         f"{_torchrun(nodes, devices)}, or let Lightning start them."
+    )
+
+
+def not_reached(strategy: Any, error: RuntimeError) -> str | None:
+    """What to say when processes of several nodes have met, and gloo cannot connect them. None if it is another error."""
+    if "connectFullMesh" not in str(error) or strategy.num_nodes == 1:
+        return None
+    name = os.environ.get(VARIABLE)
+    how = f"by the interface {name!r} ({VARIABLE})" if name else "by the address that each node's own name stands for"
+    return (
+        f"Rank {strategy.global_rank} of node {strategy.node_rank} has met the other processes, and cannot connect to all of "
+        f"them {how}: {error}. Name the interface of each node that the others reach: {VARIABLE}=eth0, for example (ip address "
+        "lists them)."
     )
 
 
