@@ -9,7 +9,7 @@ from sp_lightning.cli.arguments import Question
 from sp_lightning.cli.model_estimate import ModelEstimate, estimate_model
 from sp_lightning.plan.activation_policy import Modes
 from sp_lightning.plan.plan import Plan, make_plan
-from sp_lightning.tune.simulator import Prediction
+from sp_lightning.tune.prediction import Prediction
 from sp_lightning.tune.window import SAME
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.cli.arguments import Question
+from sp_lightning.plan.ledger import Ledger, make_ledger
+from sp_lightning.plan.plan import Plan
 
 _EIGHT_BITS_SECONDS = 21e-9  # per parameter, measured on two cores: tests/results/2026-11-22-updates-cpu.md
 _MOST_OBLONG = 8  # Muon is for the matrices of layers; those of a vocabulary (embeddings, heads) are more oblong
@@ -32,9 +34,49 @@ class HostStep:
     why: str = ""
     separable: bool = False
 
+    def early(self, question: Question) -> bool:
+        """Whether each layer is updated in backward, after which its gradients are freed."""
+        alone, waits = question.accumulate == 1, self.seconds is not None and not self.separable
+        return alone and question.overlap == "backward" and not waits
 
-def host_step(question: Question, trained: list[nn.Parameter]) -> HostStep:
-    """The step of the optimizer that the question names."""
+    def ledger(self, question: Question, plan: Plan) -> Ledger:
+        """The host's memory and its traffic."""
+        pieces = question.overlap != "off" and self.seconds is None
+        return make_ledger(
+            plan,
+            self.optimizers,
+            early=self.early(question),
+            accumulate=question.accumulate,
+            clips=question.clip,
+            scales=question.precision == "16-mixed",
+            pieces=pieces,
+            narrow=pieces,
+        )
+
+
+def refuse_step(question: Question) -> None:
+    """Refuses steps that cannot be.
+
+    Raises:
+        ValueError: nothing is trained, or gradients are clipped that are not all there.
+    """
+    if question.predict and (question.accumulate > 1 or question.clip):
+        raise ValueError("--accumulate and --clip are for training, and nothing is trained here; leave them out.")
+    if question.clip and question.overlap == "backward":
+        raise ValueError(
+            "--overlap backward updates layers before all gradients are there, and --clip needs them. Leave one of them out."
+        )
+
+
+def host_step(question: Question, module: nn.Module) -> HostStep:
+    """The step of the optimizer that the question names.
+
+    Raises:
+        ValueError: nothing in the module is trained, or torchao is missing.
+    """
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not trained:
+        raise ValueError(f"No parameter of {question.model!r} requires a gradient. Say --predict.")
     asked = question.step_seconds
     if question.optimizer == "muon":
         matrices = [weight for weight in trained if _is_for_muon(weight)]

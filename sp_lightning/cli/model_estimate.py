@@ -16,7 +16,7 @@ from torch import nn
 from sp_lightning.activations.chunked_loss import chunk_loss
 from sp_lightning.cli.arguments import PRECISIONS, Question
 from sp_lightning.cli.below_memory import BelowMemory, place_inference, place_training
-from sp_lightning.cli.host_step import HostStep, host_step
+from sp_lightning.cli.host_step import HostStep, host_step, refuse_step
 from sp_lightning.cli.model_source import load_model
 from sp_lightning.cli.model_with_batch import FORWARD_WANTED, ModelWithBatch, has_forward
 from sp_lightning.device.torch_private import VALUES_NEEDED
@@ -28,7 +28,8 @@ from sp_lightning.plan.ledger import Ledger, make_ledger
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.tune.activation_choice import Balance
 from sp_lightning.tune.dry_run import Work, estimate, on_paper
-from sp_lightning.tune.simulator import Prediction, predict
+from sp_lightning.tune.prediction import Prediction
+from sp_lightning.tune.simulator import predict
 from sp_lightning.tune.visits import HOST_SECONDS, Rates, Visit, schedule_visits
 
 
@@ -92,7 +93,7 @@ class ModelEstimate:
         if self.ledger is None:
             return place_inference(self.smallest_plan, self._all_host_bytes, self.host_limit)
         assert self.step is not None
-        plan, early = self.smallest_plan, _early(self.question, self.step)
+        plan, early = self.smallest_plan, self.step.early(self.question)
         batches = self.question.accumulate
         wide = make_ledger(plan, (), early=early, accumulate=batches, clips=None, scales=False).gradients
         below = place_training(plan, self.ledger, wide, self.offloaded_bytes, self.host_limit, early=early)
@@ -248,7 +249,7 @@ def estimate_model(question: Question) -> ModelEstimate:
     """
     if question.devices * question.nodes > 1 and question.disk is not None:
         raise ValueError("--disk is for one device: several have their memory in common. Leave out one of them.")
-    _refuse(question)
+    refuse_step(question)
     if question.activations == "auto" and (question.gpu_memory is None or question.predict):
         why = "nothing is trained here, so none are saved" if question.predict else "give that limit, too"
         raise ValueError(f"--activations auto: what becomes of activations is chosen within --gpu-memory; {why}.")
@@ -267,8 +268,8 @@ def estimate_model(question: Question) -> ModelEstimate:
         found = find_layers(module, layers=question.layers, resident=question.resident or (), autocast=autocast)
         if question.generate is None:
             model, work, why = _run_batch(model, found, question, autocast)
-            step = None if question.predict else _step(question, module)
-            ledger = None if step is None else _ledger(found, question, step)
+            step = None if question.predict else host_step(question, module)
+            ledger = None if step is None else step.ledger(question, _smallest(found, question))
             return ModelEstimate(question, model, found, ledger, step, work, why)
         prompts, work = _generate(model, found, question, autocast)
         return ModelEstimate(question, model, found, None, None, work, prompts=prompts)
@@ -305,44 +306,6 @@ def _chunk_loss(module: nn.Module, question: Question) -> None:
         raise ValueError("--loss-tokens is for training, and nothing is trained here; leave it out.")
     if tokens is not None:
         chunk_loss(module, tokens, keep_logits=keep)
-
-
-def _refuse(question: Question) -> None:
-    if question.predict and (question.accumulate > 1 or question.clip):
-        raise ValueError("--accumulate and --clip are for training, and nothing is trained here; leave them out.")
-    if question.clip and question.overlap == "backward":
-        raise ValueError(
-            "--overlap backward updates layers before all gradients are there, and --clip needs them. Leave one of them out."
-        )
-
-
-def _step(question: Question, module: nn.Module) -> HostStep:
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if not trained:
-        raise ValueError(f"No parameter of {question.model!r} requires a gradient. Say --predict.")
-    return host_step(question, trained)
-
-
-def _ledger(found: Found, question: Question, step: HostStep) -> Ledger:
-    pieces, early = question.overlap != "off" and step.seconds is None, _early(question, step)
-    scales = question.precision == "16-mixed"
-    plan = _smallest(found, question)
-    return make_ledger(
-        plan,
-        step.optimizers,
-        early=early,
-        accumulate=question.accumulate,
-        clips=question.clip,
-        scales=scales,
-        pieces=pieces,
-        narrow=pieces,
-    )
-
-
-def _early(question: Question, step: HostStep) -> bool:
-    """Whether each layer is updated in backward, after which its gradients are freed."""
-    alone = question.accumulate == 1
-    return alone and question.overlap == "backward" and (step.seconds is None or step.separable)
 
 
 def _smallest(found: Found, question: Question) -> Plan:

@@ -20,7 +20,8 @@ from sp_lightning.plan.options import Overlap
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.tune.activation_choice import Balance, without_second_forwards
-from sp_lightning.tune.simulator import Prediction, predict
+from sp_lightning.tune.prediction import Prediction
+from sp_lightning.tune.simulator import predict
 from sp_lightning.tune.visits import Rates, Visit, measured
 from sp_lightning.tune.window import Window
 
