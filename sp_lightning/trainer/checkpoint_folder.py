@@ -23,13 +23,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
 
 from sp_lightning.device.torch_private import FakeTensorMode
-from sp_lightning.trainer.part_files import beside, create_part, sync_folder
+from sp_lightning.trainer.part_files import aside, beside, create_part, sync_folder
 
 INDEX = "index.pt"
 LEAST = 2**16
@@ -123,11 +120,17 @@ class _Content:
         # What rank 0 alone has comes first, because torch gives each of the others to who has least to write so far.
         for path in sorted(taken, key=lambda path: path[0] != "optimizer_states"):
             tensor = taken[path]
-            name = names.setdefault(_memory(tensor), _name(path))
+            name = names.get(_memory(tensor)) or self._new_name(path)
+            names[_memory(tensor)] = name
             self.tensors[name] = tensor
             self.paths.setdefault(name, []).append(path)
             if path in own and _memory(own[path]) == _memory(tensor):  # a hook may have put something else there
                 self.common.setdefault(name, path)
+
+    def _new_name(self, path: _Path) -> str:
+        """A path with dots; with a number if another path reads like it."""
+        name = _name(path)
+        return name if name not in self.tensors else f"{name}#{len(self.tensors)}"
 
 
 # ---------------------------------------------------------------------- writing
@@ -146,31 +149,35 @@ def write(checkpoint: Mapping[str, Any], folder: Path, own: Mapping[_Path, Tenso
     Raises:
         OSError: some rank could not write; what had this name is as it was.
     """
+    # Who writes no folder need not import this.
+    from torch.distributed.checkpoint import FileSystemWriter, save
+    from torch.distributed.checkpoint.api import CheckpointException
+
     with _group() as group, ExitStack() as stack:
 
-        def begin() -> tuple[Path, dict[str, _Path]]:
+        def begin() -> tuple[_Content, Path]:
+            content = _Content(checkpoint, own)
             folder.parent.mkdir(parents=True, exist_ok=True)
             part, stream = create_part(folder)
             stack.enter_context(stream)  # it is locked until it is closed
             stack.callback(_remove, part)
             stack.callback(_remove, beside(part))
             beside(part).mkdir()
-            return beside(part), content.common
+            return content, beside(part)
 
-        content = _Content(checkpoint, own) if _first() else _Content({}, {})
-        place, common = _on_first(group, begin, folder)
+        content, (place, common) = _on_first(group, folder, begin, lambda begun: (begun[1], begun[0].common))
         _all_see(group, place, folder)
         others = {name: own[path].detach() for name, path in common.items() if path in own}
         writer = FileSystemWriter(place, thread_count=THREADS)
         try:
             with warnings.catch_warnings():  # it says that it saves in a single process
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
-                tensors = content.tensors if _first() else others
-                metadata = dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+                tensors = others if content is None else content[0].tensors
+                metadata = save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
         except CheckpointException as error:
             rank, cause = next(iter(error.failures.items()))
             raise _not_written(cause[0], folder, f"rank {rank}: ") from error
-        _on_first(group, lambda: _finish(content, metadata, place, folder), folder)
+        _on_first(group, folder, lambda: _finish(content[0], metadata, place, folder), lambda _: None)
 
 
 def _finish(content: _Content, metadata: Any, place: Path, folder: Path) -> None:
@@ -202,9 +209,8 @@ def _exchange(new: Path, name: Path) -> None:
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux 3.15
     rename = getattr(_libc(), "renameat2", None)
     if rename is None or rename(here, os.fsencode(new), here, os.fsencode(name), exchange):
-        old = new.with_suffix(
-            ".old"
-        )  # where the file system cannot do that: for a moment there is no file of this name
+        # Where the file system cannot do that, for a moment there is nothing of this name.
+        old = aside(new)
         name.rename(old)
         new.rename(name)
         old.rename(new)
@@ -245,19 +251,33 @@ def _first() -> bool:
     return not _several() or dist.get_rank() == 0
 
 
-def _on_first(group: Any, work: Callable[[], Any], folder: Path) -> Any:
-    """Returns on all ranks what rank 0's work returns, or raises its error."""
+def _on_first(group: Any, folder: Path, work: Callable[[], Any], told: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """Has rank 0 work.
+
+    Returns:
+        What the work returns, on rank 0, else None; and on all ranks what is told of it.
+
+    Raises:
+        BaseException: the work's error, on rank 0.
+        OSError, RuntimeError: the same on the others.
+    """
+    result: Any = None
     found: list[Any] = [None, None]
+    error: BaseException | None = None
     if _first():
         try:
-            found[0] = work()
-        except OSError as error:
-            found[1] = _not_written(error, folder)
+            result = work()
+            found = [told(result), None]
+        except BaseException as mine:
+            error = mine
+            found[1] = RuntimeError(f"The checkpoint could not be written: rank 0: {type(mine).__name__}: {mine}")
+            if isinstance(mine, OSError):
+                found[1] = error = _not_written(mine, folder)
     if group is not None:
         dist.broadcast_object_list(found, 0, group=group)
-    if found[1] is not None:
-        raise found[1]
-    return found[0]
+    if error is not None or found[1] is not None:
+        raise error or found[1]
+    return result, found[0]
 
 
 def _all_see(group: Any, place: Path, folder: Path) -> None:
@@ -302,24 +322,31 @@ def read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
 
     Raises:
         pickle.UnpicklingError: it has other objects than tensors and plain values.
-        ValueError: a file is missing, or ends too early.
+        ValueError: a file is missing, or ends too early, or another version has written the folder.
     """
     index = torch.load(folder / INDEX, map_location="cpu", weights_only=weights_only)
+    if not isinstance(index, dict) or index.get(_MARK) != 1:
+        raise ValueError(f"{folder / INDEX} is no index of a checkpoint that this version reads.")
     checkpoint: dict[str, Any] = index["rest"]
+    without_values = FakeTensorMode()
     files: dict[str, tuple[BinaryIO, mmap.mmap]] = {}
     with ExitStack() as stack:
         for paths, name, offset, nbytes in (Stored(*each) for each in index["tensors"]):
+            size = (folder / name).stat().st_size if (folder / name).is_file() else -1
+            if offset + nbytes > size:
+                why = (
+                    f"lacks its file {name!r}"
+                    if size < 0
+                    else f"has a file {name!r} that ends too early ({size} bytes)"
+                )
+                raise ValueError(f"{folder} {why}: it is no whole checkpoint. Take an earlier one.")
             if name not in files:
-                if not (folder / name).is_file():
-                    raise ValueError(
-                        f"{folder} lacks its file {name!r}: it is no whole checkpoint. Take an earlier one."
-                    )
                 opened = stack.enter_context((folder / name).open("rb"))
                 files[name] = opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-            stream, mapped = files[name]
-            if offset + nbytes > len(mapped):
-                raise ValueError(f"{folder / name} ends too early ({len(mapped)} bytes). Take an earlier checkpoint.")
-            tensor = _mapped(stream, mapped, offset, nbytes)
+            with without_values:
+                part: Any = _Part(files[name][0], offset, nbytes)
+                shape = torch.load(part, weights_only=True)
+            tensor = _mapped(files[name][1], shape, offset)
             for *above, last in paths:
                 where: Any = checkpoint
                 for key in above:
@@ -328,13 +355,10 @@ def read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
     return checkpoint
 
 
-def _mapped(stream: BinaryIO, mapped: mmap.mmap, offset: int, nbytes: int) -> Tensor:
-    """A tensor over the part of a file that ``torch.save`` has written for it."""
-    with FakeTensorMode():  # reads no values
-        part: Any = _Part(stream, offset, nbytes)
-        shape = torch.load(part, weights_only=True)
-    begin = offset + shape.untyped_storage()._checkpoint_offset  # which torch documents, in spite of its name
-    flat = torch.frombuffer(mapped, dtype=shape.dtype, count=shape.numel(), offset=begin)
+def _mapped(mapped: mmap.mmap, shape: Tensor, offset: int) -> Tensor:
+    """A tensor over what ``torch.save`` has written at an offset. ``shape`` is as it was read, without values."""
+    begin: Any = shape.untyped_storage()._checkpoint_offset  # which torch documents, in spite of its name
+    flat = torch.frombuffer(mapped, dtype=shape.dtype, count=shape.numel(), offset=offset + begin)
     return flat.as_strided(tuple(shape.shape), shape.stride())
 
 

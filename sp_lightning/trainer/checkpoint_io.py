@@ -185,6 +185,26 @@ def _somebody_keeps_what_is_loaded(module: pl.LightningModule) -> bool:
     )
 
 
+def folder_for(path: Any, storage_options: Any | None) -> Path:
+    """Where all ranks write a checkpoint.
+
+    Raises:
+        ValueError: it is not on a file system of this machine.
+        TypeError: there are options for storage elsewhere.
+    """
+    if storage_options is not None:
+        raise TypeError(
+            "With save_distributed_checkpoint=True ranks write to a file system, and storage_options= cannot be."
+        )
+    folder = _local(path)
+    if folder is None:
+        raise ValueError(
+            f"With save_distributed_checkpoint=True ranks write to a file system that all nodes see, and {str(path)!r} is "
+            "elsewhere. Name a folder, or leave the option out."
+        )
+    return folder
+
+
 def _local(path: Any) -> Path | None:
     """Returns the path of a file on this machine; None for a file elsewhere."""
     system, name = url_to_fs(str(path))

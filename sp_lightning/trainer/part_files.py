@@ -28,6 +28,9 @@ def create_part(file: Path) -> tuple[Path, BinaryIO]:
         with suppress(FileNotFoundError), left.open("rb") as old:
             if _locked(old):
                 shutil.rmtree(beside(left), ignore_errors=True)
+                if aside(left).exists() and not file.exists():
+                    aside(left).rename(file)
+                shutil.rmtree(aside(left), ignore_errors=True)
                 left.unlink()
     while True:
         part = file.with_name(f".{name}.{uuid4().hex}.part")
@@ -41,6 +44,11 @@ def create_part(file: Path) -> tuple[Path, BinaryIO]:
 def beside(part: Path) -> Path:
     """The folder that belongs to such a file, and goes with it."""
     return part.with_suffix(".parts")
+
+
+def aside(part: Path) -> Path:
+    """Where a folder is for the moment in which another one takes its name."""
+    return part.with_suffix(".old")
 
 
 def _locked(stream: IO[bytes]) -> bool:

@@ -25,6 +25,7 @@ from sp_lightning.plan.options import Count, Fused, Overlap, by_name
 from sp_lightning.trainer.agreement import compare_batches, compare_models
 from sp_lightning.trainer.callback import SuperpipelineCallback, attach, detach
 from sp_lightning.trainer.checkpoint_folder import own_tensors, write
+from sp_lightning.trainer.checkpoint_io import folder_for
 from sp_lightning.trainer.compat import forget_module, trainer_of
 from sp_lightning.trainer.frozen_weights import (
     FROZEN,
@@ -341,18 +342,17 @@ class StreamingStrategy(Readings):
         if self._loops is not None:  # before anything is written
             self._loops.compare_nodes("for a checkpoint", state=together)
         if together:
-            self._save_together(checkpoint, Path(filepath))
+            self._save_together(checkpoint, folder_for(filepath, storage_options))
         else:
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _save_together(self, checkpoint: dict[str, Any], folder: Path) -> None:
         """All ranks write. After a run nobody compares what they have, so that rank 0 writes alone."""
-        if self._run is None:
-            write(checkpoint, folder, {})
-            return
         assert self.lightning_module is not None
-        with self._run.host_parameters():
-            write(checkpoint, folder, own_tensors(self.lightning_module, self.optimizers))
+        with nullcontext() if self._run is None else self._run.host_parameters():
+            own = {} if self._run is None else own_tensors(self.lightning_module, self.optimizers)
+            self.barrier("of a checkpoint")  # a rank that has failed in a hook does not come, and is named
+            write(checkpoint, folder, own)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)

@@ -24,8 +24,9 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.__main__ import main
 from sp_lightning.store.mapped import Mappings
 from sp_lightning.trainer import checkpoint_folder
-from sp_lightning.trainer.checkpoint_folder import read, write
+from sp_lightning.trainer.checkpoint_folder import INDEX, read, write
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
+from sp_lightning.trainer.part_files import aside, beside, create_part
 from tests.equality.on_ranks import InOrder, seen
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.ranks import Number, RanksFailed, devices, in_ranks, rank, total
@@ -152,6 +153,38 @@ def test_what_a_hook_puts_into_the_checkpoint_counts(tmp_path: Path) -> None:
     assert_equal(found["mine"], {"list": [torch.arange(30.0), (torch.ones(2), "text")], 3: torch.eye(4)}, "mine")
 
 
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool,
+    torch.float8_e4m3fn, torch.uint16,
+]  # fmt: skip
+
+
+def test_tensors_of_all_kinds(tmp_path: Path) -> None:
+    base = torch.arange(24.0).view(2, 3, 4)
+    channels_last = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    tensors = {
+        **{str(dtype): torch.ones(7).to(dtype) for dtype in DTYPES},
+        "number": torch.tensor(3.0), "nothing": torch.zeros(0, 4), "part": base[:, 1:], "turned": base.transpose(0, 2),
+        "every other": base[:, :, ::2], "expanded": torch.ones(1).expand(5), "channels last": channels_last,
+        "conjugate": torch.view_as_complex(torch.randn(3, 2)).conj(), "sparse": torch.eye(3).to_sparse(),
+    }  # fmt: skip
+    write(tensors, tmp_path / "a", {})
+    torch.save(tensors, tmp_path / "b")
+    ours, plain = read(tmp_path / "a", False), torch.load(tmp_path / "b", weights_only=False)
+    for name, tensor in plain.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert ours[name].layout == tensor.layout, name
+        assert repr(ours[name]) == repr(tensor), name
+    assert ours["channels last"].stride() == channels_last.stride()
+    assert_equal([ours[str(dtype)].float() for dtype in DTYPES if not dtype.is_complex], [torch.ones(7)] * 9, "ones")
+
+
+def test_names_that_read_alike_are_apart(tmp_path: Path) -> None:
+    content = {"a.b": torch.ones(3), "a": {"b": torch.zeros(3), 0: torch.full((3,), 2.0), "0": torch.full((3,), 3.0)}}
+    write(content, tmp_path / "a", {})
+    assert_equal(read(tmp_path / "a", True), content, "content")
+
+
 def test_it_says_nothing(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     write({"a": torch.ones(2)}, tmp_path / "a", {})
     assert [str(each.message) for each in recwarn] == []
@@ -177,6 +210,20 @@ def test_a_name_is_given_to_the_new_one(
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
+def test_what_was_set_aside_comes_back_before_the_next_one(tmp_path: Path) -> None:
+    """A process has died in the moment in which no folder had the name, on a file system that cannot exchange two."""
+    target = tmp_path / "last.ckpt"
+    write({"a": torch.zeros(9)}, target, {})
+    part, stream = create_part(target)
+    stream.close()
+    target.rename(aside(part))
+    beside(part).mkdir()
+    part, stream = create_part(target)
+    stream.close()
+    assert torch.equal(read(target, True)["a"], torch.zeros(9))
+    assert sorted(os.listdir(tmp_path)) == sorted([part.name, "last.ckpt"])
+
+
 def test_a_folder_that_is_mapped_may_be_exchanged(tmp_path: Path) -> None:
     write({"a": torch.zeros(9)}, tmp_path / "a", {})
     found = read(tmp_path / "a", True)
@@ -185,7 +232,7 @@ def test_a_folder_that_is_mapped_may_be_exchanged(tmp_path: Path) -> None:
 
 
 KILLED = """
-import os, sys, torch
+import os, sys, torch, torch.distributed.checkpoint
 from sp_lightning.trainer import checkpoint_folder
 checkpoint_folder.LEAST = 1
 def dies(*_, **__): os._exit(7)
@@ -194,7 +241,7 @@ checkpoint_folder.write({{"a": torch.ones(9)}}, checkpoint_folder.Path(sys.argv[
 """
 
 
-DIES = [("checkpoint_folder.dcp", "save"), ("checkpoint_folder", "_finish"), ("checkpoint_folder", "_exchange"),
+DIES = [("torch.distributed.checkpoint", "save"), ("checkpoint_folder", "_finish"), ("checkpoint_folder", "_exchange"),
         ("checkpoint_folder", "_remove")]  # fmt: skip
 
 
@@ -253,6 +300,12 @@ def test_a_thread_that_cannot_write_is_noticed(tmp_path: Path, monkeypatch: pyte
     assert os.listdir(tmp_path) == []
 
 
+def test_an_error_that_is_no_disk_s_stays_itself(tmp_path: Path) -> None:
+    with pytest.raises(AttributeError, match="local object"):
+        write({"a": torch.ones(9), "b": lambda: None}, tmp_path / "a", {})
+    assert os.listdir(tmp_path) == []
+
+
 # ---------------------------------------------------------------------- what cannot be read
 
 
@@ -260,7 +313,7 @@ def test_files_that_are_not_whole(tmp_path: Path) -> None:
     write({"a": torch.zeros(900)}, tmp_path / "a", {})
     file = next(each for each in (tmp_path / "a").iterdir() if each.suffix == ".distcp" and each.stat().st_size)
     os.truncate(file, 200)
-    with pytest.raises(ValueError, match=rf"{file.name} ends too early \(200 bytes\)"):
+    with pytest.raises(ValueError, match=rf"has a file '{file.name}' that ends too early \(200 bytes\)"):
         read(tmp_path / "a", True)
     file.unlink()
     with pytest.raises(ValueError, match=f"lacks its file '{file.name}'"):
@@ -270,6 +323,12 @@ def test_files_that_are_not_whole(tmp_path: Path) -> None:
 def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has not written\. One of Lightning's sharded strategies becomes a file by"):
         fit(Net, vectors(), together(), ckpt_path=tmp_path)
+
+
+def test_an_index_of_another_version(tmp_path: Path) -> None:
+    torch.save({"sp_lightning checkpoint": 2}, tmp_path / INDEX)
+    with pytest.raises(ValueError, match="no index of a checkpoint that this version reads"):
+        read(tmp_path, True)
 
 
 def test_code_is_not_run(tmp_path: Path) -> None:
@@ -284,6 +343,16 @@ def test_options_that_exclude_it(tmp_path: Path) -> None:
         together(disk=tmp_path)
     with pytest.raises(ValueError, match=r"and not by a AsyncCheckpointIO. Leave one of them out"):
         fit(Net, vectors(), together(), plugins=[AsyncCheckpointIO()])
+
+
+def test_places_that_are_no_folder_of_all_nodes(tmp_path: Path) -> None:
+    trainer = fit(Net, vectors(), together(), recorded="nothing").trainer
+    with pytest.raises(ValueError, match=r"'memory://a' is elsewhere\. Name a folder"):
+        trainer.save_checkpoint("memory://a")
+    with pytest.raises(TypeError, match="storage_options= cannot be"):
+        trainer.save_checkpoint(tmp_path / "a", storage_options={"a": 1})
+    trainer.save_checkpoint(f"file://{tmp_path}/b")
+    assert (tmp_path / "b" / INDEX).is_file()
 
 
 # ---------------------------------------------------------------------- converted
@@ -381,6 +450,10 @@ def apart(folder: str, what: str) -> None:
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             if what == "hook" and rank() == 0:
                 checkpoint["state_dict"] = {name: value * 2 for name, value in checkpoint["state_dict"].items()}
+            if what == "raises" and rank() == 1:
+                raise ValueError("what the user's code says")
+            if what == "no pickle" and rank() == 0:
+                checkpoint["mine"] = lambda: None
             if what == "state" and rank() == 1:
                 for state in self.trainer.optimizers[0].state.values():
                     state["exp_avg"].add_(1)
@@ -415,6 +488,8 @@ def test_what_rank_0_puts_into_it_is_written_by_rank_0(tmp_path: Path) -> None:
     [
         ("full", 2, "The checkpoint could not be written: rank 1: No space left on device"),
         ("blind", 2, "rank 1 does not see the folder that rank 0 has made"),
+        ("raises", 2, "what the user's code says"),
+        ("no pickle", 2, "AttributeError: Can't pickle local object"),
         pytest.param("state", (2, 1), "digests of the weights for a checkpoint", marks=NODES),
     ],
 )
