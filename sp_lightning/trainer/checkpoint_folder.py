@@ -17,6 +17,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from io import RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -33,6 +34,9 @@ LEAST = 2**16
 """Bytes of tensors that torch.distributed.checkpoint writes. Smaller ones are in the index."""
 THREADS = 4
 """Threads with which a rank writes, each to a file of its own."""
+
+_TIMEOUT = timedelta(hours=6)
+"""How long ranks wait for the slowest one to write. torch's half an hour is less than a terabyte takes on many systems."""
 
 _Path = tuple[str | int, ...]
 _MARK = "sp_lightning checkpoint"
@@ -236,7 +240,7 @@ def _group() -> Iterator[Any]:
     if not _several():
         yield None
         return
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
     try:
         yield group
     finally:

@@ -112,7 +112,7 @@ def test_a_module_on_the_meta_device(capsys: pytest.CaptureFixture[str]) -> None
     assert {**found, "model": ""} == {**same, "model": ""}
 
 
-@pytest.mark.rest("a model of real size is counted seven times")
+@pytest.mark.long("a plan and a run of a whole model")
 def test_activations_are_chosen_within_the_limit_as_a_run_chooses_them(capsys: pytest.CaptureFixture[str]) -> None:
     """What takes least is as fast as the limit allows, and all is kept once there is room for it."""
     asked = ["resnet18", "--batch", "64", "--k", "1", "--k-prime", "1", "--tflops", "10"]

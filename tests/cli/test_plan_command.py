@@ -89,7 +89,7 @@ def test_models_of_all_kinds(arguments: list[str], layers: int, capsys: pytest.C
     assert len(found["layers"]) >= layers
 
 
-@pytest.mark.rest("a model of billions of parameters")
+@pytest.mark.long("a model of billions of parameters")
 def test_generation_counts_keys_and_values(capsys: pytest.CaptureFixture[str]) -> None:
     """Two numbers of so many heads, in each layer, for each token; the prompts' logits are of their last token only."""
     model = str(SHAPES / "llama-3-8b.json")

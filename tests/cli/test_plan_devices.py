@@ -30,7 +30,7 @@ def test_the_node_has_weights_gradients_and_state_once_and_activations_for_each(
     assert several["host_bytes"] - one["host_bytes"] == (DEVICES - 1) * one["offloaded_bytes"]
 
 
-@pytest.mark.rest("two plans of a whole model; the first tier has one of them")
+@pytest.mark.long("plans of a whole model")
 def test_gradients_of_several_devices_are_as_wide_as_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     one, several = (plan(capsys, *MODEL[:-1], "bf16-mixed", *more) for more in ((), ("--devices", str(DEVICES))))
     casts = several["host_bytes"] - 4 * WEIGHTS

@@ -91,7 +91,7 @@ def test_weights_and_gradients_that_memory_does_not_hold_do_not_fit(capsys: pyte
     assert "weights and gradients are in host memory" in capsys.readouterr().out
 
 
-@pytest.mark.rest("four plans of a whole model")
+@pytest.mark.long("four plans of a whole model")
 @pytest.mark.parametrize("precision", some(["32-true", "bf16-mixed"], "bf16-mixed", why="without casts"))
 @pytest.mark.parametrize("overlap", some(["forward", "backward"], "forward", why="with few gradients"))
 def test_the_memory_that_is_said_to_be_enough_is(

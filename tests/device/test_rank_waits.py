@@ -230,7 +230,7 @@ def train(why: str, omit: bool, late: bool) -> dict[str, Any]:
     return {**found, "looked at": looks.seen}
 
 
-@pytest.mark.rest("each holds a rank up; the first tier has the equality that these waits give")
+@pytest.mark.long("each holds a rank up; the first tier has the equality that these waits give")
 @pytest.mark.parametrize(
     "wait", some(HELD_UP, Wait.STEP_AFTER_ARRIVAL, why="one shows that races are seen"), ids=lambda wait: wait.name
 )

@@ -361,7 +361,7 @@ def test_compiled_layers_are_measured_and_told(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.rest("seconds of predictions; tests/weights has what it counts")
+@pytest.mark.long("a benchmark of seconds")
 def test_experts_are_measured_and_told(tmp_path: Path) -> None:
     """Without a cache just what is routed to travels, and what was guessed; of whole blocks all, and with a cache less."""
     row = {**rows.origin(), **experts.measure(experts=16, routed=2, tokens=3, width=32, batches=1)}

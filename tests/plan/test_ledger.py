@@ -245,7 +245,7 @@ print(after - before, strategy.ledger.nbytes, strategy.plan.peak_device_bytes, s
 """
 
 
-@pytest.mark.rest("a subprocess that imports torch")
+@pytest.mark.long("a process that imports torch and trains")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("mode", "precision", "most"),

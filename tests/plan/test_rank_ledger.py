@@ -64,6 +64,7 @@ def test_every_rank_counts_the_nodes_memory() -> None:
         assert "widening" not in found["passes"]
 
 
+@pytest.mark.long("processes that import torch and train")
 def test_what_is_shared_is_what_is_counted() -> None:
     for found in in_ranks(RANKS, train, accumulate_grad_batches=2):
         weights, gradients, _ = found["bytes"]

@@ -122,7 +122,7 @@ def test_threads_may_ask_while_others_map(tmp_path: Path) -> None:
     assert errors == []
 
 
-@pytest.mark.rest("a process that imports torch")
+@pytest.mark.long("a process that imports torch")
 def test_tensors_may_be_read_until_the_interpreter_ends(tmp_path: Path) -> None:
     script = f"""
 import atexit

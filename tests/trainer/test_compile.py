@@ -90,7 +90,7 @@ def test_results_are_those_of_plain_lightning(way: Any, net: Any, precision: Any
     assert_equal(results(superpipeline(k=1)), results("auto"), way.__name__)
 
 
-@pytest.mark.rest("seconds of compilation")
+@pytest.mark.long("seconds of compilation")
 def test_a_language_model() -> None:
     def results(strategy: Any) -> Any:
         return run(lambda: llama(dropout=0.0), tokens(), each_layer, "aot_eager", strategy)

@@ -335,7 +335,7 @@ FIRST = {"Tied", "WritesBetweenCalls", "ReadsInside", "Block"}
     first(
         NETS,
         if_=lambda net: net.__name__ in FIRST,
-        second=NETS[::4],
+        second=NETS[::8],
         why="other ways to come by a weight",
     ),
     ids=lambda net: net.__name__,

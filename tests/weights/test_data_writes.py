@@ -60,7 +60,7 @@ def test_with_nothing_left_in_slots_or_on_the_host(block: str, write: Callable[[
         assert_same(fit(make, vectors(), superpipeline(k=1, k_prime=1)), plain)
 
 
-@pytest.mark.rest("the same writes on a simulated device")
+@pytest.mark.long("the same writes on a simulated device")
 @pytest.mark.parametrize(
     "activations", first(["keep", "offload"], "offload", why="offloaded ones are kept on the device for a while, too")
 )
