@@ -111,8 +111,21 @@ def _host(estimate: ModelEstimate) -> str:
         parts = f"activations {human_bytes(estimate.offloaded_bytes)}, {parts}"
     return (
         f"host memory{node} {human_bytes(nbytes)}, {nbytes / max(_parameters(estimate), 1):.3g} bytes per parameter: {parts}, "
-        f"optimizer state {human_bytes(ledger.state or 0)}{_hooks(estimate)}"
+        f"optimizer state {human_bytes(ledger.state or 0)}{_on_disk(estimate)}{_hooks(estimate)}"
     )
+
+
+def _on_disk(estimate: ModelEstimate) -> str:
+    """How much less memory it is than its parts, or that the process takes more."""
+    below = estimate.below
+    if below is not None and below.placement is None:
+        return "; the sum is what is left with everything else on the disk"
+    if below is None or below.placement is None or not below.placement.on_disk:
+        limited = below is None and estimate.question.host_memory is not None
+        return "; the process, its libraries and batches take about a GiB more" if limited else ""
+    away = below.placement.disk_bytes + sum(below.weights.values()) + sum(below.gradients.values())
+    through = below.placement.staging + below.window
+    return f"; {human_bytes(away)} of these are on the disk, and pass through {human_bytes(through)} of memory"
 
 
 def _disk(answer: Answer) -> list[str]:

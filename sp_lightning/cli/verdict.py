@@ -19,6 +19,9 @@ def verdict(answer: Answer) -> str:
 
 
 def _refused_by_host(answer: Answer) -> str:
+    below = answer.estimate.below
+    if below is not None and below.placement is None:
+        return f"It does not fit, although there is a disk: {below.why_not}. Otherwise: {_less_host_memory(answer.question)}"
     return (
         f"It does not fit: {human_bytes(answer.estimate.host_bytes)} of host memory are needed, "
         f"{_there(answer.estimate.host_bytes, answer.estimate.host_limit or 0)}. {_less_host_memory(answer.question)}"

@@ -104,11 +104,11 @@ class Ledger:
         }  # fmt: skip
         if not any(below.values()):
             return ""
-        so_far = f"{self.disk_traffic / count:.3g} so far, " if self.disk_traffic else ""
+        so_far = f" ({self.disk_traffic / count:.3g} on average so far)" if self.disk_traffic else ""
         what = " and ".join(f"{human_bytes(nbytes)} of {name}" for name, nbytes in below.items() if nbytes)
         return (
             f"\nSuperpipeline: {what} are on a disk and pass through {human_bytes(self.staging)} of memory; bytes read and "
-            f"written per parameter and step: {so_far}{2 * sum(below.values()) / count:.3g} at least."
+            f"written per parameter in each step but the first: {2 * sum(below.values()) / count:.3g} at least{so_far}."
         )
 
 

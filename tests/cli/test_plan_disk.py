@@ -88,7 +88,11 @@ def test_nothing_is_on_the_disk_where_all_of_it_fits(capsys: pytest.CaptureFixtu
 def test_weights_and_gradients_that_memory_does_not_hold_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", *MODEL, "--disk", "1GB/s", "--host-memory", memory("256MiB")])
-    assert "weights and gradients are in host memory" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "weights and gradients are in host memory" in said
+    assert re.search(
+        r"^It does not fit, although there is a disk: .*; --host-memory \d+MiB is enough", said, re.MULTILINE
+    )
 
 
 @pytest.mark.long("four plans of a whole model")
