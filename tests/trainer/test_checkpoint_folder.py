@@ -194,20 +194,24 @@ def test_it_says_nothing(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> No
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-@pytest.mark.parametrize("before", ["folder", "file", "nothing"])
+@pytest.mark.parametrize("before", ["folder", "file", "link", "nothing"])
 def test_a_name_is_given_to_the_new_one(
     before: str, can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = tmp_path / "last.ckpt"
+    target, elsewhere = tmp_path / "last.ckpt", tmp_path / "other.ckpt"
+    write({"a": torch.zeros(9)}, elsewhere, {})
     if before == "folder":
         write({"a": torch.zeros(9)}, target, {})
     elif before == "file":
         torch.save({}, target)
+    elif before == "link":
+        target.symlink_to(elsewhere)
     if not can_exchange:
         monkeypatch.setattr(checkpoint_folder, "_libc", lambda: None)
     write({"a": torch.ones(9)}, target, {})
     assert torch.equal(read(target, True)["a"], torch.ones(9))
-    assert os.listdir(tmp_path) == ["last.ckpt"]
+    assert torch.equal(read(elsewhere, True)["a"], torch.zeros(9))
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "other.ckpt"]
 
 
 def test_what_was_set_aside_comes_back_before_the_next_one(tmp_path: Path) -> None:
