@@ -4,8 +4,10 @@ From the root of the repository::
 
     python -m examples.benchmarks.checkpoints --folder /scratch --devices 1
     python -m examples.benchmarks.checkpoints --folder /scratch --devices 2
+    python -m examples.benchmarks.checkpoints --folder /scratch --devices 2 --resume
 
-Each kind is a run of its own. Seconds are from the call to its return, files on the disk.
+Each kind is a run of its own, and so is what resumes, of which each rank's peak memory is said. Seconds are from the call to its
+return, files on the disk.
 """
 
 from __future__ import annotations
@@ -90,30 +92,42 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=32, help="of 4.2 M parameters each (%(default)s)")
     parser.add_argument("--devices", type=int, default=1, help="(%(default)s)")
     parser.add_argument("--times", type=int, default=3, help="that each is written (%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="resume from each, and say the peak memory of each rank")
+    parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--kind", choices=("file", "folder"), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.kind is None:  # each in processes of its own
         print(f"torch {torch.__version__}, {options.devices} devices on the CPU, {os.cpu_count()} cores")
         for kind in ("file", "folder"):
             arguments = sys.argv[1:] if argv is None else list(argv)
-            subprocess.run(
-                [sys.executable, "-m", "examples.benchmarks.checkpoints", *arguments, "--kind", kind], check=True
-            )
+            command = [sys.executable, "-m", "examples.benchmarks.checkpoints", *arguments, "--kind", kind]
+            subprocess.run(command, check=True)
+            if options.resume:
+                file = options.folder / f"checkpoint-{kind}"
+                subprocess.run([*command, "--load", str(file)], check=True)
+                _remove(file)
         return
     options.folder.mkdir(parents=True, exist_ok=True)
     file = options.folder / f"checkpoint-{options.kind}"
     saves = Saves(file, options.times)
     strategy = SuperpipelineStrategy(k=1, save_distributed_checkpoint=options.kind == "folder")
     trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=options.devices, max_epochs=1, logger=False, callbacks=[saves],
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        strategy=strategy, accelerator="cpu", devices=options.devices, max_epochs=2 if options.load else 1, logger=False,
+        callbacks=[] if options.load else [saves], enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
     )  # fmt: skip
     data: Any = [torch.ones(WIDTH)] * options.devices
-    trainer.fit(Net(options.layers), DataLoader(data))
+    trainer.fit(Net(options.layers), DataLoader(data), ckpt_path=options.load)
+    if options.load:
+        peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+        mebibytes = int(peak.split()[1]) / 1024
+        print(f"resumed from a {options.kind}: rank {trainer.global_rank} {mebibytes:,.0f} MiB", flush=True)
+        return
     if trainer.is_global_zero:
         nbytes = size_of(file)
-        _remove(file)
-        limit = statistics.median(disk_seconds(file, nbytes) for _ in range(options.times))
+        if not options.resume:
+            _remove(file)
+        limit = statistics.median(disk_seconds(options.folder / "plain", nbytes) for _ in range(options.times))
         seconds = statistics.median(saves.seconds)
         each = ", ".join(f"{one:.2f}" for one in saves.seconds)
         print(

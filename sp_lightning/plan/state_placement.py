@@ -83,8 +83,9 @@ def place_state(sizes: Mapping[str, int], room: int | None) -> StatePlacement:
     least, names = _fewest(sizes)
     if least > room:
         least = least_room(sizes)
+        more = int(1.1 * (least - room))  # a sixteenth of what is given is left to the process
         raise MemoryError(
-            f"Host memory is {enough_bytes(least - room)} too small for the process, for what cannot be on the disk, and for "
+            f"Host memory is {enough_bytes(more)} too small for the process, for what cannot be on the disk, and for "
             f"optimizer state on its way from and to it ({human_bytes(least)}). Give that much more (host_memory=), or use less: "
             "layers= can name smaller layers, and "
             'SuperpipelineStrategy(optimizer_overlap="backward") holds few gradients where nothing clips or accumulates.'

@@ -207,7 +207,7 @@ def _finish(content: _Content, metadata: Any, place: Path, folder: Path) -> None
 
 def _exchange(new: Path, name: Path) -> None:
     """Gives a name to a folder. What had the name is where the folder was, so that a file of this name is there at any time."""
-    if not name.exists():
+    if not os.path.lexists(name):
         new.rename(name)
         return
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux 3.15

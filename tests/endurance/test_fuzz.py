@@ -221,7 +221,6 @@ def attempt(use: Use, device: Device | None) -> list[Any] | str:
         return "refused"
 
 
-@pytest.mark.rest(".ci/run has it with more examples")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @given(use=use)
 def test_like_plain_pytorch(use: Use) -> None:
