@@ -114,16 +114,16 @@ def place_training(
     sizes = {layer.name: layer.gradient_bytes * state // max(gradients, 1) for layer in plan.trained}
     others = ledger.nbytes - state + more
     sizes = {name: nbytes for name, nbytes in sizes.items() if nbytes}
-    placed = _place(sizes, others, host_memory, training=True)
-    if placed.placement is not None or host_memory is None:
-        return placed
+    placed = _place(sizes, others, host_memory, ledger.ranks, training=True)
+    if placed.placement is not None or host_memory is None or not plan.alone:
+        return placed  # with several devices nothing but state goes to the disk
     missing = others + wide - ledger.gradients + 2 * max(sizes.values(), default=0) - host_memory
     chosen = choose_on_disk(plan, missing, gradients=not early)
     weights = Counter[str]()
     for planned in chosen.weights:
         weights[planned.name] += planned.nbytes
     others += (wide - ledger.gradients) * bool(chosen.gradients) - chosen.spared
-    placed = _place(sizes, others, host_memory, training=True)
+    placed = _place(sizes, others, host_memory, ledger.ranks, training=True)
     by_layer = {planned.name: planned.gradient_bytes for planned in chosen.gradients}
     return replace(placed, weights=weights, gradients=by_layer, window=chosen.window)
 
@@ -137,16 +137,19 @@ def place_inference(plan: Plan, host_bytes: int, host_memory: int | None) -> Bel
         host_memory: bytes that there are; None for no limit.
     """
     sizes = {layer.name: layer.nbytes for layer in plan.layers if not layer.casts}
-    return _place(sizes, host_bytes - sum(sizes.values()), host_memory, training=False)
+    return _place(sizes, host_bytes - sum(sizes.values()), host_memory, 1, training=False)
 
 
-def _place(sizes: Mapping[str, int], others: int, host_memory: int | None, *, training: bool) -> BelowMemory:
+def _place(
+    sizes: Mapping[str, int], others: int, host_memory: int | None, devices: int, *, training: bool
+) -> BelowMemory:
     try:
         placement = place_state(sizes, None if host_memory is None else host_memory - others)
     except MemoryError:
         kept = "weights and gradients" if training else "weights that cannot be read in place"
         least = others + least_room(sizes)
         why = f"{kept} are in host memory ({human_bytes(others)}), with one layer of the rest {human_bytes(least)}; "
-        why += f"--host-memory {enough_bytes(limit_for(least))} is enough, because a process takes memory, too"
+        who = "a process takes" if devices == 1 else "processes take"
+        why += f"--host-memory {enough_bytes(limit_for(least, devices))} is enough, because {who} memory, too"
         return BelowMemory(None, least, training, why)
     return BelowMemory(placement, others, training)

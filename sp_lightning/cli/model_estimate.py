@@ -23,7 +23,7 @@ from sp_lightning.device.torch_private import VALUES_NEEDED
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found
 from sp_lightning.plan.activation_policy import FREEING, Call, Mode, Modes, peak_bytes
-from sp_lightning.plan.host_memory import kept_for_process
+from sp_lightning.plan.host_memory import kept_for_processes
 from sp_lightning.plan.ledger import Ledger, make_ledger
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.tune.activation_choice import Balance
@@ -101,9 +101,11 @@ class ModelEstimate:
 
     @property
     def host_limit(self) -> int | None:
-        """Host memory that there is for everything; with a disk without what a run leaves to its process. None for no limit."""
+        """Host memory that there is for everything; with a disk without what a run leaves to its processes. None for no limit."""
         limit = self.question.host_memory
-        return limit if limit is None or self.question.disk is None else max(0, limit - kept_for_process(limit))
+        if limit is None or self.question.disk is None:
+            return limit
+        return max(0, limit - kept_for_processes(limit, self.question.devices))
 
     @property
     def host_bytes(self) -> int:
@@ -247,8 +249,10 @@ def estimate_model(question: Question) -> ModelEstimate:
         ValueError: the model is not known, cannot take what it is asked to take, or has nothing to stream or train.
         ImportError: a library is missing.
     """
-    if question.devices * question.nodes > 1 and question.disk is not None:
-        raise ValueError("--disk is for one device: several have their memory in common. Leave out one of them.")
+    if question.devices * question.nodes > 1 and question.disk is not None and question.predict:
+        raise ValueError(
+            "--disk with --predict is for one device: with several, all weights are in memory. Leave out one."
+        )
     refuse_step(question)
     if question.activations == "auto" and (question.gpu_memory is None or question.predict):
         why = "nothing is trained here, so none are saved" if question.predict else "give that limit, too"

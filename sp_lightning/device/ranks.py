@@ -151,6 +151,11 @@ class Ranks(Collectives):
         self.until(lambda: self.board.turn_is_over(self._turns), Wait.USE_AFTER_TURN)
         return self.board.said()
 
+    def told(self, number: int, what: str) -> list[int]:
+        """Returns the numbers of all ranks of this node. The arguments are as in :meth:`same`."""
+        self.meet(what, number=number)
+        return self.board.numbers()
+
     def same(self, number: int, what: str) -> bool:
         """Returns whether all ranks of all nodes have come with the same number.
 
@@ -158,17 +163,16 @@ class Ranks(Collectives):
             number: this rank's.
             what: what begins, in words.
         """
-        self.meet(what, number=number)
+        everybody = self.told(number, what)
         if self.nodes == 1:
-            return len(set(self.board.numbers())) == 1
+            return len(set(everybody)) == 1
         ends = torch.tensor([number, -number])
         self._largest(ends, what)
         return bool(ends[0] == -ends[1])
 
     def all_have(self, bits: int, what: str) -> int:
         """Returns the bits, of a byte, that all ranks of all nodes have come with. The arguments are as in :meth:`same`."""
-        self.meet(what, number=bits)
-        bits = reduce(and_, self.board.numbers())
+        bits = reduce(and_, self.told(bits, what))
         if self.nodes > 1:
             missing = torch.tensor([~bits >> bit & 1 for bit in range(8)])
             self._largest(missing, what)

@@ -42,6 +42,15 @@ def resident_bytes(root: Path = Path("/")) -> int:
     return (int(fields["VmRSS"].split()[0]) - clean) * 1024
 
 
+def anonymous_bytes() -> int:
+    """Bytes of memory that this process has for itself alone: neither files nor what several processes share.
+
+    0 if the system is not Linux.
+    """
+    fields = dict(line.split(":", 1) for line in _lines(Path("/proc/self/status")) if ":" in line)
+    return int(fields["RssAnon"].split()[0]) * 1024 if "RssAnon" in fields else 0
+
+
 MARGIN = 1 / 16
 """The share of ``host_memory`` that is left to batches, activations on the CPU, and the process itself."""
 
@@ -53,30 +62,39 @@ _LIBRARIES = 864 * 2**20
 """What a process has taken once torch, Lightning and transformers are imported (858 MiB with torch 2.15 on a CPU)."""
 
 
-def kept_for_process(host_memory: int) -> int:
-    """Bytes of ``host_memory`` that a run will leave to its process, as far as that is known before."""
-    return _margin(host_memory) + _LIBRARIES
+_OF_EACH = 520 * 2**20
+"""What of that each further process takes for itself: the files of the libraries are in memory once (518 MiB)."""
 
 
-def limit_for(nbytes: int) -> int:
-    """The least ``host_memory`` that leaves so many bytes beside the process."""
-    needed = nbytes + _LIBRARIES
+def kept_for_processes(host_memory: int, devices: int) -> int:
+    """Bytes of ``host_memory`` that a run will leave to its processes, one for each device, as far as that is known before."""
+    return _margin(host_memory) + _of_libraries(devices)
+
+
+def limit_for(nbytes: int, devices: int) -> int:
+    """The least ``host_memory`` that leaves so many bytes beside the processes."""
+    needed = nbytes + _of_libraries(devices)
     return max(int(needed / (1 - MARGIN)) + 1, needed + _LEAST_MARGIN)
+
+
+def _of_libraries(devices: int) -> int:
+    return _LIBRARIES + (devices - 1) * _OF_EACH
 
 
 def _margin(host_memory: int) -> int:
     return max(int(host_memory * MARGIN), _LEAST_MARGIN)
 
 
-def room_for(host_memory: int | float | None) -> int | None:
+def room_for(host_memory: int | float | None, elsewhere: int = 0) -> int | None:
     """Bytes of host memory that can be taken from now on. None if the system does not say.
 
     Args:
         host_memory: what the process may take in all, in bytes, or a share of what is free; None for all that is free.
+        elsewhere: bytes of it that other processes have taken, which share the rest.
     """
     available = available_bytes()
     if isinstance(host_memory, int):
-        limit = host_memory - _margin(host_memory) - resident_bytes()
+        limit = host_memory - _margin(host_memory) - resident_bytes() - elsewhere
         return limit if available is None else min(limit, available)
     return None if available is None else int(available * (host_memory or 1) * (1 - MARGIN))
 

@@ -86,7 +86,9 @@ class Ledger:
         count = max(self.parameters, 1)
         state = "optimizer state unknown before its first step"
         if self.state is not None:
-            state = f"{human_bytes(self.state)} optimizer state"
+            state = f"{human_bytes(self.state - self.on_disk)} optimizer state"
+        if self.staging:
+            state += f", {human_bytes(self.staging)} for what is on a disk"
         passes = ", ".join(f"{each.what} {each.read / count:.3g}/{each.written / count:.3g}" for each in self.passes)
         read, written = (sum(getattr(each, way) for each in self.passes) / count for way in ("read", "written"))
         of = f" of the node's {self.ranks} devices together" if self.ranks > 1 else ""

@@ -44,7 +44,7 @@ class StatePlacement:
             return f"All {human_bytes(total)} of optimizer state are in host memory; nothing is on the disk{room}."
         return (
             f"{human_bytes(self.disk_bytes)} of optimizer state, of {len(self.on_disk)} layers, are on the disk and pass "
-            f"through {human_bytes(self.staging)} of host memory; {human_bytes(total - self.disk_bytes)} stay there{room}."
+            f"through {human_bytes(self.staging)} of host memory; {human_bytes(total - self.disk_bytes)} stay in memory{room}."
         )
 
 

@@ -67,7 +67,11 @@ class DiskTier:
             )
 
     def place(
-        self, optimizers: Sequence[Any], layer_of: Callable[[nn.Parameter], StreamedLayer | None], others: int
+        self,
+        optimizers: Sequence[Any],
+        layer_of: Callable[[nn.Parameter], StreamedLayer | None],
+        others: int,
+        elsewhere: int = 0,
     ) -> StatePlacement:
         """Decides which layers' state is on the disk, and reserves room for it there.
 
@@ -75,6 +79,7 @@ class DiskTier:
             optimizers: whose state it is.
             layer_of: the layer that a parameter is updated with.
             others: bytes of host memory that gradients will take, and the device's own memory if it computes on the host.
+            elsewhere: bytes that other processes have taken, if several have ``host_memory`` in common.
 
         Raises:
             ValueError: an optimizer's step cannot be taken apart by layers.
@@ -93,15 +98,15 @@ class DiskTier:
                         if parameter.nbytes >= state_on_disk.LEAST:
                             on_disk[layer.name] += count * whole_pages(parameter.nbytes)
         others += max(0, sum(sizes.values()) - sum(on_disk.values()))
-        self.placement = place_state(on_disk, self._room(others))
+        self.placement = place_state(on_disk, self._room(others, elsewhere))
         self._file.reserve(self.placement.disk_bytes)
         self._ring.limit = self.placement.staging
         return self.placement
 
-    def _room(self, others: int) -> int | None:
+    def _room(self, others: int, elsewhere: int) -> int | None:
         """Bytes of host memory for state that may go to the disk, beside gradients and state that may not."""
         return_free_memory()
-        room = room_for(self._host_memory)
+        room = room_for(self._host_memory, elsewhere)
         return None if room is None else room - others
 
     def of(self, optimizer: Any) -> StateOnDisk | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -12,10 +13,11 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from sp_lightning.device.host_allocator import return_free_memory
 from sp_lightning.optim.fused import FusedStep
 from sp_lightning.optim.layerwise import LayerwiseStep
 from sp_lightning.optim.separable import is_separable
-from sp_lightning.optim.state_on_disk import StateOnDisk
+from sp_lightning.plan.host_memory import anonymous_bytes
 from sp_lightning.plan.ledger import Ledger, make_ledger
 from sp_lightning.plan.options import Overlap
 from sp_lightning.store.away import leave_files
@@ -118,15 +120,14 @@ class OptimizerSteps:
         self._trainer = trainer
         with self._fused_shown():
             self.overlap, why = choose_overlap(self._options.optimizer_overlap, trainer, trainer.optimizers)
-        if self._ranks is not None:
-            whole = trainer.optimizers if self.overlap == "off" else ()
-            self._ranks.attach([each for each in whole if not is_no_optimizer(each)], scaler_of(trainer))
         early, narrow = self.overlap == "backward", self._narrow()
         measure = self._clips() == "norm" and nobody_looks_at_gradients(trainer)
-        states = {optimizer: self._state_of(optimizer) for optimizer in trainer.optimizers}
+        states = {optimizer: self.disk.of(optimizer) if self.disk else None for optimizer in trainer.optimizers}
         waits, on_disk = self.overlap == "off", self._run.placement.on_disk
+        # All ranks step in one way, although only the primary's optimizers have state that is on the disk or not.
+        by_layers = on_disk.any or (self._ranks is not None and self._options.disk is not None)
         # The bits of a step that is not fused depend on the number of threads.
-        if waits and (on_disk.any or any(states.values())):
+        if waits and (by_layers or any(states.values())):
             streamer.device.background_threads = torch.get_num_threads()
         self._layerwise = {
             optimizer: LayerwiseStep(
@@ -139,8 +140,11 @@ class OptimizerSteps:
                 waits=waits,
             )
             for optimizer, state in states.items()
-            if not waits or on_disk.any or state is not None
+            if not waits or state is not None or (by_layers and not is_no_optimizer(optimizer))
         }
+        if self._ranks is not None:
+            whole = [each for each in trainer.optimizers if each not in self._layerwise and not is_no_optimizer(each)]
+            self._ranks.attach(whole, scaler_of(trainer))
         self._ledger = self._count()
         mode = f"off ({why})" if why else self.overlap
         if mode != self._told:
@@ -156,17 +160,31 @@ class OptimizerSteps:
     # ------------------------------------------------------------------ a disk
 
     def place_state(self) -> int:
-        """Decides what of the optimizers' state is on the disk, if there is one. Returns the bytes of host memory for state."""
-        streamer, options = self._run.streamer, self._options
+        """Decides what of the optimizers' state is on the disk, if there is one. Returns the bytes of host memory for state.
+
+        With several devices the primary decides, whose optimizers have the state. What all processes of the node take counts.
+        """
+        options, ranks = self._options, self._run.ranks
         assert self._ledger is not None
-        assert streamer is not None
         if options.disk is None:
             return self._ledger.state or 0
-        self.disk = DiskTier(options.disk, options.host_memory, self._run.finish_updates, self._log)
+        if ranks is None:
+            return self._place_on(options.disk)
+        return_free_memory()
+        taken = ranks.told(anonymous_bytes(), "what processes have taken of host memory")
+        in_memory = self._place_on(options.disk, sum(taken[1:])) if ranks.primary else 0
+        return ranks.told(in_memory, "where optimizers' state is")[0]
+
+    def _place_on(self, disk: Path, elsewhere: int = 0) -> int:
+        """As :meth:`place_state`, where state is. ``elsewhere`` are bytes that the node's other processes have taken."""
+        streamer, ledger = self._run.streamer, self._ledger
+        assert streamer is not None
+        assert ledger is not None
+        self.disk = DiskTier(disk, self._options.host_memory, self._run.finish_updates, self._log)
         self._run.placement.leave()  # the memory that is counted next has none of them; those of a window come
-        others = self._ledger.gradients + streamer.plan.peak_device_bytes * streamer.device.computes_on_host
-        others += self._run.placement.on_disk.window
-        placement = self.disk.place(self._trainer.optimizers, streamer.updating.layer_of, others)
+        on_host = streamer.plan.peak_device_bytes * ledger.ranks * streamer.device.computes_on_host
+        others = ledger.gradients + on_host + self._run.placement.on_disk.window
+        placement = self.disk.place(self._trainer.optimizers, streamer.updating.layer_of, others, elsewhere)
         self.arrange(self._trainer)
         self.absorb_state()
         return placement.memory_bytes
@@ -182,9 +200,6 @@ class OptimizerSteps:
         if self.disk is not None:
             for optimizer in self._trainer.optimizers:
                 leave_files(optimizer)
-
-    def _state_of(self, optimizer: Any) -> StateOnDisk | None:
-        return None if self.disk is None else self.disk.of(optimizer)
 
     @contextmanager
     def _fused_shown(self) -> Iterator[list[Optimizer]]:
@@ -302,6 +317,7 @@ class OptimizerSteps:
         lightnings = clips == (base.clip_grad_by_norm, base.clip_grad_by_value)
         on_disk, seen = bool(self._run.placement.on_disk.gradients), self._hooks.may_write_weights("gradients")
         clips_layerwise = lightnings and (on_disk or (self.overlap != "off" and not seen))
+        once = nullcontext() if self._ranks is None or self.overlap != "off" else self._ranks.clipping(plugin)
         self._deferring = optimizer
         if clips_layerwise:
             clipping = layerwise.clipping
@@ -310,7 +326,7 @@ class OptimizerSteps:
                 plugin.clip_grad_by_norm = plugin.clip_grad_by_value = _leave_to_primary
             clipping.at_once = seen  # whoever sees gradients finds them clipped
         try:
-            with layerwise.deferring():
+            with layerwise.deferring(), once:
                 yield
         finally:
             self._deferring = None

@@ -89,7 +89,7 @@ class Options:
             )
         if options.save_distributed_checkpoint and options.disk is not None:
             raise ValueError(
-                "disk= is for one device, which writes its checkpoint to a file, tensor by tensor. Leave "
+                "With disk= rank 0 writes checkpoints, to a file and tensor by tensor. Leave "
                 "save_distributed_checkpoint out."
             )
         return options

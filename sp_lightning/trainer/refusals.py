@@ -23,8 +23,6 @@ def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -
     """
     if options.check_writes:
         raise ValueError(f"check_writes=True looks at the weights of one process. {_ONE} while you look.")
-    if options.disk is not None:
-        raise ValueError(f"disk= is for one device: several have their memory in common. {_ONE}, or leave disk= out.")
     if not isinstance(getattr(plugin, "scaler", None), HostGradScaler | None):
         raise ValueError(
             f"{type(plugin.scaler).__name__} scales gradients in a way of its own, which several devices cannot do once for all. "

@@ -91,9 +91,9 @@ class StreamingStrategy(Readings):
         disk: a folder on a fast drive. What ``host_memory`` does not hold of the optimizers' state is in a scratch file there,
             which is gone when the process is; gradients and trained weights after it. Frozen weights that it does not hold are
             read in place from their own files, any outside of training: those of ``weights``, of transformers'
-            ``from_pretrained``, or any that are mapped.
+            ``from_pretrained``, or any that are mapped. With several devices only the state goes to the disk.
         host_memory: with ``disk``, memory of the host for everything: bytes, a size (``"64GiB"``), or a share of what is free
-            at set-up; None for all that is free.
+            at set-up; None for all that is free. All processes of a node have it in common.
         callback: attach a :class:`~sp_lightning.SuperpipelineCallback` while a run lasts, if the trainer has none.
         device: where layers compute, if not on the trainer's choice. Then it is the one device, whatever ``Trainer(devices=…)``
             says.

@@ -55,7 +55,7 @@ def place(found: Found, plan: Plan, options: Options, device: torch.device, *, a
     what = " and ".join(f"{human_bytes(nbytes)} of {name}" for name, nbytes in sizes.items() if nbytes)
     remark = (
         f"{what} are on the disk, and those of {WINDOW} layers in memory at a time, because "
-        f"{human_bytes(missing)} of host memory are missing although all optimizer state is on the disk."
+        f"{human_bytes(missing)} of host memory would be missing even with all optimizer state on the disk."
     )
     return OnScratch(inner, options.disk, chosen, remark)
 

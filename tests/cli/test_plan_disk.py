@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sp_lightning.__main__ import main
-from sp_lightning.plan.host_memory import kept_for_process
+from sp_lightning.plan.host_memory import kept_for_processes
 from sp_lightning.plan.units import parse_bytes
 from tests.support.answers import plan
 from tests.support.tiers import some
@@ -21,7 +21,7 @@ def memory(beside: str) -> str:
     """Host memory of which so much is left beside the process."""
     nbytes = total = parse_bytes("beside", beside)
     for _ in range(20):  # a share of the total is kept
-        total = nbytes + kept_for_process(total)
+        total = nbytes + kept_for_processes(total, 1)
     return f"{total}B"
 
 
@@ -115,7 +115,25 @@ def test_the_memory_that_is_said_to_be_enough_is(
     assert "are waited for the disk; more host memory leaves less on it" in capsys.readouterr().out
 
 
-def test_several_devices_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.rest("plans of a whole model; the first tier has one of them")
+def test_several_devices_have_state_on_the_disk_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a run has. The second process takes memory, too."""
+    asked = ("--devices", "2", "--disk", "1GB/s", "--overlap", "backward", "--host-memory")
+    found = answer(capsys, *asked, "2500MiB")
+    assert found["host_fits"]
+    assert found["host_bytes"] <= 2500 * 2**20 - kept_for_processes(2500 * 2**20, 2)
+    assert "of optimizer state" in found["disk"][0]
+    assert found["windows"][0]["busy_seconds"]["disk"] > 0
+    assert kept_for_processes(2**32, 2) - kept_for_processes(2**32, 1) > 2**29
     with pytest.raises(SystemExit):
-        main(["plan", *MODEL, "--disk", "1GB/s", "--devices", "2"])
-    assert "--disk is for one device" in capsys.readouterr().err
+        main(["plan", *MODEL, *asked, "1900MiB"])
+    said = capsys.readouterr().out
+    assert "trained weights" not in said
+    (enough,) = re.findall(r"--host-memory (\d+MiB) is enough, because processes take memory", said)[:1]
+    assert answer(capsys, *asked, enough)["host_fits"]
+
+
+def test_weights_of_several_devices_are_in_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", *MODEL, "--predict", "--disk", "1GB/s", "--devices", "2"])
+    assert "--disk with --predict is for one device" in capsys.readouterr().err

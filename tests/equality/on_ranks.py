@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from typing import Any, Literal
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
@@ -15,6 +17,7 @@ from sp_lightning import SuperpipelineStrategy, rank_order_hook
 from sp_lightning.device.torch_private import current_graph_task
 from tests.equality.cases import CASES
 from tests.support.mixed import scaled
+from tests.support.on_disk import without_room
 from tests.support.ranks import Number, devices, in_ranks, total
 from tests.support.runs import Outcome, assert_equal, fit, fused
 from tests.support.simdevice import simulated
@@ -137,9 +140,16 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "in backward": ({"k": 1, "optimizer_overlap": "backward"}, {}),
     "mixed in backward": ({"k": 2, "k_prime": 2, "optimizer_overlap": "backward"}, {"precision": "bf16-mixed"}),
     "added up in backward": ({"k": 1, "optimizer_overlap": "backward"}, {"accumulate_grad_batches": 2}),
+    "on a disk": ({"k": 1, "disk": True}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+    "scaled, on a disk": ({"k": 1, "disk": True}, {"precision": "16-mixed", "gradient_clip_val": 0.1}),
+    "mixed, on a disk, under forward": (
+        {"k": 1, "disk": True, "optimizer_overlap": "forward"},
+        {"precision": "bf16-mixed", "gradient_clip_val": 0.1},
+    ),
+    "on a disk, in backward": ({"k": 1, "disk": True, "optimizer_overlap": "backward"}, {}),
     "clipped by value": ({"k": 1}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
 }
-"""Options of the strategy and of the trainer."""
+"""Options of the strategy (``disk``: whether all state that may be is on one) and of the trainer."""
 
 STRATEGIES = {"ddp": EveryBatch, "ddp in order": InOrder, "ddp in one row": InOneRow, "averages": Averages}
 
@@ -168,8 +178,24 @@ def train_ours(
     on_devices: bool = False,
 ) -> dict[str, Any]:
     left = {} if fuse else {"fused_optimizer": False}
-    with simulated() if on_devices else nullcontext():
-        return _train(name, ranks, SuperpipelineStrategy(**{**left, **strategy}), options, fuse)
+    with simulated() if on_devices else nullcontext(), _disk(strategy) as disk:
+        ours = SuperpipelineStrategy(**{**left, **strategy, **disk})
+        outcome = _train(name, ranks, ours, options, fuse)
+    if disk and ours.local_rank == 0:  # type: ignore[attr-defined]  # Lightning's class for several devices has it
+        assert ours.ledger is not None
+        assert ours.ledger.on_disk, "no state was on the disk"
+    return outcome
+
+
+@contextmanager
+def _disk(strategy: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The option ``disk`` of a strategy, and no room for what may be there. Shared memory stands for it, which is faster."""
+    if not strategy.get("disk"):
+        yield {}
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        without_room(patch)
+        yield {"disk": "/dev/shm"}
 
 
 def _train(name: str, ranks: Number, strategy: Any, options: dict[str, Any], fuse: bool) -> dict[str, Any]:

@@ -94,6 +94,21 @@ def break_calls(monkeypatch: pytest.MonkeyPatch, fault: str, at: int) -> None:
     monkeypatch.setattr(mapped_pages.libc, name, called)
 
 
+def fails(call: Callable[..., int], at: int, error: Any) -> Callable[..., int]:
+    """A call of the system that fails for the state of layers from the ``at``-th time on."""
+    count = iter(range(10**9))
+
+    def called(*arguments: Any) -> int:
+        whole_layer = len(arguments[1][0]) > 4096  # a checkpoint reads tensor by tensor
+        if not whole_layer or next(count) < at:
+            return call(*arguments)
+        if isinstance(error, int):
+            raise OSError(error, os.strerror(error))
+        return 0
+
+    return called
+
+
 def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """No file becomes longer."""
 

@@ -22,7 +22,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.store import scratch
 from sp_lightning.trainer import disk_tier
 from tests.support.models import Module, Stack, vectors
-from tests.support.on_disk import on_disk, without_room
+from tests.support.on_disk import fails, on_disk, without_room
 from tests.support.runs import assert_same, fit, fused, loader, trainer_for
 from tests.support.tiers import first, some
 
@@ -30,21 +30,6 @@ from tests.support.tiers import first, some
 @pytest.fixture(autouse=True)
 def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     without_room(monkeypatch)
-
-
-def fails(call: Callable[..., int], at: int, error: Any) -> Callable[..., int]:
-    """A call of the system that fails for the state of layers from the ``at``-th time on."""
-    count = iter(range(10**9))
-
-    def called(*arguments: Any) -> int:
-        whole_layer = len(arguments[1][0]) > 4096  # a checkpoint reads tensor by tensor
-        if not whole_layer or next(count) < at:
-            return call(*arguments)
-        if isinstance(error, int):
-            raise OSError(error, os.strerror(error))
-        return 0
-
-    return called
 
 
 FAULTS: dict[str, tuple[str, Any, str]] = {
@@ -166,15 +151,6 @@ def test_memory_that_is_called_a_disk_is_named(
     with caplog.at_level(logging.INFO, logger=log.name):
         fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path))
     assert "is on a tmpfs, which is host memory and no disk" in caplog.text
-
-
-def test_several_devices_are_refused(tmp_path: Path) -> None:
-    from sp_lightning.trainer.options import Options
-    from sp_lightning.trainer.refusals import refuse_on_ranks
-
-    options: Options = SuperpipelineStrategy(disk=tmp_path)._options
-    with pytest.raises(ValueError, match="disk= is for one device"):
-        refuse_on_ranks(Module(Stack()), options, None)
 
 
 def test_host_memory_without_a_disk_is_refused() -> None:
