@@ -65,6 +65,7 @@ class Question(argparse.Namespace):
     network: float
     dram: float
     disk: float | None
+    measure_host: bool
     json: bool
     plot: Path | None
 
@@ -173,6 +174,11 @@ def _add_machine(plan: argparse.ArgumentParser) -> None:
         help="of a drive below --host-memory, for example 7GB/s, as SuperpipelineStrategy(disk=…) (no disk)",
     )
     plan.add_argument("--dram", type=_rate, default=60, help="of host memory, GB/s (%(default)s)")
+    plan.add_argument(
+        "--measure-host",
+        action="store_true",
+        help="measure what Python takes of this machine's processor for each visit of a layer, in some seconds (assumed)",
+    )
 
 
 def _size(text: str) -> int:

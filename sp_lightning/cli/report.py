@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 from sp_lightning.cli.answer import Answer, Row
-from sp_lightning.cli.arguments import MODES, Question
+from sp_lightning.cli.arguments import MODES
 from sp_lightning.cli.model_estimate import ModelEstimate
 from sp_lightning.cli.nodes_report import nodes_assumed, nodes_gain
 from sp_lightning.cli.verdict import verdict
@@ -15,7 +15,6 @@ from sp_lightning.observe.summary import remedy
 from sp_lightning.plan.activation_policy import summary
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.tune.dry_run import Work
-from sp_lightning.tune.visits import HOST_SECONDS
 
 # Waiting that takes a smaller share of the time is not worth a line.
 _LEAST_WAITING = 0.05
@@ -34,7 +33,7 @@ def as_text(answer: Answer) -> str:
         _host(estimate),
         *_disk(answer),
         *_step(estimate),
-        *_assumed(question),
+        *_assumed(estimate),
         *nodes_assumed(question),
         "",
         *_windows(answer),
@@ -165,14 +164,16 @@ def _step(estimate: ModelEstimate) -> list[str]:
     ]
 
 
-def _assumed(question: Question) -> list[str]:
+def _assumed(estimate: ModelEstimate) -> list[str]:
+    question = estimate.question
     line = (
         f"assumed: {question.tflops:g} TFLOP/s, {question.device_bandwidth:g} GB/s on the device, "
         f"{question.pcie:g} GB/s each way, {question.dram:g} GB/s of host memory "
         "(--tflops --device-bandwidth --pcie --dram)"
     )
-    visit, weight = (1e6 * each for each in HOST_SECONDS["inference" if question.predict else "training"])
-    host = f"assumed of the host: {visit:g} µs of Python for each visit of a layer, and {weight:g} µs for each weight in it"
+    visit, weight = (1e6 * each for each in estimate.host_seconds)
+    known = "measured of this host" if question.measure_host else "assumed of the host (--measure-host)"
+    host = f"{known}: {visit:.0f} µs of Python for each visit of a layer, and {weight:.0f} µs for each weight in it"
     if question.devices == 1:
         return [line, host]
     several = (

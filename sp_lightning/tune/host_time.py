@@ -1,0 +1,101 @@
+"""What the engine takes of this host for each visit of a layer: seconds of Python, measured in about a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import thread_time
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.device.device import Device
+from sp_lightning.engine.streamer import Streamer
+from sp_lightning.model.find import find_layers
+from sp_lightning.plan.plan import make_plan
+
+_LAYERS, _WIDTH, _FEW, _MANY, _ROUNDS = 12, 8, 1, 8, 30
+Step = Callable[[], object]
+
+
+def measure_host_seconds(*, training: bool) -> tuple[float, float]:
+    """Measures what a visit takes of the host, and each weight in it, as :class:`~sp_lightning.tune.visits.Rates` has them.
+
+    Layers of one tiny weight, and of eight, run with the engine and without it, by turns, on the CPU and in one thread. There
+    neither computing nor copying takes long, so what the engine takes longer is Python's time.
+
+    Args:
+        training: whether each layer has a backward, too. A visit is then the mean of both.
+
+    Returns:
+        Seconds for each visit, and for each weight.
+    """
+    visits = _LAYERS * (2 if training else 1)
+    with _one_thread():
+        few, many = (_beyond_plain(weights, training=training) / visits for weights in (_FEW, _MANY))
+    weight = max(0.0, (many - few) / (_MANY - _FEW))
+    return max(0.0, few - weight * _FEW), weight
+
+
+def _beyond_plain(weights: int, *, training: bool) -> float:
+    """Seconds that the engine adds to a step: the least of all rounds, because other programs can only make it slower."""
+    plain, streamed = _stack(weights), _stack(weights)
+    found = find_layers(streamed, layers=[str(layer) for layer in range(_LAYERS)])
+    streamer = Streamer(streamed, found, make_plan(found, k=2, k_prime=1), Device(torch.device("cpu")), pin=False)
+    x = torch.ones(1, _WIDTH)
+    steps: list[Step] = [
+        lambda: _train(plain, x) if training else _infer(plain, x),
+        lambda: _train(streamed, x, streamer) if training else _infer(streamed, x, streamer),
+    ]
+    try:
+        seconds = [[_seconds(step) for step in steps] for _ in range(_ROUNDS)]
+    finally:
+        streamer.close()
+    alone, both = (min(each) for each in zip(*seconds, strict=True))
+    return both - alone
+
+
+def _stack(weights: int) -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(weights))) for _ in range(_LAYERS))
+    )
+
+
+def _train(stack: nn.Sequential, x: Tensor, streamer: Streamer | None = None) -> None:
+    if streamer is None:
+        loss = stack(x).sum()
+    else:
+        streamer.begin("train", training=True)
+        with streamer.saving():
+            loss = stack(x).sum()
+            streamer.await_backward()
+            streamer.announce_backward(loss, quiet=True)
+    loss.backward()
+    stack.zero_grad()
+
+
+@torch.inference_mode()
+def _infer(stack: nn.Sequential, x: Tensor, streamer: Streamer | None = None) -> None:
+    if streamer is None:
+        stack(x)
+        return
+    streamer.begin("predict", training=False, quiet=True)
+    with streamer.saving():
+        stack(x)
+    streamer.end()
+
+
+def _seconds(step: Step) -> float:
+    begun = thread_time()  # other programs that run meanwhile do not count
+    step()
+    return thread_time() - begun
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
