@@ -28,10 +28,10 @@ from sp_lightning.plan.ledger import Ledger, make_ledger
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.tune.activation_choice import Balance
 from sp_lightning.tune.dry_run import Work, estimate, on_paper
-from sp_lightning.tune.host_time import measure_host_seconds
+from sp_lightning.tune.host_time import host_seconds
 from sp_lightning.tune.prediction import Prediction
 from sp_lightning.tune.simulator import predict
-from sp_lightning.tune.visits import HOST_SECONDS, Rates, Visit, schedule_visits
+from sp_lightning.tune.visits import Rates, Visit, schedule_visits
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class ModelEstimate:
         transfers, memory = self.question.pcie * 1e9, self.question.dram * 1e9
         others = self.question.devices - 1  # each device keeps its own part of a gradient, and sends the others theirs
         links = self.question.links * 1e9 * self.question.devices / others if others else math.inf
-        visit, weight = self.host_seconds
+        visit, weight = host_seconds(training=not self.question.predict, measured=self.question.measure_host)
         return Rates(
             transfers,
             transfers,
@@ -150,14 +150,6 @@ class ModelEstimate:
             network=self._network_rate,
             disk=self.question.disk or math.inf,
         )
-
-    @cached_property
-    def host_seconds(self) -> tuple[float, float]:
-        """Seconds of Python for each visit of a layer, and for each weight in it."""
-        training = not self.question.predict
-        if self.question.measure_host:
-            return measure_host_seconds(training=training)
-        return HOST_SECONDS["training" if training else "inference"]
 
     @property
     def _network_rate(self) -> float:

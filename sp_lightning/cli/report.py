@@ -15,6 +15,7 @@ from sp_lightning.observe.summary import remedy
 from sp_lightning.plan.activation_policy import summary
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.tune.dry_run import Work
+from sp_lightning.tune.host_time import host_seconds
 
 # Waiting that takes a smaller share of the time is not worth a line.
 _LEAST_WAITING = 0.05
@@ -33,7 +34,7 @@ def as_text(answer: Answer) -> str:
         _host(estimate),
         *_disk(answer),
         *_step(estimate),
-        *_assumed(estimate),
+        *_assumed(question),
         *nodes_assumed(question),
         "",
         *_windows(answer),
@@ -164,14 +165,14 @@ def _step(estimate: ModelEstimate) -> list[str]:
     ]
 
 
-def _assumed(estimate: ModelEstimate) -> list[str]:
-    question = estimate.question
+def _assumed(question: Question) -> list[str]:
     line = (
         f"assumed: {question.tflops:g} TFLOP/s, {question.device_bandwidth:g} GB/s on the device, "
         f"{question.pcie:g} GB/s each way, {question.dram:g} GB/s of host memory "
         "(--tflops --device-bandwidth --pcie --dram)"
     )
-    visit, weight = (1e6 * each for each in estimate.host_seconds)
+    seconds = host_seconds(training=not question.predict, measured=question.measure_host)
+    visit, weight = (1e6 * each for each in seconds)
     known = "measured of this host" if question.measure_host else "assumed of the host (--measure-host)"
     host = f"{known}: {visit:.0f} µs of Python for each visit of a layer, and {weight:.0f} µs for each weight in it"
     if question.devices == 1:

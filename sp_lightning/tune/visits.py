@@ -25,11 +25,6 @@ RESOURCES: dict[str, tuple[Kind, ...]] = {
 """The kinds of intervals during which each resource is busy."""
 
 
-HOST_SECONDS = {"training": (6e-5, 3.5e-5), "inference": (6e-5, 1.2e-5)}
-"""What a visit takes of the host, and each weight in it, where the engine runs beside a device: seconds of Python. Measured on
-the CPU with layers of 2 to 9 weights: tests/results/2026-11-22-host-time-cpu.md. Neither k nor k' changed them much there."""
-
-
 @dataclass(frozen=True)
 class Visit:
     """One use of some layers by a batch, in forward or in backward.
