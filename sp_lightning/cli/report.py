@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 from sp_lightning.cli.answer import Answer, Row
-from sp_lightning.cli.arguments import MODES
+from sp_lightning.cli.arguments import MODES, Question
 from sp_lightning.cli.model_estimate import ModelEstimate
 from sp_lightning.cli.nodes_report import nodes_assumed, nodes_gain
 from sp_lightning.cli.verdict import verdict

@@ -103,6 +103,7 @@ def test_what_is_refused(name: str) -> None:
         in_ranks(2, train_ours, name, 2, {"k": 1}, {})
 
 
+@pytest.mark.rest("three processes")
 def test_the_comparison_can_fail() -> None:
     """gloo's own order is another one from three ranks on."""
     with pytest.raises(AssertionError, match="values differ"):

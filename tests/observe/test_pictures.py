@@ -11,6 +11,7 @@ import pytest
 
 from sp_lightning.device.timeline import Interval
 from sp_lightning.observe.plot import Point, draw_timeline, draw_windows, require_matplotlib
+from tests.support.tiers import first
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def batch(layers: int, fetch: float) -> list[Interval]:
     return found
 
 
-@pytest.mark.parametrize("layers", [2, 12, 60, 200])
+@pytest.mark.parametrize("layers", first([2, 12, 60, 200], 12, 60, why="very few and very many"))
 def test_a_batch(layers: int, figures: list[Any], tmp_path: Path) -> None:
     draw_timeline(batch(layers, 0.001), [f"layers.{index}" for index in range(layers)], tmp_path / "a.png", "a batch")
     (figure,) = figures

@@ -419,7 +419,8 @@ NODES = pytest.mark.rest("several nodes; two ranks of one node write together in
 
 @pytest.mark.parametrize(
     "numbers",
-    [(2, 1), pytest.param((1, 2), marks=pytest.mark.rest("the way back")),
+    [pytest.param((2, 1), marks=pytest.mark.rest("one device goes on from its own in the first tier")),
+     pytest.param((1, 2), marks=pytest.mark.rest("the way back")),
      pytest.param(((2, 2), 1), marks=NODES), pytest.param(((2, 1), (2, 2), 2), marks=pytest.mark.long("nodes again"))],
     ids=str,
 )  # fmt: skip
@@ -492,9 +493,14 @@ def test_what_rank_0_puts_into_it_is_written_by_rank_0(tmp_path: Path) -> None:
     ("what", "ranks", "said"),
     [
         ("full", 2, "The checkpoint could not be written: rank 1: No space left on device"),
-        ("blind", 2, "rank 1 does not see the folder that rank 0 has made"),
-        ("raises", 2, "what the user's code says"),
-        ("no pickle", 2, "AttributeError: Can't pickle local object"),
+        *(
+            pytest.param(what, 2, said, marks=pytest.mark.rest("one error is in the first tier"))
+            for what, said in (
+                ("blind", "rank 1 does not see the folder that rank 0 has made"),
+                ("raises", "what the user's code says"),
+                ("no pickle", "AttributeError: Can't pickle local object"),
+            )
+        ),
         pytest.param("state", (2, 1), "digests of the weights for a checkpoint", marks=NODES),
     ],
 )

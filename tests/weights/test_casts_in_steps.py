@@ -331,9 +331,7 @@ def test_writes_by_references_between_two_calls() -> None:
     "make",
     first(
         STEPS,
-        WritesBeforeBackward,
         SecondDerivatives,
-        Exchanges,
         Adversaries,
         Validates,
         why="other things that happen in a step",
