@@ -77,6 +77,6 @@ def test_windows(points: list[Point], figures: list[Any], tmp_path: Path) -> Non
     assert sum(low <= each <= high for each in axes.get_xticks()) >= 3
     numbers = {text.get_text() for text in axes.texts}
     assert numbers == {str(point.k) for point in points} if points is not EQUAL else {"1", "32"} <= numbers
-    for first, second in combinations(axes.texts, 2):
-        assert not box(first).overlaps(box(second)), f"{first.get_text()} and {second.get_text()}"
+    for one, other in combinations(axes.texts, 2):
+        assert not box(one).overlaps(box(other)), f"{one.get_text()} and {other.get_text()}"
     assert "there are 24.0 GiB" in [text.get_text() for text in axes.get_legend().get_texts()]
