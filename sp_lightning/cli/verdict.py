@@ -7,7 +7,7 @@ import json
 from sp_lightning.cli.answer import Answer
 from sp_lightning.cli.arguments import MODES, Question
 from sp_lightning.plan.plan import Plan
-from sp_lightning.plan.units import human_bytes
+from sp_lightning.plan.units import exact_bytes, human_bytes
 
 
 def verdict(answer: Answer) -> str:
@@ -96,11 +96,13 @@ def _choice(question: Question, plan: Plan) -> str:
     if question.activations != "keep":
         options["activations"] = question.activations
     if question.activations == "auto":
-        options["memory_budget"] = question.gpu_memory
+        assert question.gpu_memory is not None
+        options["memory_budget"] = exact_bytes(question.gpu_memory)
     if question.overlap != "forward" and not question.predict:
         options["optimizer_overlap"] = question.overlap
     if question.disk is not None:
-        options |= {"disk": "FOLDER"} | ({"host_memory": question.host_memory} if question.host_memory else {})
+        limit = {} if question.host_memory is None else {"host_memory": exact_bytes(question.host_memory)}
+        options |= {"disk": "FOLDER"} | limit
     options |= {name: given for name in ("layers", "resident") if (given := getattr(question, name))}
     written = ", ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
     checkpoints = " and the model's gradient_checkpointing_enable()" if question.checkpointing else ""

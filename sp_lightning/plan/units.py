@@ -19,6 +19,16 @@ def enough_bytes(nbytes: int) -> str:
     return f"{-(-nbytes // 2**20)}MiB"
 
 
+def exact_bytes(nbytes: int) -> str:
+    """A number of bytes as options take it, with the largest unit of which it is a whole number."""
+    units = {
+        f"{prefix}{infix}B": base**n for base, infix in ((1024, "i"), (1000, "")) for n, prefix in enumerate("KMGT", 1)
+    }
+    fitting = {name: size for name, size in units.items() if nbytes % size == 0} if nbytes else {}
+    name = max(fitting, key=fitting.__getitem__, default="B")
+    return f"{nbytes // fitting.get(name, 1)}{name}"
+
+
 def parse_bytes(option: str, text: str) -> int:
     """The bytes of a size with a unit. ``GB`` is 10⁹ bytes, ``GiB`` is 2³⁰.
 
