@@ -162,11 +162,14 @@ DTYPES = [
 def test_tensors_of_all_kinds(tmp_path: Path) -> None:
     base = torch.arange(24.0).view(2, 3, 4)
     channels_last = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    square = torch.randn(4, 4)
     tensors = {
         **{str(dtype): torch.ones(7).to(dtype) for dtype in DTYPES},
         "number": torch.tensor(3.0), "nothing": torch.zeros(0, 4), "part": base[:, 1:], "turned": base.transpose(0, 2),
         "every other": base[:, :, ::2], "expanded": torch.ones(1).expand(5), "channels last": channels_last,
         "conjugate": torch.view_as_complex(torch.randn(3, 2)).conj(), "sparse": torch.eye(3).to_sparse(),
+        "square": square, "square, turned": square.t(), "square, as integers": square.view(torch.int32),
+        "leaf": torch.ones(3, requires_grad=True),
     }  # fmt: skip
     write(tensors, tmp_path / "a", {})
     torch.save(tensors, tmp_path / "b")
