@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import pickle
 from pathlib import Path
 
@@ -28,10 +29,12 @@ def run_convert(arguments: list[str]) -> None:
     )
     given = parser.parse_args(arguments)
     source, target, io = given.source, given.target, AtomicCheckpointIO()
-    if target.exists():
+    if os.path.lexists(target):
         parser.error(f"{target} is there already. Name another target, or remove it.")
     try:
         checkpoint = io.load_checkpoint(source, weights_only=not given.trust)
+        if not isinstance(checkpoint, dict):
+            raise ValueError(f"{source} holds a {type(checkpoint).__name__}, and no checkpoint.")
         if source.is_dir():
             io.save_checkpoint(checkpoint, target)
         else:

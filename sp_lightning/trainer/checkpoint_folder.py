@@ -2,15 +2,13 @@
 
 Rank 0 decides what is in it. Other ranks write what is theirs as well as rank 0's: weights, which a node's ranks share, and on
 the first rank of each node the optimizers' state. Beside torch's files there is an index, with everything that is no large
-tensor, and with the place of those that are. It is read with ``weights_only=True``; the tensors are mapped, so that the ranks of
-a node that resume share the memory in which they are read.
+tensor, and with the place of those that are (:mod:`~sp_lightning.trainer.folder_reader` reads it).
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import shutil
 import warnings
@@ -18,56 +16,40 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from io import RawIOBase
+from itertools import chain, count
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sp_lightning.device.torch_private import FakeTensorMode
-from sp_lightning.trainer.part_files import aside, beside, create_part, sync_folder
+from sp_lightning.trainer.folder_reader import INDEX, MARK, Keys, Stored, is_folder
+from sp_lightning.trainer.part_files import aside, beside, cause_of, create_part, sync_folder
 
-INDEX = "index.pt"
 LEAST = 2**16
 """Bytes of tensors that torch.distributed.checkpoint writes. Smaller ones are in the index."""
 THREADS = 4
 """Threads with which a rank writes, each to a file of its own."""
 
+_WHOLE = {
+    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64
+}  # fmt: skip
+
 _TIMEOUT = timedelta(hours=6)
 """How long ranks wait for the slowest one to write. torch's half an hour is less than a terabyte takes on many systems."""
 
-_Path = tuple[str | int, ...]
-_MARK = "sp_lightning checkpoint"
 
-
-class Stored(NamedTuple):
-    """Where a tensor is in a folder.
-
-    Attributes:
-        paths: the keys that lead to it in the checkpoint; tied weights have several.
-        file, offset, nbytes: the part of a file that ``torch.save`` has written for it.
-    """
-
-    paths: list[_Path]
-    file: str
-    offset: int
-    nbytes: int
-
-
-# ---------------------------------------------------------------------- what is written
-
-
-def own_tensors(module: nn.Module, optimizers: Sequence[Any]) -> dict[_Path, Tensor]:
+def own_tensors(module: nn.Module, optimizers: Sequence[Any]) -> dict[Keys, Tensor]:
     """The weights and the optimizers' state of this process, by where a checkpoint has them."""
     weights = module.named_parameters(remove_duplicate=False)
     return {("state_dict", name): parameter for name, parameter in weights} | own_state(optimizers)
 
 
-def own_state(optimizers: Sequence[Any]) -> dict[_Path, Tensor]:
+def own_state(optimizers: Sequence[Any]) -> dict[Keys, Tensor]:
     """The optimizers' state of this process, by where a checkpoint has it."""
-    found: dict[_Path, Tensor] = {}
+    found: dict[Keys, Tensor] = {}
     for number, optimizer in enumerate(optimizers):
         for index, state in optimizer.state_dict()["state"].items():
             path = ("optimizer_states", number, "state", index)
@@ -75,7 +57,7 @@ def own_state(optimizers: Sequence[Any]) -> dict[_Path, Tensor]:
     return found
 
 
-def _take_out(value: Any, taken: dict[_Path, Tensor], path: _Path = ()) -> Any:
+def _take_out(value: Any, taken: dict[Keys, Tensor], path: Keys = ()) -> Any:
     """Returns a checkpoint without its large tensors, which it puts into ``taken``."""
     if type(value) is Tensor:
         if not _is_large(value):
@@ -93,14 +75,17 @@ def _take_out(value: Any, taken: dict[_Path, Tensor], path: _Path = ()) -> Any:
 
 def _is_large(tensor: Tensor) -> bool:
     plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.requires_grad
-    return plain and tensor.nbytes >= LEAST and not tensor.is_conj() and not tensor.is_neg()
+    numbers = (
+        tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype in _WHOLE
+    )  # others are in the index
+    return plain and numbers and tensor.nbytes >= LEAST and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _name(path: _Path) -> str:
+def _name(path: Keys) -> str:
     return ".".join(map(str, path))
 
 
@@ -114,12 +99,12 @@ class _Content:
         common: by the names of those that other ranks have, too, how they find them.
     """
 
-    def __init__(self, checkpoint: Mapping[str, Any], own: Mapping[_Path, Tensor]) -> None:
-        taken: dict[_Path, Tensor] = {}
+    def __init__(self, checkpoint: Mapping[str, Any], own: Mapping[Keys, Tensor]) -> None:
+        taken: dict[Keys, Tensor] = {}
         self.rest = _take_out(dict(checkpoint), taken)
         self.tensors: dict[str, Tensor] = {}
-        self.paths: dict[str, list[_Path]] = {}
-        self.common: dict[str, _Path] = {}
+        self.paths: dict[str, list[Keys]] = {}
+        self.common: dict[str, Keys] = {}
         names: dict[tuple[Any, ...], str] = {}
         # What rank 0 alone has comes first, because torch gives each of the others to who has least to write so far.
         for path in sorted(taken, key=lambda path: path[0] != "optimizer_states"):
@@ -131,17 +116,18 @@ class _Content:
             if path in own and _memory(own[path]) == _memory(tensor):  # a hook may have put something else there
                 self.common.setdefault(name, path)
 
-    def _new_name(self, path: _Path) -> str:
+    def _new_name(self, path: Keys) -> str:
         """A path with dots; with a number if another path reads like it."""
         name = _name(path)
-        return name if name not in self.tensors else f"{name}#{len(self.tensors)}"
+        names = chain([name], (f"{name}#{number}" for number in count(1)))
+        return next(name for name in names if name not in self.tensors)
 
 
 # ---------------------------------------------------------------------- writing
 
 
-def write(checkpoint: Mapping[str, Any], folder: Path, own: Mapping[_Path, Tensor]) -> None:
-    """Writes a folder, or replaces it. Collective.
+def write(checkpoint: Mapping[str, Any], folder: Path, own: Mapping[Keys, Tensor], *, alone: bool = False) -> None:
+    """Writes a folder, or replaces it. Collective, but for who writes alone.
 
     It is there as a whole or not at all: it is written beside its place, and exchanged with what is there.
 
@@ -149,18 +135,22 @@ def write(checkpoint: Mapping[str, Any], folder: Path, own: Mapping[_Path, Tenso
         checkpoint: rank 0's is written.
         folder: its name, on a file system that all ranks see.
         own: as :func:`own_tensors` returns it, if this rank may write for rank 0; else nothing.
+        alone: this rank is rank 0, and writes all.
 
     Raises:
-        OSError: some rank could not write; what had this name is as it was.
+        OSError: some rank could not write, or there is a folder of this name with other files; what had this name is as it was.
     """
     # Who writes no folder need not import this.
-    from torch.distributed.checkpoint import FileSystemWriter, save
+    from torch.distributed.checkpoint import save
     from torch.distributed.checkpoint.api import CheckpointException
 
-    with _group() as group, ExitStack() as stack:
+    from sp_lightning.trainer.folder_writer import Writer
+
+    with _group(alone) as group, ExitStack() as stack:
 
         def begin() -> tuple[_Content, Path]:
             content = _Content(checkpoint, own)
+            _refuse_others(folder)
             folder.parent.mkdir(parents=True, exist_ok=True)
             part, stream = create_part(folder)
             stack.enter_context(stream)  # it is locked until it is closed
@@ -172,7 +162,7 @@ def write(checkpoint: Mapping[str, Any], folder: Path, own: Mapping[_Path, Tenso
         content, (place, common) = _on_first(group, folder, begin, lambda begun: (begun[1], begun[0].common))
         _all_see(group, place, folder)
         others = {name: own[path].detach() for name, path in common.items() if path in own}
-        writer = FileSystemWriter(place, thread_count=THREADS)
+        writer = Writer(place, uuid4().hex, THREADS)
         try:
             with warnings.catch_warnings():  # it says that it saves in a single process
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -197,12 +187,27 @@ def _finish(content: _Content, metadata: Any, place: Path, folder: Path) -> None
         for name, paths in content.paths.items()
     ]
     with (place / INDEX).open("xb") as stream:
-        torch.save({_MARK: 1, "tensors": tensors, "rest": content.rest}, stream)
+        try:
+            torch.save({MARK: 1, "tensors": tensors, "rest": content.rest}, stream)
+        except RuntimeError as error:
+            raise cause_of(error) from None
         stream.flush()
         os.fsync(stream.fileno())
     sync_folder(place)
     _exchange(place, folder)
     sync_folder(folder.parent)
+
+
+def _refuse_others(folder: Path) -> None:
+    """Refuses to replace a folder that is no checkpoint, or has other files in it."""
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    names = sorted(each.name for each in folder.iterdir())
+    if is_folder(folder):
+        names = [name for name in names if name not in (INDEX, ".metadata") and not name.endswith(".distcp")]
+    if names:
+        why = f"It is a folder with other files ({names[0]!r}), which the checkpoint would replace. Name a file in it"
+        raise OSError(errno.EISDIR, why, str(folder))
 
 
 def _exchange(new: Path, name: Path) -> None:
@@ -235,9 +240,9 @@ def _remove(path: Path) -> None:
 
 
 @contextmanager
-def _group() -> Iterator[Any]:
+def _group(alone: bool) -> Iterator[Any]:
     """A group of all ranks, of its own: other threads may be in the midst of other collectives. None for one process."""
-    if not _several():
+    if alone or not _several():
         yield None
         return
     group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
@@ -249,10 +254,6 @@ def _group() -> Iterator[Any]:
 
 def _several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _first() -> bool:
-    return not _several() or dist.get_rank() == 0
 
 
 def _on_first(group: Any, folder: Path, work: Callable[[], Any], told: Callable[[Any], Any]) -> tuple[Any, Any]:
@@ -268,7 +269,7 @@ def _on_first(group: Any, folder: Path, work: Callable[[], Any], told: Callable[
     result: Any = None
     found: list[Any] = [None, None]
     error: BaseException | None = None
-    if _first():
+    if group is None or dist.get_rank() == 0:
         try:
             result = work()
             found = [told(result), None]
@@ -307,90 +308,3 @@ def _not_written(error: BaseException, folder: Path, who: str = "") -> BaseExcep
     return OSError(
         error.errno, f"The checkpoint could not be written: {who}{error.strerror or error}{kept}", str(folder)
     )
-
-
-# ---------------------------------------------------------------------- reading
-
-
-def is_folder(path: Path) -> bool:
-    """Whether this module has written a folder."""
-    return (path / INDEX).is_file()
-
-
-def read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Returns the checkpoint in a folder. Its large tensors are mapped: nothing is read, and what is written stays in memory.
-
-    Args:
-        folder: its name.
-        weights_only: as in ``torch.load``, for what is no large tensor.
-
-    Raises:
-        pickle.UnpicklingError: it has other objects than tensors and plain values.
-        ValueError: a file is missing, or ends too early, or another version has written the folder.
-    """
-    index = torch.load(folder / INDEX, map_location="cpu", weights_only=weights_only)
-    if not isinstance(index, dict) or index.get(_MARK) != 1:
-        raise ValueError(f"{folder / INDEX} is no index of a checkpoint that this version reads.")
-    checkpoint: dict[str, Any] = index["rest"]
-    without_values = FakeTensorMode()
-    files: dict[str, tuple[BinaryIO, mmap.mmap]] = {}
-    with ExitStack() as stack:
-        for paths, name, offset, nbytes in (Stored(*each) for each in index["tensors"]):
-            size = (folder / name).stat().st_size if (folder / name).is_file() else -1
-            if offset + nbytes > size:
-                why = (
-                    f"lacks its file {name!r}"
-                    if size < 0
-                    else f"has a file {name!r} that ends too early ({size} bytes)"
-                )
-                raise ValueError(f"{folder} {why}: it is no whole checkpoint. Take an earlier one.")
-            if name not in files:
-                opened = stack.enter_context((folder / name).open("rb"))
-                files[name] = opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-            with without_values:
-                part: Any = _Part(files[name][0], offset, nbytes)
-                shape = torch.load(part, weights_only=True)
-            tensor = _mapped(files[name][1], shape, offset)
-            for *above, last in paths:
-                where: Any = checkpoint
-                for key in above:
-                    where = where[key]
-                where[last] = tensor
-    return checkpoint
-
-
-def _mapped(mapped: mmap.mmap, shape: Tensor, offset: int) -> Tensor:
-    """A tensor over what ``torch.save`` has written at an offset. ``shape`` is as it was read, without values."""
-    begin: Any = shape.untyped_storage()._checkpoint_offset  # which torch documents, in spite of its name
-    flat = torch.frombuffer(mapped, dtype=shape.dtype, count=shape.numel(), offset=offset + begin)
-    return flat.as_strided(tuple(shape.shape), shape.stride())
-
-
-class _Part(RawIOBase):
-    """A part of a file, as a file."""
-
-    def __init__(self, stream: BinaryIO, offset: int, nbytes: int) -> None:
-        self._stream = stream
-        self._offset = offset
-        self._nbytes = nbytes
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        self._at = position + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        self._stream.seek(self._offset + self._at)
-        found = self._stream.read(min(len(buffer), max(0, self._nbytes - self._at)))
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from sp_lightning.device.torch_private import loads_in_its_own_way, tree_map_only
 from sp_lightning.model.wrapped import parts, rebuild
 from sp_lightning.store.away import save
-from sp_lightning.trainer.checkpoint_folder import is_folder, read
 from sp_lightning.trainer.compat import base_of, is_a, trainer_of, wraps_another
-from sp_lightning.trainer.part_files import create_part, sync_folder
+from sp_lightning.trainer.folder_reader import is_folder, read
+from sp_lightning.trainer.part_files import cause_of, create_part, sync_folder
 
 BESIDE_AVERAGES = "current_model_state"
 """The key of a checkpoint under which Lightning's ``WeightAveraging`` keeps the model's own state."""
@@ -79,7 +79,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except BaseException as error:
             if part is not None:
                 part.unlink(missing_ok=True)
-            cause = _cause(error, handled)
+            cause = cause_of(error, handled)
             if not isinstance(cause, OSError):
                 if cause is error:
                     raise
@@ -260,15 +260,3 @@ def _refuse_no_folder(folder: Path) -> None:
             "Lightning's sharded strategies becomes a file by: "
             f"python -m lightning.pytorch.utilities.consolidate_checkpoint {folder}"
         )
-
-
-def _cause(error: BaseException, handled: BaseException | None) -> BaseException:
-    """Returns the error that stopped ``torch.save``, which raises one about the file's length while handling it.
-
-    Args:
-        error: as it was caught.
-        handled: the error that was under way before; it is not the cause.
-    """
-    while isinstance(error, RuntimeError) and error.__context__ not in (None, handled):
-        error = error.__context__
-    return error

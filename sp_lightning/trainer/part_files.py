@@ -71,3 +71,15 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def cause_of(error: BaseException, handled: BaseException | None = None) -> BaseException:
+    """Returns the error that stopped ``torch.save``, which raises one about the file's length while handling it.
+
+    Args:
+        error: as it was caught.
+        handled: the error that was under way before; it is not the cause.
+    """
+    while isinstance(error, RuntimeError) and error.__context__ not in (None, handled):
+        error = error.__context__
+    return error

@@ -347,12 +347,19 @@ class StreamingStrategy(Readings):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _save_together(self, checkpoint: dict[str, Any], folder: Path) -> None:
-        """All ranks write. After a run nobody compares what they have, so that rank 0 writes alone."""
+        """All ranks write. After a run nobody compares what they have, so that rank 0 writes alone; so it does after an error."""
         assert self.lightning_module is not None
         with nullcontext() if self._run is None else self._run.host_parameters():
             own = {} if self._run is None else own_tensors(self.lightning_module, self.optimizers)
-            self.barrier("of a checkpoint")  # a rank that has failed in a hook does not come, and is named
-            write(checkpoint, folder, own)
+            if self._ranks is None or not self._ranks.failure:
+                try:
+                    self.barrier("of a checkpoint")  # a rank that has failed in a hook does not come, and is named
+                except BaseException as error:
+                    self.note_failure(error)  # who saves because of it waits for nobody
+                    raise
+                write(checkpoint, folder, own)
+            elif self._ranks.first:  # the others may never come
+                write(checkpoint, folder, own, alone=True)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
+import shutil
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
@@ -23,13 +28,14 @@ from torch.distributed.checkpoint import FileSystemWriter
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.__main__ import main
 from sp_lightning.store.mapped import Mappings
-from sp_lightning.trainer import checkpoint_folder
-from sp_lightning.trainer.checkpoint_folder import INDEX, read, write
+from sp_lightning.trainer import checkpoint_folder, folder_reader
+from sp_lightning.trainer.checkpoint_folder import write
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
+from sp_lightning.trainer.folder_reader import INDEX, read
 from sp_lightning.trainer.part_files import aside, beside, create_part
 from tests.equality.on_ranks import InOrder, seen
 from tests.support.models import CASES, Module, Stack, vectors
-from tests.support.ranks import Number, RanksFailed, devices, in_ranks, rank, total
+from tests.support.ranks import Number, RanksFailed, devices, in_ranks, rank, start, total
 from tests.support.runs import assert_equal, assert_same, fit, fused
 from tests.support.tiers import first, some
 
@@ -168,7 +174,8 @@ def test_tensors_of_all_kinds(tmp_path: Path) -> None:
         "number": torch.tensor(3.0), "nothing": torch.zeros(0, 4), "part": base[:, 1:], "turned": base.transpose(0, 2),
         "every other": base[:, :, ::2], "expanded": torch.ones(1).expand(5), "channels last": channels_last,
         "conjugate": torch.view_as_complex(torch.randn(3, 2)).conj(), "sparse": torch.eye(3).to_sparse(),
-        "square": square, "square, turned": square.t(), "leaf": torch.ones(3, requires_grad=True),
+        "square": square, "square, turned": square.t(), "row, expanded": square[2].expand(4, 4),
+        "leaf": torch.ones(3, requires_grad=True),
     }  # fmt: skip
     write(tensors, tmp_path / "a", {})
     torch.save(tensors, tmp_path / "b")
@@ -189,10 +196,25 @@ def test_one_memory_with_two_dtypes_is_written_twice(tmp_path: Path) -> None:
     assert_equal(read(tmp_path / "a", True), content, "content")
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor, .* are deprecated", "ignore:TypedStorage is deprecated")
+def test_numbers_that_torch_maps_to_no_tensor_are_in_the_index(tmp_path: Path) -> None:
+    """A quantised tensor of torch's own, and plain bits."""
+    quantised = torch.quantize_per_tensor(torch.arange(9.0), 0.5, 3, torch.quint8)
+    bits = torch.arange(9, dtype=torch.uint8)
+    write({"quantised": quantised, "bits": bits.view(torch.bits8)}, tmp_path / "a", {})
+    found = read(tmp_path / "a", True)
+    assert torch.equal(found["quantised"].int_repr(), quantised.int_repr())
+    assert found["quantised"].q_zero_point() == 3
+    assert torch.equal(found["bits"].view(torch.uint8), bits)
+
+
 def test_names_that_read_alike_are_apart(tmp_path: Path) -> None:
     content = {"a.b": torch.ones(3), "a": {"b": torch.zeros(3), 0: torch.full((3,), 2.0), "0": torch.full((3,), 3.0)}}
     write(content, tmp_path / "a", {})
     assert_equal(read(tmp_path / "a", True), content, "content")
+    numbered = {f"a.b#{number}": torch.full((3,), float(number)) for number in range(5)} | content
+    write(numbered, tmp_path / "b", {})
+    assert_equal(read(tmp_path / "b", True), numbered, "numbered")
 
 
 def test_it_says_nothing(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
@@ -225,6 +247,21 @@ def test_a_name_is_given_to_the_new_one(
     assert torch.equal(read(target, True)["a"], torch.ones(9))
     assert torch.equal(read(elsewhere, True)["a"], torch.zeros(9))
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "other.ckpt"]
+
+
+def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
+    """Whoever forgets the file's name keeps what is in the folder."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "thesis.tex").write_text("all of it")
+    with pytest.raises(IsADirectoryError, match=r"It is a folder with other files \('thesis.tex'\)"):
+        write({"a": torch.ones(9)}, tmp_path / "logs", {})
+    write({"a": torch.ones(9)}, tmp_path / "mine", {})
+    (tmp_path / "mine" / "notes.txt").write_text("kept")
+    with pytest.raises(IsADirectoryError, match=r"other files \('notes.txt'\)"):
+        write({"a": torch.zeros(9)}, tmp_path / "mine", {})
+    assert (tmp_path / "logs" / "thesis.tex").read_text() == "all of it"
+    assert torch.equal(read(tmp_path / "mine", True)["a"], torch.ones(9))
+    assert sorted(os.listdir(tmp_path)) == ["logs", "mine"]
 
 
 def test_what_was_set_aside_comes_back_before_the_next_one(tmp_path: Path) -> None:
@@ -335,6 +372,121 @@ def test_files_that_are_not_whole(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(ValueError, match=f"lacks its file '{file.name}'"):
         read(tmp_path / "a", True)
+
+
+def test_parts_of_another_checkpoint_are_not_read(tmp_path: Path) -> None:
+    """A copy over an older one was interrupted: its parts are there, and the index is the old one; or the index alone."""
+    for number, name in enumerate("ab"):
+        write({"a": torch.full((900,), float(number))}, tmp_path / name, {})
+    for each in (tmp_path / "b").glob("*.distcp"):
+        shutil.copy(each, tmp_path / "a")
+    assert torch.equal(read(tmp_path / "a", True)["a"], torch.zeros(900))
+    shutil.copy(tmp_path / "a" / INDEX, tmp_path / "b" / INDEX)
+    with pytest.raises(ValueError, match=r"lacks its file '.*'\: it is no whole checkpoint"):
+        read(tmp_path / "b", True)
+
+
+def test_a_reader_finds_one_checkpoint_or_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the name after the index was read, and before the tensors are."""
+    write({"a": torch.zeros(900), "number": 0}, tmp_path / "a", {})
+    load = folder_reader._load_index
+
+    def late(file: Path, weights_only: bool | None) -> Any:
+        index = load(file, weights_only)
+        if index["rest"]["number"] < 3:
+            number = index["rest"]["number"] + 1
+            write({"a": torch.full((900,), float(number)), "number": number}, tmp_path / "a", {})
+        return index
+
+    monkeypatch.setattr(folder_reader, "_load_index", late)
+    found = read(tmp_path / "a", True)
+    assert found["number"] == 3
+    assert torch.equal(found["a"], torch.full((900,), 3.0))
+
+
+class Ends(Callback):
+    """Rank 1 ends in the third batch, in one way."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and self.how == "saves alone" and trainer.is_global_zero:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "alone")
+        if batch_idx == 2 and rank() == 1:
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "hook":
+                raise ValueError("no more")
+
+
+def end(folder: str, how: str) -> None:
+    saves = OnExceptionCheckpoint(folder)
+    options: Any = {
+        "devices": 2,
+        "callbacks": [saves, Ends(how)],
+        "recorded": "losses",
+        "default_root_dir": folder,
+        "enable_checkpointing": True,
+    }
+    fit(Net, vectors(8), together(), **options)
+
+
+@pytest.mark.parametrize("how", some(["kill", "hook", "saves alone"], "kill", why="other ends"))
+def test_rank_0_saves_alone_where_others_may_never_come(how: str, tmp_path: Path) -> None:
+    """It waited for six hours for a rank that was killed."""
+    begun = monotonic()
+    (first, _), (second, _) = start(2, end, str(tmp_path), how).outcomes()
+    assert "RankError" in str(first)
+    assert second is not None
+    assert monotonic() - begun < 60
+    found = AtomicCheckpointIO().load_checkpoint(tmp_path / "on_exception.ckpt", weights_only=True)
+    assert found["global_step"] == 2
+    fit(Net, vectors(), together(), ckpt_path=tmp_path / "on_exception.ckpt", recorded="losses")
+
+
+DAMAGES: dict[str, Callable[[bytearray], bytes]] = {
+    "empty": lambda content: b"",
+    "cut": lambda content: bytes(content[: len(content) // 2]),
+    "zeros at the end": lambda content: bytes(content[:-100]) + bytes(100),
+    "zeros at the begin": lambda content: bytes(100) + bytes(content[100:]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_index_is_named(damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write({"a": torch.zeros(900), "text": "some " * 100}, tmp_path / "a", {})
+    file = tmp_path / "a" / INDEX
+    file.write_bytes(DAMAGES[damage](bytearray(file.read_bytes())))
+    with pytest.raises(ValueError, match=r"index\.pt is damaged.*Take an earlier checkpoint"):
+        read(tmp_path / "a", True)
+    with pytest.raises(SystemExit):
+        main(["convert", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert "index.pt is damaged" in capsys.readouterr().err
+
+
+def test_a_damaged_part_is_named(tmp_path: Path) -> None:
+    write({"a": torch.zeros(900)}, tmp_path / "a", {})
+    file = next(each for each in (tmp_path / "a").iterdir() if each.suffix == ".distcp" and each.stat().st_size)
+    file.write_bytes(bytes(100) + file.read_bytes()[100:])
+    with pytest.raises(ValueError, match=f"{file.name} is damaged"):
+        read(tmp_path / "a", True)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_file_that_may_not_grow_is_an_error_of_the_system(tmp_path: Path) -> None:
+    """At whatever byte it happens. torch raises an error about positions in a file, which says nothing to a user."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    write({"a": torch.zeros(9)}, tmp_path / "a", {})
+    for most in range(0, 9000, 450):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+        try:
+            with pytest.raises(OSError, match=r"could not be written: .*; the previous one of this name is as it was"):
+                write({"a": torch.ones(900), "in the index": "x" * 9000}, tmp_path / "a", {})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert torch.equal(read(tmp_path / "a", True)["a"], torch.zeros(9))
+    assert os.listdir(tmp_path) == ["a"]
 
 
 def test_a_folder_of_somebody_else(tmp_path: Path) -> None:

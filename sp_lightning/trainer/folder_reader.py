@@ -1,0 +1,170 @@
+"""Reads checkpoints that all ranks have written together: an index, and the tensors in files of torch.distributed.checkpoint.
+
+The index is read with ``weights_only=True``; the tensors are mapped, so that the ranks of a node that resume share the memory in
+which they are read. The names of the files have a number of their checkpoint's own in them, so that no index is ever read with
+the tensors of another one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import zipfile
+from contextlib import ExitStack
+from io import RawIOBase
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sp_lightning.device.torch_private import FakeTensorMode
+
+INDEX = "index.pt"
+MARK = "sp_lightning checkpoint"
+
+Keys = tuple[str | int, ...]
+
+
+class Stored(NamedTuple):
+    """Where a tensor is in a folder.
+
+    Attributes:
+        paths: the keys that lead to it in the checkpoint; tied weights have several.
+        file, offset, nbytes: the part of a file that ``torch.save`` has written for it.
+    """
+
+    paths: list[Keys]
+    file: str
+    offset: int
+    nbytes: int
+
+
+# ---------------------------------------------------------------------- what is written
+
+
+def is_folder(path: Path) -> bool:
+    """Whether this module has written a folder."""
+    return (path / INDEX).is_file()
+
+
+def read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Returns the checkpoint in a folder. Its large tensors are mapped: nothing is read, and what is written stays in memory.
+
+    Args:
+        folder: its name.
+        weights_only: as in ``torch.load``, for what is no large tensor.
+
+    Raises:
+        pickle.UnpicklingError: it has other objects than tensors and plain values.
+        ValueError: a file is missing, damaged, or ends too early, or another version has written the folder.
+    """
+    while True:
+        before = _identity(folder)
+        try:
+            return _read(folder, weights_only)
+        except (FileNotFoundError, ValueError):
+            if _identity(folder) == before:
+                raise  # else another checkpoint has taken the name meanwhile
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    found = folder.stat()
+    return found.st_ino, found.st_ctime_ns
+
+
+def _read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
+    index = _load_index(folder / INDEX, weights_only)
+    if not isinstance(index, dict) or index.get(MARK) != 1:
+        raise ValueError(f"{folder / INDEX} is no index of a checkpoint that this version reads.")
+    checkpoint: dict[str, Any] = index["rest"]
+    without_values = FakeTensorMode()
+    files: dict[str, tuple[BinaryIO, mmap.mmap]] = {}
+    with ExitStack() as stack:
+        for paths, name, offset, nbytes in (Stored(*each) for each in index["tensors"]):
+            size = (folder / name).stat().st_size if (folder / name).is_file() else -1
+            if offset + nbytes > size:
+                why = (
+                    f"lacks its file {name!r}"
+                    if size < 0
+                    else f"has a file {name!r} that ends too early ({size} bytes)"
+                )
+                raise ValueError(f"{folder} {why}: it is no whole checkpoint. Take an earlier one.")
+            if name not in files:
+                opened = stack.enter_context((folder / name).open("rb"))
+                files[name] = opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+            part: Any = _Part(files[name][0], offset, nbytes)
+            try:
+                with without_values:
+                    shape = torch.load(part, weights_only=True)
+            except Exception as error:
+                raise _damaged(folder / name) from error
+            tensor = _mapped(files[name][1], shape, offset)
+            for *above, last in paths:
+                where: Any = checkpoint
+                for key in above:
+                    where = where[key]
+                where[last] = tensor
+    return checkpoint
+
+
+def _load_index(file: Path, weights_only: bool | None) -> Any:
+    with file.open("rb") as stream:
+        try:
+            return torch.load(stream, map_location="cpu", weights_only=weights_only)
+        except Exception as error:
+            if _is_whole(stream):
+                raise
+            raise _damaged(file) from error
+
+
+def _is_whole(stream: BinaryIO) -> bool:
+    """Whether a file that ``torch.save`` has written has the checksums that it had."""
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, OSError, EOFError):
+        return False
+
+
+def _damaged(file: Path) -> ValueError:
+    return ValueError(f"{file} is damaged: it has not the bytes that were written. Take an earlier checkpoint.")
+
+
+def _mapped(mapped: mmap.mmap, shape: Tensor, offset: int) -> Tensor:
+    """A tensor over what ``torch.save`` has written at an offset. ``shape`` is as it was read, without values."""
+    storage: Any = shape.untyped_storage()
+    begin = storage._checkpoint_offset  # which torch documents, in spite of its name
+    count = storage.nbytes() // shape.element_size()
+    flat = torch.frombuffer(mapped, dtype=shape.dtype, count=count, offset=offset + begin)
+    return flat.as_strided(tuple(shape.shape), shape.stride(), shape.storage_offset())
+
+
+class _Part(RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, stream: BinaryIO, offset: int, nbytes: int) -> None:
+        self._stream = stream
+        self._offset = offset
+        self._nbytes = nbytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        self._at = position + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._stream.seek(self._offset + self._at)
+        found = self._stream.read(min(len(buffer), max(0, self._nbytes - self._at)))
+        buffer[: len(found)] = found
+        self._at += len(found)
+        return len(found)
