@@ -189,7 +189,7 @@ PUBLIC_ENOUGH = {
 """Privates of torch that any file may use, with the reason."""
 
 PRIVATES: dict[str, set[str]] = {
-    "trainer.checkpoint_folder": {"_checkpoint_offset"},  # torch's notes on serialization document it
+    "trainer.folder_reader": {"_checkpoint_offset"},  # torch's notes on serialization document it
     "optim.scaler": {"_unscale_grads_"},  # overridden: a method has to have its name. test_torch_private.py calls it
     "trainer.compat": {"_device"},  # of Lightning's modules, by the name that torch's GradScaler uses, too
 }

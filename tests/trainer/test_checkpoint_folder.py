@@ -6,12 +6,10 @@ import errno
 import os
 import re
 import resource
-import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -28,7 +26,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.__main__ import main
 from sp_lightning.store.mapped import Mappings
-from sp_lightning.trainer import checkpoint_folder, folder_reader
+from sp_lightning.trainer import checkpoint_folder
 from sp_lightning.trainer.checkpoint_folder import write
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from sp_lightning.trainer.folder_reader import INDEX, read
@@ -360,48 +358,7 @@ def test_an_error_that_is_no_disk_s_stays_itself(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-# ---------------------------------------------------------------------- what cannot be read
-
-
-def test_files_that_are_not_whole(tmp_path: Path) -> None:
-    write({"a": torch.zeros(900)}, tmp_path / "a", {})
-    file = next(each for each in (tmp_path / "a").iterdir() if each.suffix == ".distcp" and each.stat().st_size)
-    os.truncate(file, 200)
-    with pytest.raises(ValueError, match=rf"has a file '{file.name}' that ends too early \(200 bytes\)"):
-        read(tmp_path / "a", True)
-    file.unlink()
-    with pytest.raises(ValueError, match=f"lacks its file '{file.name}'"):
-        read(tmp_path / "a", True)
-
-
-def test_parts_of_another_checkpoint_are_not_read(tmp_path: Path) -> None:
-    """A copy over an older one was interrupted: its parts are there, and the index is the old one; or the index alone."""
-    for number, name in enumerate("ab"):
-        write({"a": torch.full((900,), float(number))}, tmp_path / name, {})
-    for each in (tmp_path / "b").glob("*.distcp"):
-        shutil.copy(each, tmp_path / "a")
-    assert torch.equal(read(tmp_path / "a", True)["a"], torch.zeros(900))
-    shutil.copy(tmp_path / "a" / INDEX, tmp_path / "b" / INDEX)
-    with pytest.raises(ValueError, match=r"lacks its file '.*'\: it is no whole checkpoint"):
-        read(tmp_path / "b", True)
-
-
-def test_a_reader_finds_one_checkpoint_or_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes the name after the index was read, and before the tensors are."""
-    write({"a": torch.zeros(900), "number": 0}, tmp_path / "a", {})
-    load = folder_reader._load_index
-
-    def late(file: Path, weights_only: bool | None) -> Any:
-        index = load(file, weights_only)
-        if index["rest"]["number"] < 3:
-            number = index["rest"]["number"] + 1
-            write({"a": torch.full((900,), float(number)), "number": number}, tmp_path / "a", {})
-        return index
-
-    monkeypatch.setattr(folder_reader, "_load_index", late)
-    found = read(tmp_path / "a", True)
-    assert found["number"] == 3
-    assert torch.equal(found["a"], torch.full((900,), 3.0))
+# ---------------------------------------------------------------------- what ends badly
 
 
 class Ends(Callback):
@@ -445,34 +402,6 @@ def test_rank_0_saves_alone_where_others_may_never_come(how: str, tmp_path: Path
     fit(Net, vectors(), together(), ckpt_path=tmp_path / "on_exception.ckpt", recorded="losses")
 
 
-DAMAGES: dict[str, Callable[[bytearray], bytes]] = {
-    "empty": lambda content: b"",
-    "cut": lambda content: bytes(content[: len(content) // 2]),
-    "zeros at the end": lambda content: bytes(content[:-100]) + bytes(100),
-    "zeros at the begin": lambda content: bytes(100) + bytes(content[100:]),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_index_is_named(damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write({"a": torch.zeros(900), "text": "some " * 100}, tmp_path / "a", {})
-    file = tmp_path / "a" / INDEX
-    file.write_bytes(DAMAGES[damage](bytearray(file.read_bytes())))
-    with pytest.raises(ValueError, match=r"index\.pt is damaged.*Take an earlier checkpoint"):
-        read(tmp_path / "a", True)
-    with pytest.raises(SystemExit):
-        main(["convert", str(tmp_path / "a"), str(tmp_path / "b")])
-    assert "index.pt is damaged" in capsys.readouterr().err
-
-
-def test_a_damaged_part_is_named(tmp_path: Path) -> None:
-    write({"a": torch.zeros(900)}, tmp_path / "a", {})
-    file = next(each for each in (tmp_path / "a").iterdir() if each.suffix == ".distcp" and each.stat().st_size)
-    file.write_bytes(bytes(100) + file.read_bytes()[100:])
-    with pytest.raises(ValueError, match=f"{file.name} is damaged"):
-        read(tmp_path / "a", True)
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_file_that_may_not_grow_is_an_error_of_the_system(tmp_path: Path) -> None:
     """At whatever byte it happens. torch raises an error about positions in a file, which says nothing to a user."""
@@ -492,19 +421,6 @@ def test_a_file_that_may_not_grow_is_an_error_of_the_system(tmp_path: Path) -> N
 def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has not written\. One of Lightning's sharded strategies becomes a file by"):
         fit(Net, vectors(), together(), ckpt_path=tmp_path)
-
-
-def test_an_index_of_another_version(tmp_path: Path) -> None:
-    torch.save({"sp_lightning checkpoint": 2}, tmp_path / INDEX)
-    with pytest.raises(ValueError, match="no index of a checkpoint that this version reads"):
-        read(tmp_path, True)
-
-
-def test_code_is_not_run(tmp_path: Path) -> None:
-    write({"a": Path("code")}, tmp_path / "a", {})
-    with pytest.raises(Exception, match="Checkpoints are read with weights_only=True") as refused:
-        AtomicCheckpointIO().load_checkpoint(tmp_path / "a", weights_only=True)
-    assert "weights_only=False" in "".join(refused.value.__notes__)
 
 
 def test_options_that_exclude_it(tmp_path: Path) -> None:
