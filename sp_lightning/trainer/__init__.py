@@ -5,8 +5,8 @@
 step each in ``batch`` (repeated where ``retry`` allows it) and in ``optimizer_steps`` (in the background where
 ``update_policy`` allows it). ``user_hooks`` says where user code could write weights. ``callback`` logs and records
 (``recording``). Checkpoints are in ``checkpoint_io`` and ``frozen_weights``, those that all ranks write together in
-``checkpoint_folder`` (``folder_writer``, ``folder_reader``); both write to ``part_files`` first. ``given_values`` of modules on the meta device come from them or from
-``weight_files``.
+``checkpoint_folder`` (``folder_writer``, ``folder_reader``); both write to ``part_files`` first. ``given_values`` of modules on
+the meta device come from them or from ``weight_files``.
 
 ``disk_tier`` decides what of the optimizers' state is on a disk, ``weights_in_place`` which weights stay in their files,
 ``weights_on_scratch`` which trained ones are on the disk, and ``readings`` is what a user asks a strategy.

@@ -15,6 +15,8 @@ import torch
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.plan.state_placement import place_state
 from sp_lightning.trainer import disk_tier
+from sp_lightning.trainer.disk_tier import DiskTier
+from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from tests.equality.on_ranks import InOrder, seen
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_disk import NoBatch, fails, on_disk, without_room
@@ -116,6 +118,35 @@ def test_what_other_processes_have_taken_counts(tmp_path: Path) -> None:
     ((few,), none), ((many,), _) = (in_ranks(2, room, str(tmp_path), held) for held in (0, 2**28))
     assert none == []
     assert 0.8 * 2**28 < few - many < 1.2 * 2**28
+
+
+def counted(disk: str) -> tuple[int, int, list[int]]:
+    """The device memory of one rank, what is counted beside state, and what each rank takes for the state's memory."""
+    placed, place, place_in = [], DiskTier.place, OptimizerSteps.place_state
+    told: list[int] = []
+
+    def spy(tier: Any, optimizers: Any, layer_of: Any, others: int, elsewhere: int) -> Any:
+        placed.append(others)
+        return place(tier, optimizers, layer_of, others, elsewhere)
+
+    def tell(steps: Any) -> int:
+        told.append(place_in(steps))
+        return told[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        without_room(patch)
+        patch.setattr(DiskTier, "place", spy)
+        patch.setattr(OptimizerSteps, "place_state", tell)
+        outcome = fit(Net, vectors(4), on_disk(Path(disk)), devices=2)
+    strategy: Any = outcome.trainer.strategy
+    return strategy.plan.peak_device_bytes, sum(placed) - strategy.ledger.gradients, told
+
+
+@pytest.mark.rest("the refusal in the first tier counts all processes, too")
+def test_layers_on_the_device_of_every_process_count_and_all_know_what_state_takes(tmp_path: Path) -> None:
+    (one, others, (first,)), (_, _, (second,)) = in_ranks(2, counted, str(tmp_path))
+    assert others == 2 * one > 0
+    assert first == second > 0
 
 
 # ---------------------------------------------------------------------- faults
