@@ -29,6 +29,8 @@ class Collectives:
         rank: this process's number on its node.
         size: how many ranks each node has.
         primary: whether this is the rank that updates its node's weights (rank 0 of the node).
+        meanwhile: is called now and then while this rank waits for others.
+        sums: how many backwards have ended, after each of which all ranks have come to :meth:`largest`.
     """
 
     def __init__(self, device: torch.device, per_node: int | None = None) -> None:
@@ -36,6 +38,8 @@ class Collectives:
         self.groups = Groups(device, per_node or dist.get_world_size())
         self.rank, self.size = self.groups.rank, self.groups.per_node
         self.primary = self.rank == 0
+        self.sums = 0
+        self.meanwhile: Callable[[], None] = lambda: None
         self._board: Board | None = None
 
     @property
@@ -94,9 +98,16 @@ class Collectives:
         self.meet(f"a barrier ({why.value})", why)
 
     def until(self, reached: Callable[[], bool], why: Wait | str) -> None:
-        """As :meth:`sp_lightning.device.board.Board.until`."""
+        """As :meth:`sp_lightning.device.board.Board.until`. Another rank may wait for what :attr:`meanwhile` does."""
+
+        def look() -> bool:
+            if reached():
+                return True
+            self.meanwhile()
+            return False
+
         if self._board is not None:
-            self._board.until(reached, why)
+            self._board.until(look, why)
 
     # ------------------------------------------------------------------ objects
 
@@ -126,6 +137,7 @@ class Collectives:
         """Replaces whole numbers in host memory by the largest that any rank has at the same place."""
         self.board.come("the end of a backward")
         self._largest(values, Wait.SHOW_AFTER_LANDING)
+        self.sums += 1
 
     def _largest(self, values: Tensor, why: Wait | str) -> None:
         """As :meth:`largest`. Between nodes this also shows whether all ranks have come the same way here."""
@@ -175,6 +187,21 @@ class Collectives:
         """Puts the flat tensors of all peers one behind the other, in the order of nodes."""
         work = dist.all_gather_into_tensor(everybody, own, group=self._peers.device, async_op=True)
         self._wait_for(work, f"{what} of other nodes", host=self._on_host)
+
+    def gather(self, everybody: Tensor, group: Group, what: str) -> None:
+        """Fills flat memory on the device, of which each rank of the node has its own of as many equal parts.
+
+        It is no meeting: the ranks have agreed on it elsewhere (:mod:`~sp_lightning.device.gather_board`), at a time that may
+        differ between other meetings.
+
+        Args:
+            everybody: is overwritten but for this rank's part.
+            group: the node's, in which nothing else is sent.
+            what: what is sent, in words.
+        """
+        own = everybody.chunk(self.size)[self.rank]
+        work = dist.all_gather_into_tensor(everybody, own, group=group.device, async_op=True)
+        self._wait_for(work, what, host=self._on_host)
 
     @property
     def _peers(self) -> Group:

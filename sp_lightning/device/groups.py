@@ -51,10 +51,18 @@ class Groups:
         self.everybody = self._make(range(world))
         self.on_node, self.peers = self.everybody, None
         if self.nodes > 1:
-            numbers = [list(range(node * per_node, (node + 1) * per_node)) for node in range(self.nodes)]
+            self.on_node = self.another_on_node()
             # Every process takes part in making each group.
-            self.on_node = [self._make(each) for each in numbers][self.node]
-            self.peers = [self._make(each) for each in zip(*numbers, strict=True)][self.rank]
+            self.peers = [self._make(each) for each in zip(*self._of_nodes, strict=True)][self.rank]
+
+    @property
+    def _of_nodes(self) -> list[range]:
+        """The numbers of the ranks of each node."""
+        return [range(node * self.per_node, (node + 1) * self.per_node) for node in range(self.nodes)]
+
+    def another_on_node(self) -> Group:
+        """Makes another group of this node's ranks, for what comes in an order of its own. All ranks of all nodes make it."""
+        return [self._make(each) for each in self._of_nodes][self.node]
 
     def _make(self, numbers: Sequence[int]) -> Group:
         host: Any = dist.new_group(list(numbers), backend="gloo")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Wait
 from sp_lightning.engine.file_source import FileSource
 from sp_lightning.engine.host_source import HostSource
-from sp_lightning.engine.shared_source import SharedSource
+from sp_lightning.engine.shared_source import SharedSource, written_here
 from sp_lightning.engine.step import Step
 from sp_lightning.engine.turns import Turns
 from sp_lightning.model.found import Layer
@@ -39,6 +40,8 @@ from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.gradients import Gradients
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.reduced_gradients import ReducedGradients
+from sp_lightning.weights.sliced_uploads import SlicedUploads
+from sp_lightning.weights.uploads import Uploads
 
 
 class Placement:
@@ -77,6 +80,10 @@ class Placement:
         """Makes the block of a layer, as the class :class:`~sp_lightning.store.block.HostBlock` does."""
         return HostBlock(layer, planned, *args, **options)
 
+    def uploads(self, device: Device, lock: threading.RLock, log: logging.Logger | None) -> Uploads:
+        """Returns what copies layers to the device."""
+        return Uploads(device)
+
     def gradients(
         self, device: Device, staging: Staging, layers: Sequence[StreamedLayer], in_flight: int
     ) -> GradientSink:
@@ -104,10 +111,12 @@ class OnRanks(Placement):
 
     Args:
         ranks: the processes.
+        sliced: whether they upload layers together.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, *, sliced: bool = False) -> None:
         self._ranks = ranks
+        self._sliced = sliced
 
     def allocate(self, device: Device, plan: Plan) -> Allocate:
         remedy = (
@@ -116,6 +125,9 @@ class OnRanks(Placement):
         self._ranks.must_agree("layers", {layer.name: human_bytes(layer.nbytes) for layer in plan.moving}, remedy)
         self._store = SharedStore(self._ranks, device, sum(map(pages_of, (*plan.moving, plan.residents))))
         return self._store.allocate
+
+    def uploads(self, device: Device, lock: threading.RLock, log: logging.Logger | None) -> Uploads:
+        return SlicedUploads(device, self._ranks, lock, written_here, log) if self._sliced else Uploads(device)
 
     def gradients(
         self, device: Device, staging: Staging, layers: Sequence[StreamedLayer], in_flight: int

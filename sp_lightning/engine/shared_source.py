@@ -32,6 +32,11 @@ class SharedSource(HostSource):
         return layer.block.weights, None
 
 
+def written_here(layer: StreamedLayer) -> bool:
+    """Whether a layer that was staged comes from this rank's own view."""
+    return _memory(layer).written
+
+
 def _memory(layer: StreamedLayer) -> SharedBlockMemory:
     assert isinstance(layer.block.memory, SharedBlockMemory)
     return layer.block.memory

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 
 from sp_lightning.activations.calls import Activations
+from sp_lightning.device.board import RankError
 from sp_lightning.engine.exchange import Exchange
 from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.residency import Residency
@@ -208,11 +209,20 @@ class Step:
         self._activations.flush()
         if self.training:
             self.invalidate()  # from now on hooks and optimizers may write weights through .data, which no version shows
+        self._end_round(compare)
         self._residency.slots.give_back_extra()
         if self.shared:
             self.share(False)
         if writes_follow:
             self._source.synchronize()
+
+    def _end_round(self, well: bool) -> None:
+        """Has all issued that is on its way from other ranks, of which one may have failed."""
+        try:
+            self._residency.slots.end_round()
+        except RankError:
+            if well:  # else there is an error already
+                raise
 
     # ------------------------------------------------------------------ check_writes
 

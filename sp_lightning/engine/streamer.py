@@ -100,7 +100,8 @@ class Streamer:
         self._watch = WeightWatch([layer.block for layer in self._layers]) if check_writes else None
         self._stays: set[int] = set()
         make_experts(self._moving, log)
-        self._slots = Slots(plan, self._moving, device)
+        self._uploads = placement.uploads(device, self._lock, log)
+        self._slots = Slots(plan, self._moving, device, self._uploads)
         self._gradients = placement.gradients(device, self._staging, self._layers, plan.k_prime + 1)
         self._tables = make_tables(self.found, self._layers, device, pin=pin, compacted=self._gradients.compacted)
         self.updates = placement.updates(self._layers, device)
@@ -319,6 +320,7 @@ class Streamer:
             demand_fetches=self._residency.demand_fetches,
             host_waits=self._lent.write_backs + self._gradients.host_waits + waits_for_indices(self._moving),
             extra_slots=self._slots.extra_slots,
+            gathered_bytes=self._slots.gathered_bytes,
             peak_device_bytes=self._peak.most,
             stored_bytes=offload.stored_bytes,
             returned_bytes=offload.returned_bytes,
@@ -347,6 +349,7 @@ class Streamer:
             for handle in self._module_hooks:
                 handle.remove()
             self._slots.close()
+            self._uploads.close()
             self.activations.offload.close()
             self._residents.close()
             for layer in self._layers:

@@ -30,6 +30,8 @@ class Stats:
             the use began, kept or come ahead of time, and how many had to come then. A hit may thus have travelled, too.
         expert_bytes: bytes of stacked experts copied to the device, ahead of time or not; what was saved is seen here. They
             are among ``fetched_bytes``.
+        gathered_bytes: bytes of weights that came from other devices of the node, with ``transfer="sliced"``. They are among
+            ``fetched_bytes``.
     """
 
     fetched_layers: int
@@ -50,6 +52,7 @@ class Stats:
     expert_hits: int = 0
     expert_misses: int = 0
     expert_bytes: int = 0
+    gathered_bytes: int = 0
 
     @property
     def waited_seconds(self) -> float:

@@ -22,6 +22,7 @@ from sp_lightning.plan.units import parse_bytes
 
 Count = int | Literal["auto"]
 Overlap = Literal["auto", "off", "forward", "backward"]
+Transfer = Literal["auto", "whole", "sliced"]
 Fused = bool | Literal["auto"]
 P = ParamSpec("P")
 
@@ -103,6 +104,13 @@ def checked_overlap(mode: Any) -> Overlap:
     if mode not in get_args(Overlap):
         raise ValueError(f"optimizer_overlap must be one of {get_args(Overlap)}, found {mode!r}.")
     return cast(Overlap, mode)
+
+
+def checked_transfer(how: Any) -> Transfer:
+    """How several devices upload layers."""
+    if how not in get_args(Transfer):
+        raise ValueError(f"transfer must be one of {get_args(Transfer)}, found {how!r}.")
+    return cast(Transfer, how)
 
 
 def checked_activations(choice: Any) -> Activations:

@@ -121,6 +121,14 @@ class Plan:
         return frozenset(i for i, layer in enumerate(self.layers) if layer.ring in fits and not layer.rows)
 
     @property
+    def main_ring(self) -> int:
+        """The index of the ring through which most bytes pass."""
+        passing = Counter[int]()
+        for layer in self.layers:
+            passing[layer.ring] += layer.nbytes
+        return max(passing, key=passing.__getitem__, default=0)
+
+    @property
     def trained(self) -> tuple[PlannedLayer, ...]:
         """All whose gradients go to the host and whose weights are updated there. Masters go with their layers."""
         return (*self.layers, *self.tables, self.residents)

@@ -14,6 +14,7 @@ from sp_lightning.plan.options import (
     Count,
     Fused,
     Overlap,
+    Transfer,
     checked_activations,
     checked_budget,
     checked_count,
@@ -23,6 +24,7 @@ from sp_lightning.plan.options import (
     checked_path,
     checked_patterns,
     checked_switch,
+    checked_transfer,
 )
 
 _CHECKS: dict[str, Callable[[Any], Any]] = {
@@ -35,6 +37,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "pin_memory": partial(checked_switch, "pin_memory"),
     "fused_optimizer": checked_fused,
     "optimizer_overlap": checked_overlap,
+    "transfer": checked_transfer,
     "save_frozen": partial(checked_switch, "save_frozen"),
     "save_distributed_checkpoint": partial(checked_switch, "save_distributed_checkpoint"),
     "check_writes": partial(checked_switch, "check_writes"),
@@ -61,6 +64,7 @@ class Options:
     pin_memory: bool
     fused_optimizer: Fused
     optimizer_overlap: Overlap
+    transfer: Transfer
     save_frozen: bool
     save_distributed_checkpoint: bool
     check_writes: bool

@@ -21,7 +21,7 @@ from sp_lightning.device.timeline import Timeline
 from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.model.without_values import named_tensors
 from sp_lightning.plan.activation_policy import Activations
-from sp_lightning.plan.options import Count, Fused, Overlap, by_name
+from sp_lightning.plan.options import Count, Fused, Overlap, Transfer, by_name
 from sp_lightning.trainer.agreement import compare_batches, compare_models
 from sp_lightning.trainer.callback import SuperpipelineCallback, attach, detach
 from sp_lightning.trainer.checkpoint_folder import own_tensors, write
@@ -77,6 +77,9 @@ class StreamingStrategy(Readings):
             in the background, under the next forward. ``"backward"``: each layer as soon as its gradients are complete,
             which are then freed (``p.grad`` is None after the step). ``"auto"``: ``"forward"`` on an accelerator where no
             user code would have to wait for it, else ``"off"``. Results are the same.
+        transfer: how the devices of a node upload a layer. ``"whole"``: each by itself. ``"sliced"``: each a part, and they send
+            each other theirs, which takes less time where the devices have fast links (NVLink) and batches are small.
+            ``"auto"``: whatever is faster by a measurement at set-up. Results are the same.
         save_frozen: whether checkpoints hold frozen weights. If not, those are left out that are as they were when training
             began; a file without them can be resumed from if the module has the same ones, which is checked.
         check_writes: look for weights that are written within a step in a way that torch shows no sign of (through a
@@ -123,6 +126,7 @@ class StreamingStrategy(Readings):
         pin_memory: bool = True,
         fused_optimizer: Fused = "auto",
         optimizer_overlap: Overlap = "auto",
+        transfer: Transfer = "whole",
         save_frozen: bool = True,
         save_distributed_checkpoint: bool = False,
         check_writes: bool = False,
@@ -138,7 +142,7 @@ class StreamingStrategy(Readings):
         self._options = Options.checked(
             k=k, k_prime=k_prime, memory_budget=memory_budget, activations=activations, layers=layers,
             resident=resident, pin_memory=pin_memory, fused_optimizer=fused_optimizer,
-            optimizer_overlap=optimizer_overlap, save_frozen=save_frozen,
+            optimizer_overlap=optimizer_overlap, transfer=transfer, save_frozen=save_frozen,
             save_distributed_checkpoint=save_distributed_checkpoint, check_writes=check_writes, weights=weights,
             disk=disk, host_memory=host_memory, callback=callback,
         )  # fmt: skip

@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +25,7 @@ from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.weights.expert_cache import ExpertCache
 from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.uploads import OnItsWay, Uploads
 
 
 class SlotState(enum.Enum):
@@ -56,6 +58,7 @@ class Slot:
         lent: whether it is in use.
         escaped: whether views of it outlived its last use.
         filled: the event of the transfer into it.
+        coming: its layer, while other ranks have yet to announce that they bring it, too.
         idle: the event after the last kernel that used it.
         begun: the mark in the timeline, if there is one, at which its last use began.
         backward: whether that use was in backward.
@@ -69,6 +72,7 @@ class Slot:
     lent: bool = False
     escaped: bool = False
     filled: Any = None
+    coming: OnItsWay | None = None
     idle: Any = None
     begun: Any = None
     backward: bool = False
@@ -95,12 +99,16 @@ class Slots:
         plan: says how many slots each ring has, and of what size.
         layers: all layers that may be in a slot, in any order.
         device: allocates the slots and copies into them.
+        uploads: copies layers into them; None: each is copied whole.
     """
 
-    def __init__(self, plan: Plan, layers: Sequence[StreamedLayer], device: Device) -> None:
+    def __init__(
+        self, plan: Plan, layers: Sequence[StreamedLayer], device: Device, uploads: Uploads | None = None
+    ) -> None:
         self._plan = plan
         self._layers = layers
         self._device = device
+        self._uploads = uploads or Uploads(device)
         layouts: dict[Hashable, int] = {}
         for layer in layers:
             layer.layout = layouts.setdefault(_layout(layer.planned), len(layouts))
@@ -125,6 +133,7 @@ class Slots:
         self.settled = {layer for layer in self._layers if layer.index in settled}
         """The layers of which none has to make room for another."""
         self.all_settled = len(settled) == len(self._plan.layers)
+        self._uploads.ring = self._plan.main_ring
         stacked = [layer for layer in self._layers if layer.experts is not None]
         self.cache = ExpertCache(self._device, self._plan.cache_bytes, stacked)
         self.device_bytes += self.cache.nbytes
@@ -178,6 +187,7 @@ class Slots:
         and until each layer's bytes are staged.
         """
         for layer, slot, (source, staged) in transfer:
+            self._arrive(slot)
             if slot.layer is not None and slot.layer.slot is slot:
                 slot.layer.slot = None
             # A slot that was held after its release has no event of its own, because its last view may be dropped at any
@@ -192,7 +202,7 @@ class Slots:
             pieces = None if experts is None else experts.take(fresh=slot.layer is not layer)
             if experts is None or pieces is None:
                 target = slot.memory if slot.memory.nbytes == nbytes else slot.memory[:nbytes]
-                self._device.copy((target,), (source,), Stream.UPLOAD)
+                slot.coming = self._uploads.send(layer, target, source, partial(self._landed, layer, slot))
             else:
                 nbytes = sum(piece.stop - piece.start for piece in pieces)
                 self._device.copy(
@@ -211,10 +221,34 @@ class Slots:
             slot.filled = layer.transfer = filled
         self.transfers += 1
 
+    def _landed(self, layer: StreamedLayer, slot: Slot) -> None:
+        """Notes that all of a layer was issued that was on its way."""
+        slot.coming = None
+        slot.filled = layer.transfer = self._latest = self._device.record(Stream.UPLOAD)
+
+    def _arrive(self, slot: Slot | None) -> None:
+        """Has all issued that is on its way to a slot."""
+        if slot is not None and slot.coming is not None:
+            self._uploads.finish(slot.coming)
+
+    def end_round(self) -> None:
+        """Has all issued that is on its way to any slot: what comes next may be other weights.
+
+        Raises:
+            RankError: another rank has failed.
+        """
+        self._uploads.end_round()
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes that came from other devices of the node; they are among :attr:`fetched_bytes`."""
+        return self._uploads.gathered_bytes
+
     def use(self, layer: StreamedLayer, *, backward: bool = False) -> Slot:
         """Lends a fetched layer's memory to compute, which waits for the transfer."""
         slot = layer.slot
         assert slot is not None
+        self._uploads.go_on()
         self.join(slot)
         slot.lent = True
         slot.idle = None
@@ -223,7 +257,12 @@ class Slots:
         return slot
 
     def join(self, slot: Slot) -> None:
-        """Lets compute wait for what was fetched into a slot that is, or is to be, in use."""
+        """Lets compute wait for what was fetched into a slot that is, or is to be, in use.
+
+        Raises:
+            RankError: another rank has failed, with which the layer was to come.
+        """
+        self._arrive(slot)
         self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
         if slot.layer is not None and slot.layer.experts is not None:
@@ -265,6 +304,10 @@ class Slots:
 
         Transfers finish in the order in which they were issued, so it waits for the last one.
         """
+        if layer is None:
+            self.end_round()
+        else:
+            self._arrive(layer.slot)
         self._device.synchronize(self._latest if layer is None else layer.transfer, why)
 
     def resize(self, plan: Plan) -> None:

@@ -173,6 +173,7 @@ class SimDevice(Device):
         self._queues[stream].append((self._issued[stream], lambda: self._run_copy(target, source)))
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        self._run(self.record(stream))  # what runs inside runs at once, and so has what was issued before it
         return self.engine()
 
     def record(self, stream: Stream) -> SimEvent:

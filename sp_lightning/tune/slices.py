@@ -1,0 +1,65 @@
+"""Measures whether the devices of a node fetch layers faster together (``transfer="auto"``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+import torch
+
+from sp_lightning.device.device import Device
+from sp_lightning.device.ranks import Ranks
+from sp_lightning.device.waits import Stream, Wait
+
+NBYTES = 1 << 26
+"""As many bytes are copied as a layer of a large model has, within a factor of ten."""
+
+_MUCH = 0.8
+"""Slices have to take at most this share of the time: they make ranks wait for each other."""
+
+
+def slices_are_faster(device: Device, ranks: Ranks) -> bool:
+    """Uploads some memory both ways, all ranks at once, as they do in a run. Collective; all ranks have the same answer.
+
+    Where the model computes on the host there is nothing to upload, and the answer is no.
+    """
+    if device.computes_on_host:
+        return False
+    whole, sliced = measure(device, ranks)
+    return bool(ranks.all_have(int(sliced < _MUCH * whole), "how layers are uploaded"))
+
+
+def measure(device: Device, ranks: Ranks, nbytes: int = NBYTES) -> tuple[float, float]:
+    """Returns the seconds that an upload of so many bytes takes, whole and sliced. Collective."""
+    source = device.host_empty(nbytes, pin=True)[:nbytes]
+    source.fill_(1)
+    device.pin(source)
+    target = device.empty(nbytes)
+    group = ranks.groups.another_on_node()
+    part = nbytes // ranks.size
+    own = slice(ranks.rank * part, (ranks.rank + 1) * part)
+
+    def alone() -> None:
+        device.copy([target], [source], Stream.UPLOAD)
+
+    def together() -> None:
+        device.copy([target[own]], [source[own]], Stream.UPLOAD)
+        with device.on(Stream.UPLOAD):
+            ranks.gather(target[: ranks.size * part], group, "a measurement")
+
+    def seconds(upload: Callable[[], None]) -> float:
+        upload()
+        taken = []
+        for _ in range(3):
+            device.synchronize(device.record(Stream.UPLOAD), Wait.CLOSE_AFTER_FETCH)
+            ranks.barrier(Wait.STEP_AFTER_ARRIVAL)
+            begun = perf_counter()
+            upload()
+            device.synchronize(device.record(Stream.UPLOAD), Wait.CLOSE_AFTER_FETCH)
+            taken.append(perf_counter() - begun)
+        return min(taken)
+
+    with torch.no_grad():
+        measured = seconds(alone), seconds(together)
+    device.unpin(source)
+    return measured
