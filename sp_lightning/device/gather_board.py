@@ -12,8 +12,8 @@ do not change any more once it can be told, so all ranks come to the same answer
 - two have announced different things: it does not;
 - a rank has *closed* the round without this announcement, after which it makes none: it does not.
 
-A rank that waits long for another's announcement asks for it. The other one's thread then closes the round for it, unless the
-announcement has just come. So nobody waits for a rank that is elsewhere: in user code, or waiting for this very rank.
+A rank that waits long for another's announcement asks for it. The other one, a thread of which looks now and then, closes the
+round unless its announcement has just come. So nobody waits for a rank that is elsewhere: in user code, or waiting for this one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from sp_lightning.device.board import LOOK
 from sp_lightning.device.shared_memory import SharedMemory
 
 _ANNOUNCED, _CLOSED, _RESOLVED, _ASKED, _FIRST = 0, 1, 2, 3, 8
@@ -62,11 +61,9 @@ class GatherBoard:
         self._round = 0
         self._count = 0  # of announcements in this round
         self._closed = 0
-        # Guards what is announced and closed against the thread, and orders what is written for other processes.
+        # Guards what is announced and closed against another thread's answers, and orders what is written for other processes.
         self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._answer, name="superpipeline-gathers", daemon=True)
-        self._thread.start()
+        self._answered = dict.fromkeys(self._others, 0)
 
     # ------------------------------------------------------------------ a round
 
@@ -79,7 +76,9 @@ class GatherBoard:
         """
         assert number > self._round
         late = monotonic() + PATIENCE if patient else 0.0
-        self._until(lambda: self._all_ready(number) or monotonic() > late, "the end of the others' last round of gathers")
+        self._until(
+            lambda: self._all_ready(number) or monotonic() > late, "the end of the others' last round of gathers"
+        )
         with self._lock:
             self._round = number
             if patient and self._all_ready(number):
@@ -179,27 +178,21 @@ class GatherBoard:
     def _entry(of: int, number: int) -> int:
         return of + _FIRST + number % _KEPT
 
-    # ------------------------------------------------------------------ the thread
+    def answer(self) -> None:
+        """Closes rounds in which others wait for an announcement that this rank has not made. Any thread may call it."""
+        for other in self._others:
+            asked = self._words[other + _ASKED]
+            if asked > self._answered[other]:
+                self._answered[other] = asked
+                with self._lock:
+                    if self._words[self._own + _ANNOUNCED] < asked:  # with that announcement it is at least as much
+                        self._close((asked - 1) >> _BITS)
 
-    def _answer(self) -> None:
-        """Closes rounds in which others wait for an announcement that this rank has not made."""
-        answered = dict.fromkeys(self._others, 0)
-        while not self._over.wait(LOOK):
-            for other in self._others:
-                asked = self._words[other + _ASKED]
-                if asked > answered[other]:
-                    answered[other] = asked
-                    with self._lock:
-                        if self._words[self._own + _ANNOUNCED] < asked:  # it would be at least that
-                            self._close((asked - 1) >> _BITS)
+    def close(self) -> None:
+        """Says that this rank announces no more in any round."""
+        with self._lock:
+            self._close((1 << 40) - 1)
 
     def _write(self, of: int, number: int) -> None:
         """Writes a word. The lock, which is held, orders it after what was written before."""
         self._words[self._own + of] = number
-
-    def stop(self) -> None:
-        """Ends the thread. This rank announces no more."""
-        self._over.set()
-        self._thread.join()
-        with self._lock:
-            self._close((1 << 40) - 1)

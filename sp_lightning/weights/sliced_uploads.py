@@ -5,8 +5,8 @@ once for each device. It is a matter of time alone: where the ranks do not fetch
 the rest of the layer from the host, as without this class.
 
 A gather that not all ranks have announced yet is *on its way*: its slot counts as filled, and whoever uses it waits for the
-others first. Gathers are issued in the order of their announcements, by the threads that run the model: whenever the engine comes
-by, and while such a thread waits for other ranks, of which one may wait for this gather. So no thread has to be woken for it.
+others first. Gathers are issued in the order of their announcements: whenever the engine comes by, and while it waits for other
+ranks, of which one may wait for this gather. While user code runs, which may wait for other ranks as well, a thread sees to it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from sp_lightning.device.board import LOOK
 from sp_lightning.device.device import Device
 from sp_lightning.device.gather_board import MOST, GatherBoard, gather_board_bytes
 from sp_lightning.device.ranks import Ranks
@@ -29,8 +30,8 @@ from sp_lightning.weights.uploads import OnItsWay, Uploads
 _ALIGNMENT = 512
 """Parts of a layer are multiples of so many bytes."""
 
-_IN_A_ROW, _PAUSE = 3, 32
-"""After so many rounds in a row in which ranks did not agree, so many are not tried."""
+_IN_A_ROW, _EVERY = 3, 32
+"""After so many rounds in a row in which ranks did not agree, one of so many is tried, which is the same one on all ranks."""
 
 
 class SlicedUploads(Uploads):
@@ -62,10 +63,13 @@ class SlicedUploads(Uploads):
         self._board = GatherBoard(memory, ranks.rank, ranks.size, ranks.until)
         self._pending: deque[OnItsWay] = deque()
         self._issuing = False
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="superpipeline-gathers", daemon=True)
+        self._thread.start()
         ranks.meanwhile = self._go_on_meanwhile
-        self._open = False  # whether this is within a round
+        self._open = self._tried = False  # whether this is within a round, and one in which it may gather
         self._sums = self._rounds = 0  # how often the ranks had summed gradients when it began, and rounds since
-        self._parted = self._paused = 0  # rounds in a row in which ranks did not agree, and that are not tried
+        self._parted = 0  # rounds in a row in which ranks did not agree
 
     def send(self, layer: StreamedLayer, target: Tensor, source: Tensor, landed: Callable[[], None]) -> OnItsWay | None:
         part = source.nbytes // self._ranks.size // _ALIGNMENT * _ALIGNMENT
@@ -92,7 +96,8 @@ class SlicedUploads(Uploads):
         if self._sums != self._ranks.sums:
             self._sums, self._rounds = self._ranks.sums, 0
         self._rounds += 1
-        self._board.begin(self._sums << 20 | self._rounds, patient=not self._paused)
+        self._tried = self._parted < _IN_A_ROW or (self._sums + self._rounds) % _EVERY == 0
+        self._board.begin(self._sums << 20 | self._rounds, patient=self._tried)
 
     # ------------------------------------------------------------------ the rest of a layer
 
@@ -103,8 +108,17 @@ class SlicedUploads(Uploads):
                 return
             self._issue(together=verdict)
 
+    def _look(self) -> None:
+        """The thread: what others wait for is done here if the engine does not come by."""
+        while not self._over.wait(LOOK):
+            self._board.answer()
+            try:
+                self._go_on_meanwhile()
+            except Exception:  # what has failed is still on its way, and fails in the engine as well
+                return
+
     def _go_on_meanwhile(self) -> None:
-        """As :meth:`go_on`, for a thread that waits for other ranks."""
+        """As :meth:`go_on`, for whoever may not wait for the engine."""
         if self._pending and self._lock.acquire(blocking=False):
             try:
                 self.go_on()
@@ -123,7 +137,7 @@ class SlicedUploads(Uploads):
         if not together:
             self._alone()
             return
-        coming, size = self._pending.popleft(), self._ranks.size
+        coming, size = self._pending[0], self._ranks.size
         gathered = coming.target[: size * coming.part]
         self._issuing = True
         try:
@@ -131,6 +145,7 @@ class SlicedUploads(Uploads):
                 self._ranks.gather(gathered, self._group, f"layer {coming.layer.name!r}")
         finally:
             self._issuing = False
+        self._pending.popleft()
         self._device.access(gathered, Stream.UPLOAD, write=True)
         self.gathered_bytes += gathered.nbytes - coming.part
         coming.landed()
@@ -153,22 +168,17 @@ class SlicedUploads(Uploads):
             return
         self.finish()
         self._open = False
-        parted = self._board.closed
-        self._board.end()
-        if self._paused:
-            self._paused -= 1
-        elif not parted:
-            self._parted = 0
-        else:
-            self._parted += 1
-            if self._parted >= _IN_A_ROW:
-                self._paused = _PAUSE
+        if self._tried:
+            self._parted = self._parted + 1 if self._board.closed else 0
+            if self._parted == _IN_A_ROW:
                 say_once(self._log, _PARTED)
+        self._board.end()
 
     def close(self) -> None:
         self._pending.clear()
         self._ranks.meanwhile = lambda: None
-        self._board.stop()
+        self._board.close()
+        self._over.set()
 
 
 _PARTED = (

@@ -1,0 +1,246 @@
+"""Sliced uploads along random paths, at random speeds: nobody waits for ever, and nobody gets another weight.
+
+The ranks are threads of one process. Their gathers are done here, and matched as a process group matches them, by their order
+alone: what one rank gathers is mixed with whatever the others gather as their next.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from time import monotonic, sleep
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from sp_lightning.device import gather_board
+from sp_lightning.device.device import Device
+from sp_lightning.device.gather_board import gather_board_bytes
+from sp_lightning.device.layout import whole_pages
+from sp_lightning.device.shared_memory import SharedMemory, create
+from sp_lightning.weights import sliced_uploads
+from sp_lightning.weights.sliced_uploads import SlicedUploads
+from tests.support.tiers import first
+
+SECONDS = 20.0
+"""After which a wait counts as endless."""
+
+LAYERS, NBYTES = 8, 5000
+"""How many there are, and bytes of each: no multiple of what its parts are aligned to."""
+
+
+class Hang(AssertionError):
+    """Somebody has waited for too long."""
+
+
+class Together:
+    """What the ranks of one node have in common."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        nbytes = whole_pages(gather_board_bytes(size))
+        descriptor = create(nbytes, "board")
+        self.memory = SharedMemory(descriptor, nbytes)
+        os.close(descriptor)
+        self.barrier = threading.Barrier(size, timeout=SECONDS)
+        self.sent: list[dict[int, Tensor]] = []  # of each gather, what the ranks have
+        self.lock = threading.Lock()
+
+
+class FakeRanks:
+    """One rank, as :class:`SlicedUploads` sees it."""
+
+    def __init__(self, rank: int, together: Together) -> None:
+        self.rank, self.size = rank, together.size
+        self.together = together
+        self.sums = self.gathers = 0
+        self.meanwhile: Callable[[], None] = lambda: None
+        self.groups = SimpleNamespace(another_on_node=lambda: None)
+
+    def share(self, nbytes: int, name: str) -> SharedMemory:
+        return self.together.memory
+
+    def until(self, reached: Callable[[], bool], why: Any) -> None:
+        began = monotonic()
+        while not reached():
+            self.meanwhile()
+            if monotonic() - began > SECONDS or self.together.barrier.broken:
+                raise Hang(f"rank {self.rank} waits for {why}")
+            sleep(1e-4)
+
+    def gather(self, everybody: Tensor, group: Any, what: str) -> None:
+        together, number = self.together, self.gathers
+        self.gathers += 1
+        with together.lock:
+            if len(together.sent) == number:
+                together.sent.append({})
+            sent = together.sent[number]
+            sent[self.rank] = everybody.chunk(self.size)[self.rank].clone()
+        self.until(lambda: len(sent) == self.size, what)
+        everybody.copy_(torch.cat([sent[rank] for rank in range(self.size)]))
+
+
+@dataclass
+class Batch:
+    """What the ranks do in a batch.
+
+    Attributes:
+        paths: the layers that each rank uses, in order; None: all wait for each other, by a collective of the user's own.
+        window: how many layers are fetched ahead.
+        ends: how the batch ends: all sum gradients, or rank 0 writes weights as well, or each goes on as it likes.
+        own: of each rank, the layers of which it has values of its own.
+        slow: of each rank, the most seconds that it takes for a layer.
+    """
+
+    paths: list[list[int | None]]
+    window: int
+    ends: str
+    own: list[set[int]]
+    slow: list[float] = field(default_factory=list)
+
+
+def random_batch(random: Random, size: int) -> Batch:
+    path: list[int | None] = [random.randrange(LAYERS) for _ in range(random.randint(1, 12))]
+    if random.random() < 0.3:
+        path.insert(random.randrange(len(path)), None)
+    paths = [list(path) for _ in range(size)]
+    for each in paths:
+        if random.random() < 0.25:  # this rank parts from the others
+            change = random.choice(("leaves out", "brings forward", "adds", "does nothing"))
+            used = [at for at, layer in enumerate(each) if layer is not None]
+            at = random.choice(used) if used else 0
+            if change == "adds":
+                each.insert(at, random.randrange(LAYERS))
+            elif change == "does nothing":
+                each[:] = [layer for layer in each if layer is None]
+            elif used:
+                layer = each.pop(at)
+                if change == "brings forward":
+                    each.insert(random.randint(0, at), layer)
+    own = [{random.randrange(LAYERS)} if random.random() < 0.05 else set() for _ in range(size)]
+    slow = [random.choice((0.0, 0.0, 1e-4, 1e-3, 0.03)) for _ in range(size)]
+    return Batch(paths, random.randint(1, 4), random.choice(("sum", "write", "go on")), own, slow)
+
+
+class Rank(threading.Thread):
+    """One rank, which goes through batches."""
+
+    def __init__(self, rank: int, together: Together, weights: Tensor, batches: list[Batch]) -> None:
+        super().__init__(daemon=True)
+        self.rank, self.together, self.weights, self.batches = rank, together, weights, batches
+        self.random = Random(rank)
+        self.ranks: Any = FakeRanks(rank, together)
+        self.mine: set[int] = set()
+        self.error: BaseException | None = None
+        self.lock = threading.RLock()
+        self.uploads = SlicedUploads(Device(torch.device("cpu")), self.ranks, self.lock, self.is_own, None)
+
+    def is_own(self, layer: Any) -> bool:
+        return layer.index in self.mine
+
+    def run(self) -> None:
+        try:
+            for batch in self.batches:
+                self.mine = batch.own[self.rank]
+                self.go_through(batch)
+                self.end(batch)
+        except BaseException as error:
+            self.error = error
+            self.together.barrier.abort()
+        finally:
+            self.uploads.close()
+
+    def go_through(self, batch: Batch) -> None:
+        path = batch.paths[self.rank]
+        ahead: dict[int, tuple[Tensor, Any]] = {}
+        fetched = 0
+        for at, layer in enumerate(path):
+            while fetched < len(path) and fetched < at + batch.window:
+                if path[fetched] is not None:
+                    ahead[fetched] = self.send(path[fetched])
+                fetched += 1
+            sleep(self.random.random() * batch.slow[self.rank])
+            if layer is None:
+                self.together.barrier.wait()  # as a collective of the user's own, in which this class has no say
+                continue
+            target, coming = ahead.pop(at)
+            with self.lock:
+                self.uploads.go_on()
+                if coming is not None:
+                    self.uploads.finish(coming)
+            assert torch.equal(target, self.value(layer)), f"rank {self.rank} has other weights"
+
+    def send(self, layer: Any) -> tuple[Tensor, Any]:
+        target, source = torch.full((NBYTES,), 255, dtype=torch.uint8), self.value(layer)
+        stands_for: Any = SimpleNamespace(index=layer, name=str(layer), planned=SimpleNamespace(ring=0))
+        with self.lock:
+            return target, self.uploads.send(stands_for, target, source, lambda: None)
+
+    def value(self, layer: int) -> Tensor:
+        return 255 - self.weights[layer] if layer in self.mine else self.weights[layer]
+
+    def end(self, batch: Batch) -> None:
+        with self.lock:
+            self.uploads.end_round()
+        if batch.ends == "go on":
+            return
+        self.together.barrier.wait()
+        self.ranks.sums += 1
+        if batch.ends == "write":
+            if self.rank == 0:
+                self.weights.random_(0, 255)
+            self.together.barrier.wait()
+
+
+def go_through(batches: list[Batch], size: int, *, patience: float) -> list[Rank]:
+    """Lets ranks go through batches, and returns them."""
+    together = Together(size)
+    weights = torch.randint(0, 255, (LAYERS, NBYTES), dtype=torch.uint8)
+    hurry = {"LOOK": 0.002, "_EVERY": 2}
+    with mock.patch.object(gather_board, "PATIENCE", patience), mock.patch.multiple(sliced_uploads, **hurry):
+        ranks = [Rank(rank, together, weights, batches) for rank in range(size)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+    for rank in ranks:
+        if rank.error is not None and not isinstance(rank.error, threading.BrokenBarrierError):
+            raise rank.error
+    assert all(rank.error is None for rank in ranks), "a barrier was not reached"
+    assert len({rank.ranks.gathers for rank in ranks}) == 1, "each gather has all ranks"
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    first(
+        [(2, 30), (3, 30), (4, 100), (2, 2000), (3, 2000), (4, 2000)],
+        (2, 30),
+        (3, 30),
+        second=[(4, 100)],
+        why="random batches, of which the first tier has some",
+    ),
+)
+def test_random_paths_never_hang_and_never_mix_layers(size: int, count: int) -> None:
+    random = Random(size + count)
+    batches = [random_batch(random, size) for _ in range(count)]
+    ranks = go_through(batches, size, patience=0.02)
+    assert all(rank.ranks.gathers for rank in ranks), "they have not gathered at all"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_on_one_path_gather_all_of_it(size: int) -> None:
+    """All but what is left behind the last part; whoever is slow is waited for."""
+    paths: list[list[int | None]] = [[0, 1, 2, None, 1, 0] for _ in range(size)]
+    batches = [Batch(paths, 2, end, [set()] * size, [0.0, 0.01, 0.0][:size]) for end in ("sum", "go on", "write") * 3]
+    part = NBYTES // size // 512 * 512
+    for rank in go_through(batches, size, patience=10):
+        assert rank.ranks.gathers == 5 * len(batches)
+        assert rank.uploads.gathered_bytes == 5 * len(batches) * (size - 1) * part
