@@ -15,6 +15,7 @@ What a synchronous CPU hides shows here, every time and not only when a race is 
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -101,7 +102,7 @@ class SimDevice(Device):
         self.clocks: dict[Agent, Clock] = {agent: {} for agent in (HOST, *Stream)}
         self.on_device: list[tuple[int, int, StorageWeakRef]] = []
         self.on_host: list[tuple[int, int, StorageWeakRef]] = []
-        self.inside = False  # the engine's own copies are no operators of the model
+        self._engine = threading.local()
         self._regions: list[Region] = []
         self._runs: Agent = HOST  # who runs the Python code of now
         self._many_regions = 64  # beyond so many, those whose memory is gone are left out
@@ -109,6 +110,11 @@ class SimDevice(Device):
         self._issued = dict.fromkeys(Stream, 0)
         self._later: deque[tuple[Future[None], Callable[[], None], Clock]] = deque()
         self._done: dict[Future[None], Clock] = {}
+
+    @property
+    def inside(self) -> bool:
+        """Whether this thread is in the engine, whose own copies are no operators of the model."""
+        return getattr(self._engine, "inside", False)
 
     # ------------------------------------------------------------------ the seam
 
@@ -249,11 +255,11 @@ class SimDevice(Device):
     @contextmanager
     def engine(self) -> Iterator[None]:
         """What runs inside is no operator of the model's."""
-        before, self.inside = self.inside, True
+        before, self._engine.inside = self.inside, True
         try:
             yield
         finally:
-            self.inside = before
+            self._engine.inside = before
 
     # ------------------------------------------------------------------ clocks
 
