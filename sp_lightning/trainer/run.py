@@ -193,7 +193,7 @@ class Run:
             refuse_cuda_graphs(self._module)
         found, plan, modes = self._lay_out(device)
         check_host(_absorbing(plan), LESS_HOST_MEMORY)
-        self.placement = self._place(found, plan)
+        self.placement = self._place(found, plan, device)
         averages = find_averages(self._module)
         move_to_device(self._module, found, averages, self._device)
         self.streamer = Streamer(
@@ -216,18 +216,18 @@ class Run:
         if self._window.auto or self._balanced or keeps_experts:
             self.tuner = Tuner(self._window, self.streamer, device, self._log, balanced=self._balanced)
 
-    def _place(self, found: Found, plan: Plan) -> Placement:
+    def _place(self, found: Found, plan: Plan, device: Device) -> Placement:
         """Makes the engine's parts that depend on where weights are."""
         accumulate = self._module.trainer.accumulate_grad_batches * self._trains
         if self.ranks is not None:
-            return OnRanks(self.ranks, sliced=self._uploads_slices(self.ranks))
+            return OnRanks(self.ranks, sliced=self._uploads_slices(self.ranks, device))
         return place(found, plan, self._options, self._device, accumulate=accumulate)
 
-    def _uploads_slices(self, ranks: Ranks) -> bool:
+    def _uploads_slices(self, ranks: Ranks, device: Device) -> bool:
         """Whether the devices of a node upload layers together. Collective."""
         if ranks.size == 1 or self._options.transfer != "auto":
             return ranks.size > 1 and self._options.transfer == "sliced"
-        return slices_are_faster(self._device, ranks)
+        return slices_are_faster(device, ranks)
 
     @property
     def _balanced(self) -> bool:

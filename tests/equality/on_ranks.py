@@ -147,12 +147,6 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"precision": "bf16-mixed", "gradient_clip_val": 0.1},
     ),
     "on a disk, in backward": ({"k": 1, "disk": True, "optimizer_overlap": "backward"}, {}),
-    "sliced": ({"k": 1, "transfer": "sliced"}, {}),
-    "mixed, sliced, under forward": (
-        {"k": 2, "k_prime": 2, "transfer": "sliced", "optimizer_overlap": "forward"},
-        {"precision": "bf16-mixed", "gradient_clip_val": 0.3, "accumulate_grad_batches": 2},
-    ),
-    "sliced, in backward": ({"k": 1, "transfer": "sliced", "optimizer_overlap": "backward"}, {}),
     "clipped by value": ({"k": 1}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
 }
 """Options of the strategy (``disk``: whether all state that may be is on one) and of the trainer."""

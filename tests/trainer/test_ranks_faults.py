@@ -121,6 +121,14 @@ def test_everybody_ends_where_updates_run_under_forward(who: int, how: str, wher
     check(who, where, how, tmp_path, {"optimizer_overlap": "forward"})
 
 
+@pytest.mark.rest("the same moments as with whole uploads")
+@pytest.mark.parametrize("where", ["forward", "backward", "on_train_batch_start"])
+@pytest.mark.parametrize("how", ["raise", "kill"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_everybody_ends_where_layers_come_from_other_devices(who: int, how: str, where: str, tmp_path: Any) -> None:
+    check(who, where, how, tmp_path, {"transfer": "sliced", "k": 1})
+
+
 def check(who: int, where: str, how: str, folder: Any, strategy: dict[str, Any]) -> None:
     started = start(2, train, who, where, how, str(folder), strategy)
     began = monotonic()

@@ -203,8 +203,11 @@ def go_through(batches: list[Batch], size: int, *, patience: float) -> list[Rank
     """Lets ranks go through batches, and returns them."""
     together = Together(size)
     weights = torch.randint(0, 255, (LAYERS, NBYTES), dtype=torch.uint8)
-    hurry = {"LOOK": 0.002, "_EVERY": 2}
-    with mock.patch.object(gather_board, "PATIENCE", patience), mock.patch.multiple(sliced_uploads, **hurry):
+    with (
+        mock.patch.object(gather_board, "PATIENCE", patience),
+        mock.patch.object(sliced_uploads, "LOOK", 0.002),
+        mock.patch.object(sliced_uploads, "_EVERY", 2),
+    ):
         ranks = [Rank(rank, together, weights, batches) for rank in range(size)]
         for rank in ranks:
             rank.start()
