@@ -61,6 +61,7 @@ class Question(argparse.Namespace):
     device_bandwidth: float
     pcie: float
     links: float
+    transfer: Literal["whole", "sliced"]
     nodes: int
     network: float
     dram: float
@@ -158,6 +159,12 @@ def _add_machine(plan: argparse.ArgumentParser) -> None:
     )
     plan.add_argument(
         "--links", type=_rate, default=200, help="from each device to the others, and back, GB/s (%(default)s)"
+    )
+    plan.add_argument(
+        "--transfer",
+        choices=("whole", "sliced"),
+        default="whole",
+        help="how the devices of a node upload layers, as SuperpipelineStrategy(transfer=…) (%(default)s)",
     )
     plan.add_argument(
         "--network",

@@ -51,6 +51,7 @@ class HostStep:
             scales=question.precision == "16-mixed",
             pieces=pieces,
             narrow=pieces,
+            sliced=question.transfer == "sliced",
         )
 
 

@@ -149,6 +149,7 @@ class ModelEstimate:
             links=links,
             network=self._network_rate,
             disk=self.question.disk or math.inf,
+            sliced=self.question.transfer == "sliced" and others > 0,
         )
 
     @property

@@ -177,8 +177,11 @@ def _assumed(question: Question) -> list[str]:
     host = f"{known}: {visit:.0f} µs of Python for each visit of a layer, and {weight:.0f} µs for each weight in it"
     if question.devices == 1:
         return [line, host]
+    uploads = "fetches all layers by itself"
+    if question.transfer == "sliced":
+        uploads = f"uploads 1/{question.devices} of each layer, and gets the rest from the others"
     several = (
-        f"assumed of the {question.devices} devices: each has so many TFLOP/s and GB/s and fetches all layers by itself; they "
+        f"assumed of the {question.devices} devices: each has so many TFLOP/s and GB/s and {uploads}; they "
         f"share the host's memory, one process updates the weights for all, and {question.links:g} GB/s lead from each device "
         "to the others (--links). Beside that, each process may have a copy of the weights while a run begins: build the "
         "module on the meta device (weights=) and there is none"
@@ -220,11 +223,18 @@ def _words(answer: Answer) -> list[str]:
         "with the rest": f"{rest} and intermediate results: what the device needs",
         "waiting": "share of the time in which the device does not compute",
         "binds": "what takes longest and so decides the time; host: Python's own time; host memory: reading and writing it"
-        + "; links: sums of gradients between devices" * (question.devices > 1)
+        + f"; links: {_over_links(question)}" * (question.devices > 1)
         + "; network: sums of gradients between nodes" * (question.nodes > 1),
         "◀": "the smallest of the fastest windows that fit",
     }
     return ["", *(f"  {word:<14} {meaning}" for word, meaning in words.items())]
+
+
+def _over_links(question: Question) -> str:
+    """What passes the links between devices."""
+    sums = [] if question.predict else ["sums of gradients"]
+    slices = ["layers"] if question.transfer == "sliced" else []
+    return " and ".join([*sums, *slices]) + " between devices"
 
 
 def _faster(estimate: ModelEstimate, row: Row) -> str:
@@ -240,6 +250,8 @@ def _faster(estimate: ModelEstimate, row: Row) -> str:
     }
     if estimate.question.devices > 1:
         without["sums of gradients"] = estimate.predict(plan, row.modes, replace(rates, links=math.inf))
+    if estimate.question.devices > 1 and not rates.sliced:
+        without["whole uploads"] = estimate.predict(plan, row.modes, replace(rates, sliced=True))
     if estimate.question.nodes > 1:
         without["sums over nodes"] = estimate.predict(plan, row.modes, replace(rates, network=math.inf))
     if estimate.below is not None:

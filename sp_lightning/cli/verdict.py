@@ -100,6 +100,8 @@ def _choice(question: Question, plan: Plan) -> str:
         options["memory_budget"] = exact_bytes(question.gpu_memory)
     if question.overlap != "forward" and not question.predict:
         options["optimizer_overlap"] = question.overlap
+    if question.transfer != "whole" and question.devices > 1:
+        options["transfer"] = question.transfer
     if question.disk is not None:
         limit = {} if question.host_memory is None else {"host_memory": exact_bytes(question.host_memory)}
         options |= {"disk": "FOLDER"} | limit

@@ -11,6 +11,7 @@ Kind = Literal[
     "backward",
     "between",
     "reduce",
+    "gather",
     "network",
     "drain",
     "update",
@@ -27,9 +28,9 @@ class Interval(NamedTuple):
     Attributes:
         kind: ``fetch``, the copy of weights to the device; ``forward`` and ``backward``, a layer's computation;
             ``between``, the computation between two layers; ``reduce``, the sum of gradients over several devices, with
-            the wait for the others; ``network``, the same over several nodes; ``drain``, the copy of gradients to the
-            host; ``update``, the optimizer's work; ``store`` and ``return``, the copies of activations to the host and
-            back.
+            the wait for the others; ``network``, the same over several nodes; ``gather``, parts of a layer that come from
+            other devices, with the wait for them; ``drain``, the copy of gradients to the host; ``update``, the optimizer's
+            work; ``store`` and ``return``, the copies of activations to the host and back.
         layer: the layer's index in the plan; the number of layers stands for the residents, None for no layer at all.
         begin, end: seconds since a moment that all intervals of a run share.
         nbytes: bytes that were copied; 0 for computations.

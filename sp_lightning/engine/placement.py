@@ -52,11 +52,13 @@ class Placement:
         bytes_in_files: of weights that are read in place.
         on_disk: what is trained, and on a disk.
         moved: bytes of that which were read and written so far.
+        sliced: whether the devices of a node upload layers together.
     """
 
     remark = ""
     bytes_in_files = moved = 0
     on_disk = OnDisk()
+    sliced = False
 
     def leave(self) -> None:
         """Has weights leave memory that were absorbed and are on a disk."""
@@ -116,7 +118,7 @@ class OnRanks(Placement):
 
     def __init__(self, ranks: Ranks, *, sliced: bool = False) -> None:
         self._ranks = ranks
-        self._sliced = sliced
+        self.sliced = sliced
 
     def allocate(self, device: Device, plan: Plan) -> Allocate:
         remedy = (
@@ -127,7 +129,7 @@ class OnRanks(Placement):
         return self._store.allocate
 
     def uploads(self, device: Device, lock: threading.RLock, log: logging.Logger | None) -> Uploads:
-        return SlicedUploads(device, self._ranks, lock, written_here, log) if self._sliced else Uploads(device)
+        return SlicedUploads(device, self._ranks, lock, written_here, log) if self.sliced else Uploads(device)
 
     def gradients(
         self, device: Device, staging: Staging, layers: Sequence[StreamedLayer], in_flight: int

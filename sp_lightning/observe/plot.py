@@ -15,6 +15,7 @@ COLORS: dict[Kind, str] = {
     "backward": "#c4632b",
     "between": "#9aa3ab",
     "reduce": "#d1495b",
+    "gather": "#2a9d8f",
     "network": "#a11d33",
     "read": "#8d99ae",
     "write": "#5c677d",
@@ -25,8 +26,8 @@ COLORS: dict[Kind, str] = {
 }
 # A layer has three lanes, so that intervals at the same time do not hide each other.
 _LANE: dict[Kind, float] = {
-    "fetch": -0.3, "return": -0.3, "forward": 0.0, "backward": 0.0, "between": 0.0, "reduce": 0.3, "network": 0.3, "drain": 0.3,
-    "update": 0.3, "store": 0.3, "read": -0.3, "write": 0.3,
+    "fetch": -0.3, "gather": -0.3, "return": -0.3, "forward": 0.0, "backward": 0.0, "between": 0.0, "reduce": 0.3,
+    "network": 0.3, "drain": 0.3, "update": 0.3, "store": 0.3, "read": -0.3, "write": 0.3,
 }  # fmt: skip
 # The batch is cut into so many parts, at least and at most, one of which is shown larger: the time of one or two layers.
 _PARTS = (12, 100)
@@ -128,7 +129,7 @@ def draw_timeline(intervals: Sequence[Interval], names: Sequence[str], path: Pat
 def _busiest(intervals: Sequence[Interval]) -> tuple[float, float]:
     """Begin and end, in seconds, of the part of a batch in which most is copied. Thin bars can be seen there."""
     copies = [
-        each for each in intervals if each.kind in ("fetch", "return", "reduce", "network", "drain", "store")
+        each for each in intervals if each.kind in ("fetch", "gather", "return", "reduce", "network", "drain", "store")
     ] or intervals
     first, last = (
         min((each.begin for each in intervals), default=0.0),

@@ -56,6 +56,7 @@ def remedy(what: str, plan: Plan) -> str:
         "updates": rarer,
         "the host": "larger layers (layers=), or more work per batch (tokens, images), leave it more time",
         "sums of gradients": "more work per batch (tokens, images) hides them",
+        "whole uploads": 'transfer="sliced" has each device upload a part and get the rest from the others',
         "sums over nodes": "more work per batch (tokens, images) hides them, or a faster --network",
         "the disk": "more host memory leaves less on it, and more work per batch (tokens, images) hides it",
         "activations": "recompute some of them, or give a larger memory_budget",

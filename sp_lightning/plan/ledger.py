@@ -124,6 +124,7 @@ def make_ledger(
     scales: bool,
     pieces: bool = False,
     narrow: bool = False,
+    sliced: bool = False,
 ) -> Ledger:
     """Counts host memory and its traffic for a run.
 
@@ -136,9 +137,10 @@ def make_ledger(
         scales: whether gradients are unscaled.
         pieces: whether layers are updated piece by piece, so that what one walk has left in the caches serves the next.
         narrow: whether gradients that leave as casts stay so until the update.
+        sliced: whether the devices of a node upload layers together.
     """
     narrow = narrow and accumulate == 1 and plan.alone  # sums are float32
-    bytes_of = _Bytes.of(plan, narrow=narrow)
+    bytes_of = _Bytes.of(plan, narrow=narrow, sliced=sliced)
     state = _state_bytes(optimizers)
     passes = _passes(bytes_of, state or 0, accumulate, clips=clips, scales=scales, pieces=pieces, narrow=narrow)
     return Ledger(
@@ -157,17 +159,17 @@ class _Bytes:
 
     Attributes:
         weights: what layers have on the host, casts included.
-        travels: of that, what a fetch copies: of a table some rows travel.
+        fetched: what all devices of the node together copy of that in a forward. Of a table some rows travel.
         masters, casts: float32 weights that travel as casts, and these.
         gradients: of all trainable parameters, in their dtypes.
         narrow: gradients that leave as casts, in that dtype: half as large as their masters' are.
         kept: gradients as they wait for the update.
-        ranks: how many devices there are on the node, each of which fetches all layers.
+        ranks: how many devices there are on the node.
         alone: whether there is one device in all.
     """
 
     weights: int
-    travels: int
+    fetched: int
     masters: int
     casts: int
     gradients: int
@@ -177,15 +179,17 @@ class _Bytes:
     alone: bool
 
     @classmethod
-    def of(cls, plan: Plan, *, narrow: bool) -> _Bytes:
+    def of(cls, plan: Plan, *, narrow: bool, sliced: bool) -> _Bytes:
         layers = plan.trained
         weights = sum(layer.nbytes for layer in layers)
         gradients, casts = (
             sum(sizes) for sizes in zip(*((x.gradient_bytes, x.narrow_bytes) for x in layers), strict=True)
         )
+        together = sum(layer.nbytes for layer in plan.layers if sliced and layer.ring == plan.main_ring)
+        alone = weights - sum(table.nbytes for table in plan.tables) - together
         return cls(
             weights=weights,
-            travels=weights - sum(table.nbytes for table in plan.tables),
+            fetched=together + plan.ranks * alone,
             masters=sum(each.nbytes for each in plan.masters),
             casts=sum(cast.nbytes for layer in layers for cast in layer.casts),
             gradients=gradients,
@@ -221,7 +225,7 @@ def _passes(
     clipped = wide * (clips is not None)
     return [
         Pass("casts", accumulate * size.masters - 2 * size.narrow * pieces, accumulate * size.casts),
-        Pass("fetch", 2 * accumulate * size.ranks * size.travels, 0),
+        Pass("fetch", 2 * accumulate * size.fetched, 0),
         Pass("gradients", 0, accumulate * (gradients - narrow_leave)),
         Pass("widening", widened, 2 * widened),
         # Several devices take what is there already with them, and add it up there.

@@ -231,6 +231,7 @@ class OptimizerSteps:
             scales=scaler_of(trainer) is not None,
             pieces=pieces,
             narrow=pieces and self._narrow(),
+            sliced=self._run.placement.sliced,
         )
         ledger = without(ledger, self._run.placement)
         return ledger if self.disk is None else self.disk.note_in(ledger, self._run.placement)

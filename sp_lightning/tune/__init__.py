@@ -2,7 +2,8 @@
 
 ``tuner`` measures the first batches and chooses; ``window`` knows which plans fit the budget; ``activation_choice`` chooses
 a mode for each unit. ``simulator`` predicts how long a batch takes: it drives the engine's own schedule with the device of
-``clocks``. ``visits`` describes what a batch does; ``dry_run`` finds that out from a model that has shapes only.
+``clocks``. ``slices`` measures whether several devices
+fetch faster together. ``visits`` describes what a batch does; ``dry_run`` finds that out from a model that has shapes only.
 
 A plan, a timeline or a model comes in. A plan with k and k', modes of activations, and predictions go out. The wing may
 import the engine and every wing below it.

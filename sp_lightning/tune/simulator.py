@@ -9,6 +9,7 @@ therefore shows what the engine does, not what it was meant to do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from sp_lightning.device.timeline import Kind
@@ -24,6 +25,7 @@ from sp_lightning.weights.layer import Kind as LayerKind
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.prefetch import Prefetch
 from sp_lightning.weights.slots import Slot, Slots, Staged
+from sp_lightning.weights.uploads import OnItsWay, Uploads
 
 _STALLS = {
     "gradients": (Wait.REUSE_AFTER_DRAIN,),
@@ -159,6 +161,21 @@ class _NoTenants:
         return False
 
 
+class _Slices(Uploads):
+    """Uploads of a device that fetches its part of each layer, and gets the others' by the links between devices."""
+
+    def __init__(self, device: ClockDevice, ranks: int, links: float) -> None:
+        super().__init__(device)
+        self._clocks, self._ranks, self._links = device, ranks, links
+
+    def send(self, layer: StreamedLayer, target: Any, source: Any, landed: Callable[[], None]) -> OnItsWay | None:
+        if layer.planned.ring != self.ring:
+            return super().send(layer, target, source, landed)
+        self._clocks.copy([], [replace(source, nbytes=-(-source.nbytes // self._ranks))], Stream.UPLOAD)
+        self._clocks.spend(Stream.UPLOAD, source.nbytes / self._links, "gather", layer.index, source.nbytes)
+        return None
+
+
 class _Leaving(NamedTuple):
     """A layer's gradients on their way to the host, and the time at which they have arrived there."""
 
@@ -209,7 +226,8 @@ class Walk:
         self._training = any(visit.backward for visit in visits)
         self._state, files = self._disks(on_disk or {})
         source = self._source = _Source(self.device, files, rates.upload)
-        slots = Slots(plan, moving, self.device)
+        uploads = _Slices(self.device, plan.ranks, rates.links) if rates.sliced else None
+        slots = Slots(plan, moving, self.device, uploads)
         prefetch = Prefetch(plan, slots, self._layers, source.ready)
         self._residency = Residency(slots, prefetch, source, _NoTenants(), noted=lambda: None)
         self._drains = Drains[_Leaving](

@@ -18,7 +18,7 @@ RESOURCES: dict[str, tuple[Kind, ...]] = {
     "fetch": ("fetch", "return"),
     "drain": ("drain", "store"),
     "optimizer": ("update",),
-    "links": ("reduce",),
+    "links": ("reduce", "gather"),
     "network": ("network",),
     "disk": ("read", "write"),
 }
@@ -60,6 +60,8 @@ class Rates:
         links: bytes of gradients that are added up over several devices of a node.
         network: bytes of gradients that are added up over several nodes.
         disk: bytes that a disk reads or writes.
+        sliced: whether the devices of a node upload layers together, with ``transfer="sliced"``. Then weights pass the links,
+            too, at the same rate.
     """
 
     upload: float
@@ -72,6 +74,7 @@ class Rates:
     links: float = math.inf
     network: float = math.inf
     disk: float = math.inf
+    sliced: bool = False
 
 
 def measured(intervals: Iterable[Interval], layers: int, *, synchronous: bool) -> tuple[list[Visit], Rates]:

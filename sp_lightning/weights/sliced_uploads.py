@@ -139,6 +139,7 @@ class SlicedUploads(Uploads):
             return
         coming, size = self._pending[0], self._ranks.size
         gathered = coming.target[: size * coming.part]
+        begun = self._device.mark(Stream.UPLOAD)
         self._issuing = True
         try:
             with self._device.on(Stream.UPLOAD):
@@ -147,6 +148,7 @@ class SlicedUploads(Uploads):
             self._issuing = False
         self._pending.popleft()
         self._device.access(gathered, Stream.UPLOAD, write=True)
+        self._device.note("gather", coming.layer.index, begun, Stream.UPLOAD, gathered.nbytes)
         self.gathered_bytes += gathered.nbytes - coming.part
         coming.landed()
 

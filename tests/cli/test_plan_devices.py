@@ -82,6 +82,21 @@ def test_what_is_slow_binds(slow: str, binds: str, capsys: pytest.CaptureFixture
     assert found["windows"][0]["seconds"] >= found["windows"][0]["busy_seconds"][binds]
 
 
+@pytest.mark.rest("two plans of a whole model; the first tier has one of them")
+def test_slices_cross_each_link_once(capsys: pytest.CaptureFixture[str]) -> None:
+    rates = ("--devices", str(DEVICES), "--dram", "1000", "--links", "10", "--pcie", "5")
+    whole, sliced = (plan(capsys, *MODEL, *rates, "--transfer", each) for each in ("whole", "sliced"))
+    fetch, links, memory = (
+        [each["windows"][0]["busy_seconds"][of] for each in (whole, sliced)] for of in ("fetch", "links", "host memory")
+    )
+    ring = max(layer["bytes"] for layer in whole["layers"])
+    twice = 2 * sum(layer["bytes"] for layer in whole["layers"] if layer["bytes"] > ring / 2)  # forward and backward
+    assert fetch[0] - fetch[1] == pytest.approx(twice * (1 - 1 / DEVICES) / 5e9, rel=0.02)
+    assert links[1] - links[0] == pytest.approx(twice * (1 - 1 / DEVICES) / 10e9, rel=0.02)
+    assert memory[0] - memory[1] == pytest.approx(twice * (DEVICES - 1) / 1000e9, rel=0.02)
+    assert 'transfer="sliced"' in sliced["verdict"]
+
+
 def test_the_text_says_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", *MODEL, "--devices", str(DEVICES), "--links", "77"])
     text = capsys.readouterr().out

@@ -78,7 +78,8 @@ class Parts(Wide):
 
     def training_step(self, batch: Any, index: int) -> Any:
         x = batch
-        for number, layer in enumerate(self.net):  # type: ignore[arg-type]
+        layers: Any = self.net
+        for number, layer in enumerate(layers):
             if number == 2:
                 dist.all_reduce(torch.ones(1))
             if not (number == 2 and rank() == 1 and index % 2):

@@ -317,6 +317,7 @@ def test_the_options_are_frozen() -> None:
         "pin_memory": True,
         "fused_optimizer": "auto",
         "optimizer_overlap": "auto",
+        "transfer": "whole",
         "save_frozen": True,
         "save_distributed_checkpoint": False,
         "check_writes": False,
