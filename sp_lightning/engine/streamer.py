@@ -100,8 +100,7 @@ class Streamer:
         self._watch = WeightWatch([layer.block for layer in self._layers]) if check_writes else None
         self._stays: set[int] = set()
         make_experts(self._moving, log)
-        self._uploads = placement.uploads(device, self._lock, log)
-        self._slots = Slots(plan, self._moving, device, self._uploads)
+        self._slots = Slots(plan, self._moving, device, placement.uploads(device, self._lock, log))
         self._gradients = placement.gradients(device, self._staging, self._layers, plan.k_prime + 1)
         self._tables = make_tables(self.found, self._layers, device, pin=pin, compacted=self._gradients.compacted)
         self.updates = placement.updates(self._layers, device)
@@ -349,7 +348,6 @@ class Streamer:
             for handle in self._module_hooks:
                 handle.remove()
             self._slots.close()
-            self._uploads.close()
             self.activations.offload.close()
             self._residents.close()
             for layer in self._layers:

@@ -41,7 +41,7 @@ from sp_lightning.trainer.buffers import move_to_device
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.retry import Snapshot
 from sp_lightning.trainer.weights_on_scratch import place
-from sp_lightning.tune.slices import slices_are_faster
+from sp_lightning.tune.slices import takes_slices
 from sp_lightning.tune.tuner import Tuner
 from sp_lightning.tune.window import Window
 from sp_lightning.weights.buffers import find_averages
@@ -220,14 +220,8 @@ class Run:
         """Makes the engine's parts that depend on where weights are."""
         accumulate = self._module.trainer.accumulate_grad_batches * self._trains
         if self.ranks is not None:
-            return OnRanks(self.ranks, sliced=self._uploads_slices(self.ranks, device))
+            return OnRanks(self.ranks, sliced=takes_slices(self._options.transfer, device, self.ranks))
         return place(found, plan, self._options, self._device, accumulate=accumulate)
-
-    def _uploads_slices(self, ranks: Ranks, device: Device) -> bool:
-        """Whether the devices of a node upload layers together. Collective."""
-        if ranks.size == 1 or self._options.transfer != "auto":
-            return ranks.size > 1 and self._options.transfer == "sliced"
-        return slices_are_faster(device, ranks)
 
     @property
     def _balanced(self) -> bool:

@@ -162,17 +162,17 @@ class _NoTenants:
 
 
 class _Slices(Uploads):
-    """Uploads of a device that fetches its part of each layer, and gets the others' by the links between devices."""
+    """Uploads of a device that, with ``rates.sliced``, fetches its part of each layer, and gets the rest by the links."""
 
-    def __init__(self, device: ClockDevice, ranks: int, links: float) -> None:
+    def __init__(self, device: ClockDevice, ranks: int, rates: Rates) -> None:
         super().__init__(device)
-        self._clocks, self._ranks, self._links = device, ranks, links
+        self._clocks, self._ranks, self._rates = device, ranks, rates
 
     def send(self, layer: StreamedLayer, target: Any, source: Any, landed: Callable[[], None]) -> OnItsWay | None:
-        if layer.planned.ring != self.ring:
+        if not self._rates.sliced or layer.planned.ring != self.ring:
             return super().send(layer, target, source, landed)
         self._clocks.copy([], [replace(source, nbytes=-(-source.nbytes // self._ranks))], Stream.UPLOAD)
-        self._clocks.spend(Stream.UPLOAD, source.nbytes / self._links, "gather", layer.index, source.nbytes)
+        self._clocks.spend(Stream.UPLOAD, source.nbytes / self._rates.links, "gather", layer.index, source.nbytes)
         return None
 
 
@@ -226,8 +226,7 @@ class Walk:
         self._training = any(visit.backward for visit in visits)
         self._state, files = self._disks(on_disk or {})
         source = self._source = _Source(self.device, files, rates.upload)
-        uploads = _Slices(self.device, plan.ranks, rates.links) if rates.sliced else None
-        slots = Slots(plan, moving, self.device, uploads)
+        slots = Slots(plan, moving, self.device, _Slices(self.device, plan.ranks, rates))
         prefetch = Prefetch(plan, slots, self._layers, source.ready)
         self._residency = Residency(slots, prefetch, source, _NoTenants(), noted=lambda: None)
         self._drains = Drains[_Leaving](

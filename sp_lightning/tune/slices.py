@@ -10,6 +10,7 @@ import torch
 from sp_lightning.device.device import Device
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Stream, Wait
+from sp_lightning.plan.options import Transfer
 
 NBYTES = 1 << 26
 """As many bytes are copied as a layer of a large model has, within a factor of ten."""
@@ -18,11 +19,16 @@ _MUCH = 0.8
 """Slices have to take at most this share of the time: they make ranks wait for each other."""
 
 
-def slices_are_faster(device: Device, ranks: Ranks) -> bool:
-    """Uploads some memory both ways, all ranks at once, as they do in a run. Collective; all ranks have the same answer.
+def takes_slices(transfer: Transfer, device: Device, ranks: Ranks) -> bool:
+    """Whether the devices of a node upload layers together. Collective; all ranks have the same answer.
 
-    Where the model computes on the host there is nothing to upload, and the answer is no.
+    With ``"auto"`` some memory is uploaded both ways, by all ranks at once, as in a run. Where the model computes on the host
+    there is nothing to upload, and the answer is no.
     """
+    if ranks.size == 1 or transfer == "whole":
+        return False
+    if transfer == "sliced":
+        return True
     if device.computes_on_host:
         return False
     whole, sliced = measure(device, ranks)

@@ -75,11 +75,11 @@ class SlicedUploads(Uploads):
         part = source.nbytes // self._ranks.size // _ALIGNMENT * _ALIGNMENT
         number = self._announce(layer) if part and layer.planned.ring == self.ring else None
         if number is None:
-            self._device.copy((target,), (source,), Stream.UPLOAD)
+            self.device.copy((target,), (source,), Stream.UPLOAD)
             return None
         begin, rest = self._ranks.rank * part, self._ranks.size * part
         pieces = [slice(begin, begin + part), slice(rest, source.nbytes)][: 1 + (rest < source.nbytes)]
-        self._device.copy([target[each] for each in pieces], [source[each] for each in pieces], Stream.UPLOAD)
+        self.device.copy([target[each] for each in pieces], [source[each] for each in pieces], Stream.UPLOAD)
         self._pending.append(coming := OnItsWay(number, layer, target, source, part, landed))
         self.go_on()
         return coming if coming in self._pending else None
@@ -139,16 +139,16 @@ class SlicedUploads(Uploads):
             return
         coming, size = self._pending[0], self._ranks.size
         gathered = coming.target[: size * coming.part]
-        begun = self._device.mark(Stream.UPLOAD)
+        begun = self.device.mark(Stream.UPLOAD)
         self._issuing = True
         try:
-            with self._device.on(Stream.UPLOAD):
+            with self.device.on(Stream.UPLOAD):
                 self._ranks.gather(gathered, self._group, f"layer {coming.layer.name!r}")
         finally:
             self._issuing = False
         self._pending.popleft()
-        self._device.access(gathered, Stream.UPLOAD, write=True)
-        self._device.note("gather", coming.layer.index, begun, Stream.UPLOAD, gathered.nbytes)
+        self.device.access(gathered, Stream.UPLOAD, write=True)
+        self.device.note("gather", coming.layer.index, begun, Stream.UPLOAD, gathered.nbytes)
         self.gathered_bytes += gathered.nbytes - coming.part
         coming.landed()
 
@@ -160,7 +160,7 @@ class SlicedUploads(Uploads):
             begin = self._ranks.rank * coming.part
             pieces = [slice(0, begin), slice(begin + coming.part, self._ranks.size * coming.part)]
             pieces = [each for each in pieces if each.start < each.stop]
-            self._device.copy(
+            self.device.copy(
                 [coming.target[each] for each in pieces], [coming.source[each] for each in pieces], Stream.UPLOAD
             )
             coming.landed()

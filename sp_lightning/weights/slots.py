@@ -316,7 +316,7 @@ class Slots:
         A slot that somebody still holds stays as an extra one until nobody does.
         """
         held = [slot for slot in self.all if not slot.overwritable]
-        self.close()
+        self._free()
         self._plan = plan
         for layer in self._layers:
             layer.planned = plan.moving[layer.index]  # its parameters lie as before, but it may use another ring
@@ -326,7 +326,11 @@ class Slots:
         self._make_planned()
 
     def close(self) -> None:
-        """Frees all slots."""
+        """Frees all slots. Nothing comes to them any more."""
+        self._free()
+        self._uploads.close()
+
+    def _free(self) -> None:
         self.synchronize(Wait.CLOSE_AFTER_FETCH)
         for slot in self.all:
             self._device.access(slot.memory, Stream.COMPUTE, write=True)

@@ -45,7 +45,7 @@ class Uploads:
     """
 
     def __init__(self, device: Device) -> None:
-        self._device = device
+        self.device = device
         self.ring = 0
         self.gathered_bytes = 0
 
@@ -61,7 +61,7 @@ class Uploads:
         Returns:
             The layer on its way; None if all was issued.
         """
-        self._device.copy((target,), (source,), Stream.UPLOAD)
+        self.device.copy((target,), (source,), Stream.UPLOAD)
         return None
 
     def go_on(self) -> None:

@@ -148,7 +148,7 @@ def measured() -> tuple[float, float, bool]:
         dist.init_process_group("gloo", rank=rank(), world_size=2)
     ranks = Ranks(torch.device("cpu"))
     device = Device(torch.device("cpu"))
-    return *slices.measure(device, ranks, 1 << 20), slices.slices_are_faster(device, ranks)
+    return *slices.measure(device, ranks, 1 << 20), slices.takes_slices("auto", device, ranks)
 
 
 def test_what_is_faster_is_measured() -> None:
