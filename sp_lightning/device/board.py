@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import select
 import struct
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -23,6 +22,7 @@ from zlib import crc32
 
 from torch.distributed.constants import default_pg_timeout
 
+from sp_lightning.device.fence import fence
 from sp_lightning.device.layout import PAGE
 from sp_lightning.device.shared_memory import SharedMemory
 from sp_lightning.device.waits import Wait
@@ -79,7 +79,6 @@ class Board:
         self._memory = memory  # the words below are in it
         self._words: Any = memory.words("q")
         self._values: Any = memory.words("d")
-        self._lock = threading.Lock()
         self._came = self._runs = 0
         self._descriptors: dict[int, int] = {}
         for other, pid in processes.items():
@@ -88,8 +87,8 @@ class Board:
 
     def publish(self, words: Any, index: int, number: int) -> None:
         """Writes a number for the others, who see whatever was written before once they see it."""
-        with self._lock:
-            words[index] = number
+        fence()
+        words[index] = number
 
     def _word(self, rank: int, of: int) -> int:
         number: int = self._words[rank * _PAGES // 8 + of]

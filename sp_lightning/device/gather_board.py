@@ -23,14 +23,21 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
+from sp_lightning.device.fence import fence
 from sp_lightning.device.shared_memory import SharedMemory
 
 _ANNOUNCED, _CLOSED, _RESOLVED, _ASKED, _FIRST = 0, 1, 2, 3, 8
 _KEPT = 504  # announcements of each rank that are on the board
 _WORDS = _FIRST + _KEPT
 _BITS = 20
+AHEAD = 200
+"""A rank has at most so many announcements that are not resolved: with as many of another's, fewer than are kept."""
+
 MOST = 1 << _BITS
 """A round has fewer gathers than this, and what is announced is a smaller number."""
+
+LAST = (1 << 62 - _BITS) - 1
+"""The largest number of a round."""
 
 PATIENCE = 0.2
 """Seconds that a rank waits for another's announcement before it asks for it."""
@@ -61,7 +68,7 @@ class GatherBoard:
         self._round = 0
         self._count = 0  # of announcements in this round
         self._closed = 0
-        # Guards what is announced and closed against another thread's answers, and orders what is written for other processes.
+        # Guards what is announced and closed against another thread's answers.
         self._lock = threading.Lock()
         self._answered = dict.fromkeys(self._others, 0)
 
@@ -75,13 +82,12 @@ class GatherBoard:
             patient: whether to wait some time for those ranks. Otherwise the round is closed at once.
         """
         assert number > self._round
-        late = monotonic() + PATIENCE if patient else 0.0
-        self._until(
-            lambda: self._all_ready(number) or monotonic() > late, "the end of the others' last round of gathers"
-        )
+        late = monotonic() + PATIENCE if patient and self._closed < number else 0.0
+        said = "the end of the others' last round of gathers"
+        self._until(lambda: self._all_ready(number) or monotonic() > late, said)
         with self._lock:
             self._round = number
-            if patient and self._all_ready(number):
+            if patient and self._closed < number and self._all_ready(number):
                 self._count = 0
                 self._write(_ANNOUNCED, number << _BITS)
             else:  # what this rank has announced stays on the board for those who still look at it
@@ -146,8 +152,10 @@ class GatherBoard:
         for other in self._others:
             # In this order: a rank that has closed the round announces nothing afterwards.
             closed = self._words[other + _CLOSED] >= self._round
+            fence()
             announced = self._words[other + _ANNOUNCED]
             if announced > place:
+                fence()
                 if announced >> _BITS != self._round or self._words[self._entry(other, number)] != mine:
                     return False
             elif closed:
@@ -191,8 +199,9 @@ class GatherBoard:
     def close(self) -> None:
         """Says that this rank announces no more in any round."""
         with self._lock:
-            self._close((1 << 40) - 1)
+            self._close(LAST)
 
     def _write(self, of: int, number: int) -> None:
-        """Writes a word. The lock, which is held, orders it after what was written before."""
+        """Writes a word of this rank's, which others see after whatever was written before."""
+        fence()
         self._words[self._own + of] = number

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sp_lightning.device.board import LOOK
 from sp_lightning.device.device import Device
-from sp_lightning.device.gather_board import MOST, GatherBoard, gather_board_bytes
+from sp_lightning.device.gather_board import AHEAD, LAST, MOST, GatherBoard, gather_board_bytes
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Stream
 from sp_lightning.observe.messages import say_once
@@ -32,6 +32,9 @@ _ALIGNMENT = 512
 
 _IN_A_ROW, _EVERY = 3, 32
 """After so many rounds in a row in which ranks did not agree, one of so many is tried, which is the same one on all ranks."""
+
+_MOST_ROUNDS = 1 << 20
+"""More rounds between two sums of gradients have no gathers."""
 
 
 class SlicedUploads(Uploads):
@@ -87,6 +90,8 @@ class SlicedUploads(Uploads):
     def _announce(self, layer: StreamedLayer) -> int | None:
         if not self._open:
             self._begin()
+        if len(self._pending) >= AHEAD:
+            self.finish(self._pending[0])
         own = MOST - 1 - self._ranks.rank  # under which no other rank announces anything
         return self._board.announce(own if self._own(layer) else layer.index)
 
@@ -96,8 +101,10 @@ class SlicedUploads(Uploads):
         if self._sums != self._ranks.sums:
             self._sums, self._rounds = self._ranks.sums, 0
         self._rounds += 1
-        self._tried = self._parted < _IN_A_ROW or (self._sums + self._rounds) % _EVERY == 0
-        self._board.begin(self._sums << 20 | self._rounds, patient=self._tried)
+        number = self._sums * _MOST_ROUNDS + self._rounds
+        if self._rounds < _MOST_ROUNDS and number < LAST:  # else the last round stays closed
+            self._tried = self._parted < _IN_A_ROW or (self._sums + self._rounds) % _EVERY == 0
+            self._board.begin(number, patient=self._tried)
 
     # ------------------------------------------------------------------ the rest of a layer
 
