@@ -142,7 +142,12 @@ class StateOnDisk(OptimizerState):
                     self._release(each)
             stored.transfer = self._file.write(stored.extent.offset, stored.buffer)
             self._behind.append(stored)
-            self._seen = [seen for seen in self._seen if type(seen[0]) is not Away]
+            self._forget_seen(stored, leaving)
+
+    def _forget_seen(self, stored: _Stored, tensors: Sequence[Tensor]) -> None:
+        """Forgets what users have looked at and what is stored again, or was replaced: its place has other bytes now."""
+        again = set(map(id, tensors))
+        self._seen = [seen for seen in self._seen if seen[1] is not stored and id(seen[0]) not in again]
 
     def absorb(self, optimizer: Optimizer, layers: Mapping[StreamedLayer, Sequence[nn.Parameter]]) -> None:
         """Writes state that has come from elsewhere: from a checkpoint, or from the optimizer's own set-up.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor
+from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.optim.state_on_disk import StateOnDisk
@@ -432,3 +432,27 @@ def test_nothing_is_read_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     steps = len(vectors())
     assert state._file.written_bytes == whole * steps
     assert whole * (steps - 1) <= state._file.read_bytes <= whole * steps  # and what was read ahead for a next step
+
+
+class RollsBack(Callback):
+    """Looks at state, then replaces it by that of an earlier step, and looks again after some more steps."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
+        optimizer: Any = trainer.optimizers[0]
+        if index == 1:
+            self.kept = copy.deepcopy(optimizer.state_dict())
+        if index in (3, 5):
+            self.norms = [state["exp_avg"].norm() for state in optimizer.state.values()]
+        if index == 3:
+            optimizer.load_state_dict(self.kept)
+
+
+def deep() -> Module:
+    """So many layers that what is looked at has to make room for more."""
+    return Module(nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(8))))
+
+
+def test_what_was_looked_at_and_replaced_does_not_come_back(tmp_path: Path) -> None:
+    batches = list(torch.randn(8, 2, 32))
+    ours = fit(deep, batches, on_disk(tmp_path), callbacks=[RollsBack()])
+    assert_same(ours, fit(deep, batches, callbacks=[RollsBack()]))
