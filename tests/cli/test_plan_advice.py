@@ -76,7 +76,7 @@ def test_gradients_that_stay_in_16_bits_are_counted_so_and_what_widens_them_is_n
     assert ("hooks between two steps" in line) == (gradients == 2)
 
 
-@pytest.mark.rest("the largest torchvision model")
+@pytest.mark.long("the largest torchvision model")
 def test_a_model_of_one_size_is_run_with_that(capsys: pytest.CaptureFixture[str]) -> None:
     """The weights of ``vit_h_14`` were trained with images of 518 pixels, and the model that is made takes 224."""
     found = plan(capsys, "vit_h_14", "--k", "1", "--k-prime", "1")

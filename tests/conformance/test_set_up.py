@@ -99,6 +99,7 @@ def test_fit_twice(other: bool, tmp_path: Path) -> None:
     assert len(seen["state"]) > len(seen["more"][0]) or not other
 
 
+@pytest.mark.rest("the first tier has two fits of one trainer")
 @feature("Set-up and data", "one module on two trainers: plain after ours, ours after plain, ours after ours")
 @pytest.mark.parametrize("fits", ["ours, plain", "plain, ours", "ours, ours"])
 def test_one_module_on_two_trainers(fits: str, tmp_path: Path) -> None:
@@ -150,6 +151,7 @@ class Draws(torch.utils.data.Dataset):
         return torch.rand(4, 16) + random.random() + np.random.rand()
 
 
+@pytest.mark.rest("two more processes in each run")
 @feature("Set-up and data", "`seed_everything(workers=True)`, workers")
 def test_seeded_workers(tmp_path: Path) -> None:
     def run(way: Way) -> Seen:

@@ -277,7 +277,7 @@ def below_memory() -> Iterator[Variant]:
     """State, gradients and trained weights on a disk."""
     options: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 2}
     clipped = {**options, "gradient_clip_val": 0.05}
-    quick = frozenset({"stack", "gpt2-tied", "rows/looked-up"})
+    quick = frozenset({"stack", "rows/looked-up"})
     for name, mode, trainer in (
         ("on a disk", {}, clipped),
         ("on a disk, updated under forward", {"optimizer_overlap": "forward"}, clipped),

@@ -91,7 +91,7 @@ def commands() -> list[Any]:
         for block in blocks(page, "console"):
             for shown in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
                 command, *output = shown.strip().splitlines()
-                marks = () if page == PAGES[0] else pytest.mark.long("the second tier has README's commands")
+                marks = pytest.mark.long("models of billions of parameters, built anew for each command")
                 found.append(pytest.param(command, output, id=f"{named(page)}: {command[:60]}", marks=marks))
     return found
 

@@ -62,6 +62,7 @@ def test_a_mixture_fetches_few_experts_for_a_token(tmp_path: Path, capsys: pytes
     assert "were on the device" in capsys.readouterr().out
 
 
+@pytest.mark.rest("the first tier has the main recipe")
 def test_lora_trains_adapters_alone_and_merges_them(
     llm: finetune_llm.Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

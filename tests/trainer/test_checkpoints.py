@@ -53,7 +53,10 @@ def test_files_are_equal(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", first(NAMES, if_=lambda name: name != "resnet50", why="a larger model, with the same parts of a checkpoint")
+    "name",
+    first(
+        NAMES, if_=lambda name: name != "resnet50", second=[], why="a larger model, with the same parts of a checkpoint"
+    ),
 )
 def test_resumes_across_strategies(name: str, tmp_path: Path) -> None:
     ours, plain = save(name, superpipeline(k=1), tmp_path / "ours"), save(name, "auto", tmp_path / "plain")

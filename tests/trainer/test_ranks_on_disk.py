@@ -159,6 +159,7 @@ def break_disk(disk: str, call: str, at: int, overlap: Any) -> None:
         fit(Net, vectors(16), on_disk(Path(disk), optimizer_overlap=overlap), devices=2, recorded="losses")
 
 
+@pytest.mark.rest("the first tier has a disk that fails on one device")
 @pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "backward", why="its other modes"))
 @pytest.mark.parametrize(
     ("call", "what"),

@@ -160,6 +160,7 @@ def test_the_budget_is_filled_and_kept(units: int, seen: list[Activations], monk
         assert set(modes.values()) == {"keep"}
 
 
+@pytest.mark.rest("the first tier has the budget that is kept")
 def test_a_larger_batch_frees_more_in_advance(seen: list[Activations], monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes scale with the batch's; afterwards what was chosen suits the largest."""
     monkeypatch.setattr(offload, "WORTH_MOVING", 2**10)

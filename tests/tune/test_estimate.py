@@ -110,8 +110,8 @@ def worked(case: Case, autocast: torch.dtype | None = None) -> Work:
     ("name", "precision"),
     first(
         [*((name, "32-true") for name in MODELS), *((name, "bf16-mixed") for name in MIXED)],
-        if_=lambda each: (each[0] in list(MODELS)[::2]) == (each[1] == "32-true") and each[0] != "resnet50",
-        why="each model has one precision in the first tier",
+        if_=lambda each: (each[0] in list(MODELS)[::4]) and each[0] != "resnet50",
+        why="a fourth of the models is in the first tier",
     ),
 )
 def test_what_units_save_is_what_the_engine_measures(

@@ -170,7 +170,9 @@ def trained(kind: str, order: str, strategy: Any, precision: Any) -> Outcome:
     return fit(lambda: Module(Calls(kind, order)), batches, strategy, precision=precision)
 
 
-@pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "32-true", why="the same in mixed precision"))
+@pytest.mark.parametrize(
+    "precision", first(["32-true", "bf16-mixed"], "32-true", second=[], why="the same in mixed precision")
+)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     "kind", first(KINDS, *list(KINDS)[:2], second=list(KINDS)[2::4], why="other kinds of one story")
