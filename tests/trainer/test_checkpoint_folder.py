@@ -503,7 +503,8 @@ NODES = pytest.mark.rest("several nodes; two ranks of one node write together in
     "numbers",
     [pytest.param((2, 1), marks=pytest.mark.rest("one device goes on from its own in the first tier")),
      pytest.param((1, 2), marks=pytest.mark.rest("the way back")),
-     pytest.param(((2, 2), 1), marks=pytest.mark.long("nodes of one device each")), pytest.param(((2, 1), (2, 2), 2), marks=pytest.mark.long("nodes again"))],
+     pytest.param(((2, 2), 1), marks=pytest.mark.long("nodes of one device each")),
+     pytest.param(((2, 1), (2, 2), 2), marks=pytest.mark.long("nodes again"))],
     ids=str,
 )  # fmt: skip
 def test_another_number_of_devices_goes_on(numbers: tuple[Number, ...], tmp_path: Path) -> None:
