@@ -10,11 +10,6 @@ from sp_lightning.plan.units import human_bytes
 # The lines that this process has logged.
 _SAID: set[str] = set()
 
-LESS_HOST_MEMORY = (
-    'Use less: precision="bf16-true", an optimizer with less state, frozen layers or adapters, or '
-    'SuperpipelineStrategy(optimizer_overlap="backward"), which holds no gradients.'
-)
-
 RUN_AGAIN_DIFFERED = (
     'Superpipeline ran the forward of {unit!r} again (activations="recompute"), and it did something else than before: it '
     "depends on a global variable, a file, or random numbers that are not torch's. Keep or offload what it saves: "
@@ -26,6 +21,13 @@ TRANSFORMS = (
     "streamed layers need. Use torch.autograd.grad(..., create_graph=True), or keep every layer on the device: "
     'SuperpipelineStrategy(resident=["**"], activations="keep").'
 )
+
+
+def less_host_memory(overlap: str = "backward") -> str:
+    """How a run takes less host memory, with ``optimizer_overlap`` as it is; by default gradients are none of it."""
+    advice = 'Use less: precision="bf16-true", an optimizer with less state, or frozen layers or adapters.'
+    held = overlap != "backward"
+    return advice + ' SuperpipelineStrategy(optimizer_overlap="backward") holds no gradients.' * held
 
 
 def after_out_of_memory(plan: Plan, smaller: Plan, obstacle: str, *, balanced: bool) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sp_lightning.model.computed_buffers import compute_buffers
 from sp_lightning.model.without_values import WithoutValues, find_without_values, give_values, named_tensors
-from sp_lightning.observe.messages import LESS_HOST_MEMORY
+from sp_lightning.observe.messages import less_host_memory
 from sp_lightning.plan.host_memory import check_host
 from sp_lightning.trainer.weight_files import WeightFile, open_weights
 
@@ -107,7 +107,7 @@ class GivenValues:
 
 
 def _check_room(found: list[WithoutValues]) -> None:
-    check_host({"for the weights": sum(each.tensor.nbytes for each in found)}, LESS_HOST_MEMORY)
+    check_host({"for the weights": sum(each.tensor.nbytes for each in found)}, less_host_memory())
 
 
 def _fits(value: Any, tensor: Tensor) -> bool:

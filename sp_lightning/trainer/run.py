@@ -26,10 +26,10 @@ from sp_lightning.model.checks import refuse_cuda_graphs
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found, Parted
 from sp_lightning.observe.messages import (
-    LESS_HOST_MEMORY,
     RUN_AGAIN_DIFFERED,
     TRANSFORMS,
     after_out_of_memory,
+    less_host_memory,
     say_once,
 )
 from sp_lightning.observe.stats import Stats
@@ -192,7 +192,7 @@ class Run:
         if not device.synchronous:
             refuse_cuda_graphs(self._module)
         found, plan, modes = self._lay_out(device)
-        check_host(_absorbing(plan), LESS_HOST_MEMORY)
+        check_host(_absorbing(plan), less_host_memory())
         self.placement = self._place(found, plan, device)
         averages = find_averages(self._module)
         move_to_device(self._module, found, averages, self._device)
@@ -260,7 +260,7 @@ class Run:
             RuntimeError: the host does not have that much.
         """
         assert self.streamer is not None
-        check_host(needed, LESS_HOST_MEMORY)
+        check_host(needed, less_host_memory(self._options.optimizer_overlap))
         spare = spare_bytes(needed)
         self._host_room = None if spare is None else spare // self._count  # each rank offloads activations of its own
         self.streamer.limit_activations(self._host_room)

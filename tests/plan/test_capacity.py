@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 
+from sp_lightning.observe.messages import less_host_memory
 from sp_lightning.plan.host_memory import available_bytes, resident_bytes, spare_bytes
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, superpipeline
@@ -80,6 +81,11 @@ def test_where_the_system_does_not_say(tmp_path: Path) -> None:
 def test_an_eighth_of_what_is_not_needed_is_left_to_others(free: int | None, spare: int | None) -> None:
     with mock.patch("sp_lightning.plan.host_memory.available_bytes", return_value=free):
         assert spare_bytes({"gradients": 150, "the optimizer's state": 50}) == spare
+
+
+def test_what_is_chosen_already_is_no_advice() -> None:
+    assert "holds no gradients" in less_host_memory("off")
+    assert "holds no gradients" not in less_host_memory("backward")
 
 
 @pytest.mark.parametrize(
