@@ -39,8 +39,9 @@ tests6) run_tests 560 tests6 $models -k "bf16"; exit ;;
 ranks)
     devices=$(command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus | wc -l || echo 1)
     numbers=$(for each in 1 2 4 8; do [ "$each" -le "$devices" ] && echo "$each"; done)
+    run_tests 120 tests-ranks tests/gpu/test_several_devices.py -m "not long"
     # shellcheck disable=SC2086
-    timeout 590 "$python" -m examples.benchmarks.ranks --ranks $numbers --width 2048 --layers 24 --tokens 8192 \
+    timeout 450 "$python" -m examples.benchmarks.ranks --ranks $numbers --width 2048 --layers 24 --tokens 8192 \
         --out "$out/rows.jsonl" 2>&1 | tee "$out/ranks.txt"
     exit
     ;;
