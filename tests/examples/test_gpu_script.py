@@ -41,8 +41,9 @@ def test_a_part_of_the_gpus_tests_ends_as_they_do(part: str, on_a_machine: Any, 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there everything runs")
 def test_several_devices_are_as_many_as_there_are(on_a_machine: Any, tmp_path: Path) -> None:
-    status, (done,) = on_a_machine("ranks")
+    status, (tests, done) = on_a_machine("ranks")
     assert status == 0
+    assert "test_several_devices.py" in tests
     assert "-m examples.benchmarks.ranks --ranks 1 --width" in done, "no GPU is here"
     assert (tmp_path / "out" / "ranks.txt").exists()
 
@@ -55,7 +56,8 @@ def test_a_failing_test_costs_no_figures_and_is_told(on_a_machine: Any) -> None:
 
 def test_every_file_of_the_gpus_tests_has_its_part(on_a_machine: Any) -> None:
     root = Path(everything.__file__).parents[2]
-    done = [line for part in range(1, 7) for line in on_a_machine(f"tests{part}")[1]]
+    parts = ["ranks", *(f"tests{part}" for part in range(1, 7))]
+    done = [line for part in parts for line in on_a_machine(part)[1]]
     for file in (root / "tests/gpu").glob("test_*.py"):
         assert any(f"tests/gpu/{file.name}" in line for line in done), file
 
