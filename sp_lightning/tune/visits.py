@@ -116,19 +116,19 @@ def measured(intervals: Iterable[Interval], layers: int, *, synchronous: bool) -
             visits.append(Visit((drain.layer,), 0.0, backward=True))
             with_backward.add(drain.layer)
 
-    def rate(resource: str) -> float:
-        copies = [copy for kind in RESOURCES[resource] for copy in by_kind[kind]]
-        seconds = sum(copy.end - copy.begin for copy in copies)
-        return sum(copy.nbytes for copy in copies) / seconds if seconds else math.inf
+    def rate(kinds: Sequence[Kind], *more: Kind) -> float:
+        """Bytes of these kinds per second of theirs and of more that brings some of the same bytes."""
+        seconds = sum(copy.end - copy.begin for kind in (*kinds, *more) for copy in by_kind[kind])
+        return sum(copy.nbytes for kind in kinds for copy in by_kind[kind]) / seconds if seconds else math.inf
 
     rates = Rates(
-        rate("fetch"),
-        rate("drain"),
-        rate("optimizer"),
+        rate(RESOURCES["fetch"], "gather"),
+        rate(RESOURCES["drain"]),
+        rate(RESOURCES["optimizer"]),
         host_memory=math.inf,
         visit_seconds=0.0,
         synchronous=synchronous,
-        links=rate("links"),
+        links=rate(["reduce"]),
     )
     return visits, rates
 

@@ -15,7 +15,7 @@ import torch
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.device.device import Device
-from sp_lightning.device.timeline import Timeline
+from sp_lightning.device.timeline import Interval, Timeline
 from sp_lightning.device.waits import Stream
 from sp_lightning.model.find import find_layers
 from sp_lightning.observe.stats import Stats
@@ -194,6 +194,19 @@ def test_a_run_is_predicted_from_its_own_timeline(tmp_path: Path) -> None:
     assert Counter(walked) == Counter(fetched)
     busy = sum(each.end - each.begin for each in intervals if each.kind in ("forward", "backward", "between"))
     assert found.busy["compute"] == pytest.approx(busy)
+
+
+def test_what_comes_from_other_devices_takes_time_of_a_fetch() -> None:
+    """So that a layer takes as long in a prediction as it took: its part from the host, and the others' parts."""
+    intervals = [
+        Interval("fetch", 0, 0.0, 1.0, 100),
+        Interval("gather", 0, 1.0, 4.0, 100),
+        Interval("forward", 0, 4.0, 5.0),
+        Interval("reduce", 0, 5.0, 7.0, 80),
+    ]
+    _, rates = measured(intervals, 1, synchronous=False)
+    assert rates.upload == 25
+    assert rates.links == 40
 
 
 def test_validation_is_no_part_of_the_batch_before_it(tmp_path: Path) -> None:
