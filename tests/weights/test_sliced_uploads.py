@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -25,8 +26,14 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.gather_board import gather_board_bytes
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.shared_memory import SharedMemory, create
+from sp_lightning.device.waits import Stream
+from sp_lightning.engine.placement import Placement
 from sp_lightning.weights import sliced_uploads
 from sp_lightning.weights.sliced_uploads import SlicedUploads
+from sp_lightning.weights.uploads import OnItsWay, Uploads
+from tests.equality.cases import CASES
+from tests.support.runs import assert_same, fit, fused, superpipeline
+from tests.support.simdevice import poison
 from tests.support.tiers import first
 
 SECONDS = 20.0
@@ -69,6 +76,7 @@ class FakeRanks:
 
     def until(self, reached: Callable[[], bool], why: Any) -> None:
         began = monotonic()
+        self.meanwhile()
         while not reached():
             self.meanwhile()
             if monotonic() - began > SECONDS or self.together.barrier.broken:
@@ -97,6 +105,7 @@ class Batch:
         ends: how the batch ends: all sum gradients, or rank 0 writes weights as well, or each goes on as it likes.
         own: of each rank, the layers of which it has values of its own.
         slow: of each rank, the most seconds that it takes for a layer.
+        extra: how many layers each fetches in addition, and does not use.
     """
 
     paths: list[list[int | None]]
@@ -104,6 +113,7 @@ class Batch:
     ends: str
     own: list[set[int]]
     slow: list[float] = field(default_factory=list)
+    extra: int = 0
 
 
 def random_batch(random: Random, size: int) -> Batch:
@@ -126,7 +136,8 @@ def random_batch(random: Random, size: int) -> Batch:
                     each.insert(random.randint(0, at), layer)
     own = [{random.randrange(LAYERS)} if random.random() < 0.05 else set() for _ in range(size)]
     slow = [random.choice((0.0, 0.0, 1e-4, 1e-3, 0.03)) for _ in range(size)]
-    return Batch(paths, random.randint(1, 4), random.choice(("sum", "write", "go on")), own, slow)
+    ends, extra = random.choice(("sum", "write", "go on")), random.choice((0, 0, 2))
+    return Batch(paths, random.randint(1, 4), ends, own, slow, extra)
 
 
 class Rank(threading.Thread):
@@ -187,8 +198,11 @@ class Rank(threading.Thread):
         return 255 - self.weights[layer] if layer in self.mine else self.weights[layer]
 
     def end(self, batch: Batch) -> None:
+        unused = [self.send(layer)[0] for layer in range(batch.extra)]
         with self.lock:
             self.uploads.end_round()
+        for layer, target in enumerate(unused):
+            assert torch.equal(target, self.value(layer)), f"rank {self.rank} has other weights that it has not used"
         if batch.ends == "go on":
             return
         self.together.barrier.wait()
@@ -247,3 +261,54 @@ def test_ranks_on_one_path_gather_all_of_it(size: int) -> None:
     for rank in go_through(batches, size, patience=10):
         assert rank.ranks.gathers == 5 * len(batches)
         assert rank.uploads.gathered_bytes == 5 * len(batches) * (size - 1) * part
+
+
+# ---------------------------------------------------------------------- slots wait for what is on its way
+
+
+class Late(Uploads):
+    """Copies nothing before somebody waits for it."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self.pending: deque[OnItsWay] = deque()
+        self.waited = 0
+
+    def send(self, layer: Any, target: Tensor, source: Tensor, landed: Callable[[], None]) -> OnItsWay | None:
+        poison(target)
+        self.pending.append(OnItsWay(0, layer, target, source, 0, landed))
+        return self.pending[-1]
+
+    def finish(self, last: OnItsWay | None = None) -> None:
+        while self.pending and (last is None or last in self.pending):
+            coming = self.pending.popleft()
+            self.device.copy((coming.target,), (coming.source,), Stream.UPLOAD)
+            coming.landed()
+            self.waited += 1
+
+    def end_round(self) -> None:
+        self.finish()
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+@pytest.mark.parametrize("name", ["llama-dropout", "conditional", "reused"])
+def test_nobody_reads_or_overwrites_what_is_on_its_way(
+    name: str, overlap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Late] = []
+
+    def uploads(self: Any, device: Device, *_: Any) -> Uploads:
+        made.append(Late(device))
+        return made[-1]
+
+    monkeypatch.setattr(Placement, "uploads", uploads)
+    case = CASES[name]
+    make = case.make if overlap == "off" else fused(case.make)
+    options = {"max_epochs": 2, "accumulate_grad_batches": 1 if overlap == "backward" else 2, **case.options({})}
+    strategy = superpipeline(
+        k=1, k_prime=2, optimizer_overlap=overlap, **({} if overlap == "off" else {"fused_optimizer": True})
+    )
+    ours = fit(make, case.batches(), strategy, **options, recorded="losses")
+    assert_same(ours, fit(make, case.batches(), **options, recorded="losses"))
+    assert made[0].waited > 10
+    assert not made[0].pending
