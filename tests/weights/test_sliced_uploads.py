@@ -25,11 +25,13 @@ from sp_lightning.device import gather_board
 from sp_lightning.device.device import Device
 from sp_lightning.device.gather_board import gather_board_bytes
 from sp_lightning.device.layout import whole_pages
+from sp_lightning.device.lease import Lease
 from sp_lightning.device.shared_memory import SharedMemory, create
-from sp_lightning.device.waits import Stream
+from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.engine.placement import Placement
 from sp_lightning.weights import sliced_uploads
 from sp_lightning.weights.sliced_uploads import SlicedUploads
+from sp_lightning.weights.slots import Slot, Slots
 from sp_lightning.weights.uploads import OnItsWay, Uploads
 from tests.equality.cases import CASES
 from tests.support.runs import assert_same, fit, fused, superpipeline
@@ -267,7 +269,7 @@ def test_ranks_on_one_path_gather_all_of_it(size: int) -> None:
 
 
 class Late(Uploads):
-    """Copies nothing before somebody waits for it."""
+    """Copies the second half of a layer when somebody waits for it, and not before."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
@@ -276,13 +278,16 @@ class Late(Uploads):
 
     def send(self, layer: Any, target: Tensor, source: Tensor, landed: Callable[[], None]) -> OnItsWay | None:
         poison(target)
+        half = source.nbytes // 2
+        self.device.copy((target[:half],), (source[:half],), Stream.UPLOAD)
         self.pending.append(OnItsWay(0, layer, target, source, 0, landed))
         return self.pending[-1]
 
     def finish(self, last: OnItsWay | None = None) -> None:
         while self.pending and (last is None or last in self.pending):
             coming = self.pending.popleft()
-            self.device.copy((coming.target,), (coming.source,), Stream.UPLOAD)
+            half = coming.source.nbytes // 2
+            self.device.copy((coming.target[half:],), (coming.source[half:],), Stream.UPLOAD)
             coming.landed()
             self.waited += 1
 
@@ -290,10 +295,11 @@ class Late(Uploads):
         self.finish()
 
 
+@pytest.mark.parametrize("k_prime", [1, 2])
 @pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
 @pytest.mark.parametrize("name", ["llama-dropout", "conditional", "reused"])
 def test_nobody_reads_or_overwrites_what_is_on_its_way(
-    name: str, overlap: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, overlap: Any, k_prime: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Late] = []
 
@@ -306,9 +312,29 @@ def test_nobody_reads_or_overwrites_what_is_on_its_way(
     make = case.make if overlap == "off" else fused(case.make)
     options = {"max_epochs": 2, "accumulate_grad_batches": 1 if overlap == "backward" else 2, **case.options({})}
     strategy = superpipeline(
-        k=1, k_prime=2, optimizer_overlap=overlap, **({} if overlap == "off" else {"fused_optimizer": True})
+        k=1, k_prime=k_prime, optimizer_overlap=overlap, **({} if overlap == "off" else {"fused_optimizer": True})
     )
     ours = fit(make, case.batches(), strategy, **options, recorded="losses")
     assert_same(ours, fit(make, case.batches(), **options, recorded="losses"))
     assert made[0].waited > 10
     assert not made[0].pending
+
+
+@pytest.mark.parametrize("of_one_layer", [True, False])
+def test_the_host_writes_nothing_that_is_on_its_way(of_one_layer: bool) -> None:
+    """Neither a layer that is updated early, nor any in an optimizer's step. No other rank gets half of it from before."""
+    device = Device(torch.device("cpu"))
+    late, slots = Late(device), Slots.__new__(Slots)
+    slots._device, slots._uploads, slots._latest = device, late, None  # of all that slots have, these send and wait
+    slot, layer = (
+        Slot(0, torch.zeros(8, dtype=torch.uint8), Lease(torch.zeros(8, dtype=torch.uint8))),
+        SimpleNamespace(),
+    )
+    layer.slot, layer.transfer = slot, None
+    stands_for: Any = layer
+    slot.coming = late.send(
+        layer, slot.memory, torch.ones(8, dtype=torch.uint8), lambda: slots._landed(stands_for, slot)
+    )
+    slots.synchronize(Wait.UPDATE_AFTER_FETCH, stands_for if of_one_layer else None)
+    assert slot.coming is None
+    assert slot.memory.sum() == 8
