@@ -65,20 +65,26 @@ def whole_pages(nbytes: int) -> int:
     return -(-max(nbytes, 1) // PAGE) * PAGE
 
 
-def lay_out(named: Iterable[tuple[str, Tensor]], *, begin: int = 0) -> tuple[Span, ...]:
+def lay_out(
+    named: Iterable[tuple[str, Tensor]], *, begin: int = 0, dtype: torch.dtype | None = None
+) -> tuple[Span, ...]:
     """Returns one span for each tensor, one after the other, aligned. Dense strides (of channels-last, say) are kept.
 
     Args:
         named: tensors with their names; their values are not read.
         begin: offset of the first span in bytes, a multiple of :data:`ALIGNMENT`.
+        dtype: of all spans; None for those of the tensors.
     """
     spans = []
     offset = begin
     for name, tensor in named:
-        nbytes = tensor.numel() * tensor.element_size()
-        # empty_like keeps the order of the strides and makes them dense.
-        stride = tuple(torch.empty_like(tensor, device="meta").stride())
-        spans.append(Span(name, offset, nbytes, tensor.shape, stride, tensor.dtype))
+        kept = dtype or tensor.dtype
+        nbytes = tensor.numel() * kept.itemsize
+        # empty_like keeps the order of the strides and makes them dense. It takes long where plan has torch's fake tensors.
+        with torch.DisableTorchFunctionSubclass():  # a stand-in itself is asked, which brings no values
+            dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
+            stride = tuple(dense.stride())
+        spans.append(Span(name, offset, nbytes, tensor.shape, stride, kept))
         offset += aligned(nbytes)
     return tuple(spans)
 

@@ -330,10 +330,7 @@ def _planned(
     layer: Layer, *, ring: int, autocast: torch.dtype | None = None, masters: int | None = None
 ) -> PlannedLayer:
     spans = lay_out(layer.parameters)
-    casts = lay_out(
-        ((name, torch.empty_like(p, dtype=autocast, device="meta")) for name, p in layer.lowered),
-        begin=total_bytes(spans),
-    )
+    casts = lay_out(layer.lowered, begin=total_bytes(spans), dtype=autocast)
     trained = [named for named in (*layer.parameters, *layer.lowered) if named[1].requires_grad]
     gradients = total_bytes(lay_out(trained))
     narrow = sum(cast.nbytes for cast, (_, p) in zip(casts, layer.lowered, strict=True) if p.requires_grad)
