@@ -6,6 +6,8 @@ Ranks are numbered node by node. The *peers* of a rank are those that have its p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -48,10 +50,11 @@ class Groups:
         self.nodes = world // per_node
         self.node, self.rank = divmod(self.number, per_node)
         self._on_host = device.type == "cpu"
+        self._made: list[Any] = []
         self.everybody = self._make(range(world))
         self.on_node, self.peers = self.everybody, None
         if self.nodes > 1:
-            self.on_node = self.another_on_node()
+            self.on_node = self._of_this_node()
             # Every process takes part in making each group.
             self.peers = [self._make(each) for each in zip(*self._of_nodes, strict=True)][self.rank]
 
@@ -60,13 +63,29 @@ class Groups:
         """The numbers of the ranks of each node."""
         return [range(node * self.per_node, (node + 1) * self.per_node) for node in range(self.nodes)]
 
-    def another_on_node(self) -> Group:
-        """Makes another group of this node's ranks, for what comes in an order of its own. All ranks of all nodes make it."""
+    @cached_property
+    def uploads(self) -> Group:
+        """Another group of this node's ranks, for what comes in an order of its own. All ranks of all nodes ask for it first at
+        the same time."""
+        return self._of_this_node()
+
+    def _of_this_node(self) -> Group:
         return [self._make(each) for each in self._of_nodes][self.node]
 
     def _make(self, numbers: Sequence[int]) -> Group:
-        host: Any = dist.new_group(list(numbers), backend="gloo")
-        return Group(host, host if self._on_host else dist.new_group(list(numbers)))
+        backends = ("gloo",) if self._on_host else ("gloo", None)
+        made: list[Any] = [dist.new_group(list(numbers), backend=backend) for backend in backends]
+        self._made += made
+        return Group(made[0], made[-1])
+
+    def close(self) -> None:
+        """Ends all of them, which have threads and connections. All ranks do so, though not at the same time."""
+        for group in self._made:
+            with suppress(ValueError):  # a process that this one is not in, or all groups have been ended
+                dist.destroy_process_group(group)
+        self._made.clear()
+        for name in ("everybody", "on_node", "peers", "uploads"):  # a group ends when nobody has it any more
+            vars(self).pop(name, None)
 
     @property
     def first(self) -> int:

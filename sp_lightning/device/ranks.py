@@ -41,6 +41,10 @@ class Ranks(Collectives):
 
     Raises:
         RuntimeError: memory cannot be shared on this system.
+
+    Attributes:
+        over: whether its last run has ended: the next object that is made closes this one.
+        closed: whether it is closed.
     """
 
     def __init__(self, device: torch.device, per_node: int | None = None) -> None:
@@ -50,7 +54,10 @@ class Ranks(Collectives):
                 f"superpipeline shares host memory between the processes of several devices, and cannot do so here: {why}. "
                 "Pass Trainer(devices=1)."
             )
+        _close_those_over()  # here, where all processes are: not when Python collects them
         super().__init__(device, per_node)
+        self.over: bool = False
+        self.closed = False
         self._pids: dict[int, int] = {}
         self._turns = 0
         memory = self.share(board_bytes(self.size, self.nodes), "board")
@@ -58,6 +65,7 @@ class Ranks(Collectives):
         self._news: NodeNews | None = None
         if self.nodes > 1:
             self._meet_other_nodes()
+        _open.append(self)
 
     def _meet_other_nodes(self) -> None:
         name = f"{next(_MADE)}"
@@ -200,21 +208,37 @@ class Ranks(Collectives):
 
     def run_begins(self) -> None:
         """Says that this rank begins its next run."""
+        self.over = False
         self.board.run_begins()
         if self._news is not None:
             self._news.begin()
 
     def run_ends(self) -> None:
         """Says that this rank is at the end of its run: it comes to no more meetings of it."""
+        self.over = True
         self.board.run_ends()
         if self._news is not None:
             self._news.end()
 
     def close(self) -> None:
-        """Frees what this object has open. Not collective."""
+        """Frees what this object has open. Not collective, but all ranks do so."""
+        self.closed = True
+        _open.remove(self)
         if self._news is not None:
             self._news.end()
         self.board.close()
+        if not self.failure:  # else others may be in the midst of a collective
+            self.groups.close()
+
+
+_open: list[Ranks] = []
+"""What this process has made and not closed. Usually that is one: what is over is closed when the next one is made."""
+
+
+def _close_those_over() -> None:
+    for each in list(_open):
+        if each.over:
+            each.close()
 
 
 _MADE = count()

@@ -54,7 +54,7 @@ class HostStrategy(_Base):
     ) -> None:
         self._device_given = device is not None
         self._state_goes_to_disk = False
-        self._ranks: Ranks | None = None
+        self._made_ranks: Ranks | None = None
         self._devices = [torch.device("cpu" if device is None else device)]
         self._nodes = 1
         super().__init__(self._devices[0], accelerator, checkpoint_io, precision_plugin)
@@ -136,11 +136,17 @@ class HostStrategy(_Base):
             if self._ranks is not None:
                 self._ranks.close()
             refuse_other_places(self)
-            self._ranks = Ranks(self.root_device, len(self._devices))
-            if not self._ranks.first:  # what rank 0 says is true of all; warnings may be of one alone
+            again = self._made_ranks is not None
+            self._made_ranks = made = Ranks(self.root_device, len(self._devices))
+            if not made.first and not again:  # what rank 0 says is true of all; warnings may be of one alone
                 self.log = self.log.getChild(f"rank{self.global_rank}")
                 self.log.setLevel(logging.WARNING)
         return self._ranks if self._several else None
+
+    @property
+    def _ranks(self) -> Ranks | None:
+        """The processes that are connected, unless another strategy has trained since."""
+        return None if self._made_ranks is None or self._made_ranks.closed else self._made_ranks
 
     @property
     def layer_sync(self) -> Any | None:

@@ -90,6 +90,7 @@ def refuse_other_places(strategy: Any) -> None:
         return
     group: Any = dist.new_group(backend="gloo")
     dist.all_gather_object(found, (strategy.node_rank, strategy.local_rank), group=group)
+    dist.destroy_process_group(group)
     if found != expected:
         places = "; ".join(f"rank {rank} is number {local} on node {node}" for rank, (node, local) in enumerate(found))
         raise ValueError(

@@ -6,7 +6,7 @@ It knows no strategy and no trainer: it is given the module, the options, the de
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,7 @@ from sp_lightning.observe.messages import (
     say_once,
 )
 from sp_lightning.observe.stats import Stats
-from sp_lightning.plan.activation_policy import Activations, Mode, resolve, summary
+from sp_lightning.plan.activation_policy import Mode, resolve, summary
 from sp_lightning.plan.host_memory import check_host, spare_bytes
 from sp_lightning.plan.options import Overlap
 from sp_lightning.plan.plan import Plan
@@ -165,9 +165,7 @@ class Run:
             if self.ranks is not None:
                 self.ranks.meet("an exchange of parameters or modules, or of their dtypes")
             self.finish_updates()
-            self._results = self._now()
-            streamer, self.streamer = self.streamer, None  # if building fails there is none
-            streamer.close()
+            self._end_engine()
             self._build()
         assert self.streamer is not None
         if self.streamer.thawed():
@@ -176,11 +174,16 @@ class Run:
 
     def close(self) -> None:
         """Ends the run: the module has ordinary parameters on the host again. What the run was like stays."""
-        if self.streamer is not None:
-            self._results = self._now()
-            self.streamer.close()
-        self.streamer = self.tuner = None
+        self._end_engine()
+        self.tuner = None
         self._parted.clear()
+
+    def _end_engine(self) -> None:
+        if self.streamer is not None:
+            self.streamer.abort()  # so what is on its way counts, such as layers for a step that does not come
+            self._results = self._now()
+            streamer, self.streamer = self.streamer, None
+            streamer.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the engine, which may be at work: a copy is that of a run that is over."""
@@ -219,8 +222,9 @@ class Run:
     def _place(self, found: Found, plan: Plan, device: Device) -> Placement:
         """Makes the engine's parts that depend on where weights are."""
         accumulate = self._module.trainer.accumulate_grad_batches * self._trains
+        sliced = takes_slices(self._options.transfer, device, self.ranks, self._log)
         if self.ranks is not None:
-            return OnRanks(self.ranks, sliced=takes_slices(self._options.transfer, device, self.ranks))
+            return OnRanks(self.ranks, sliced=sliced)
         return place(found, plan, self._options, self._device, accumulate=accumulate)
 
     @property
@@ -234,21 +238,17 @@ class Run:
         find = partial(find_layers, self._module, resident=self._options.resident, autocast=self._autocast)
         found = find(layers=layers)
         plan = self._window.begin(found, device, lambda patterns: find(layers=patterns))
-        choice = self._options.activations
-        if choice == "auto" and not self._balanced:
-            choice = "keep"
+        unlimited = self._options.activations == "auto" and not self._balanced
+        choice = "keep" if unlimited else self._options.activations
         modes = resolve(choice, self._module, found.units)
         if found.experts and (self._balanced or "recompute" in modes.values()):
             found = find(layers=layers, whole_blocks=True)
             plan = self._window.begin(found, device)
         if choice != "keep":
-            self._tell_activations(choice, modes, found)
+            self._log.debug("Superpipeline: activations: %s.", "measured first" if choice == "auto" else summary(modes))
+            if found.ungrouped:
+                say_once(self._log, f"Superpipeline: {found.ungrouped}")
         return found, plan, modes
-
-    def _tell_activations(self, choice: Activations, modes: Mapping[str, Mode], found: Found) -> None:
-        self._log.debug("Superpipeline: activations: %s.", "measured first" if choice == "auto" else summary(modes))
-        if found.ungrouped:
-            say_once(self._log, f"Superpipeline: {found.ungrouped}")
 
     def reserve_host_memory(self, needed: dict[str, int]) -> None:
         """Leaves room for what training needs on the host; activations may take the rest.

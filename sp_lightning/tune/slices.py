@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from time import perf_counter
 
@@ -10,6 +11,7 @@ import torch
 from sp_lightning.device.device import Device
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Stream, Wait
+from sp_lightning.observe.messages import say_once
 from sp_lightning.plan.options import Transfer
 
 NBYTES = 1 << 26
@@ -19,20 +21,31 @@ _MUCH = 0.8
 """Slices have to take at most this share of the time: they make ranks wait for each other."""
 
 
-def takes_slices(transfer: Transfer, device: Device, ranks: Ranks) -> bool:
+def takes_slices(transfer: Transfer, device: Device, ranks: Ranks | None, log: logging.Logger) -> bool:
     """Whether the devices of a node upload layers together. Collective; all ranks have the same answer.
 
     With ``"auto"`` some memory is uploaded both ways, by all ranks at once, as in a run. Where the model computes on the host
     there is nothing to upload, and the answer is no.
     """
-    if ranks.size == 1 or transfer == "whole":
+    if ranks is None or ranks.size == 1:
+        if transfer == "sliced":
+            say_once(
+                log,
+                'Superpipeline: transfer="sliced" changes nothing: no other device on this node could bring slices.',
+            )
         return False
-    if transfer == "sliced":
-        return True
+    if transfer != "auto":
+        return transfer == "sliced"
     if device.computes_on_host:
+        log.debug('Superpipeline: transfer="auto": layers are uploaded whole; the model computes on the host.')
         return False
     whole, sliced = measure(device, ranks)
-    return bool(ranks.all_have(int(sliced < _MUCH * whole), "how layers are uploaded"))
+    taken = bool(ranks.all_have(int(sliced < _MUCH * whole), "how layers are uploaded"))
+    log.debug(
+        'Superpipeline: transfer="auto": layers are uploaded %s; %d MiB took %.3g ms whole and %.3g ms sliced on this rank.',
+        "in slices" if taken else "whole", NBYTES >> 20, whole * 1e3, sliced * 1e3,
+    )  # fmt: skip
+    return taken
 
 
 def measure(device: Device, ranks: Ranks, nbytes: int = NBYTES) -> tuple[float, float]:
@@ -41,7 +54,6 @@ def measure(device: Device, ranks: Ranks, nbytes: int = NBYTES) -> tuple[float, 
     source.fill_(1)
     device.pin(source)
     target = device.empty(nbytes)
-    group = ranks.groups.another_on_node()
     part = nbytes // ranks.size
     own = slice(ranks.rank * part, (ranks.rank + 1) * part)
 
@@ -51,7 +63,7 @@ def measure(device: Device, ranks: Ranks, nbytes: int = NBYTES) -> tuple[float, 
     def together() -> None:
         device.copy([target[own]], [source[own]], Stream.UPLOAD)
         with device.on(Stream.UPLOAD):
-            ranks.gather(target[: ranks.size * part], group, "a measurement")
+            ranks.gather(target[: ranks.size * part], ranks.groups.uploads, "a measurement")
 
     def seconds(upload: Callable[[], None]) -> float:
         upload()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sp_lightning.device.timeline import Interval, Kind
@@ -116,21 +116,23 @@ def measured(intervals: Iterable[Interval], layers: int, *, synchronous: bool) -
             visits.append(Visit((drain.layer,), 0.0, backward=True))
             with_backward.add(drain.layer)
 
-    def rate(kinds: Sequence[Kind], *more: Kind) -> float:
-        """Bytes of these kinds per second of theirs and of more that brings some of the same bytes."""
-        seconds = sum(copy.end - copy.begin for kind in (*kinds, *more) for copy in by_kind[kind])
-        return sum(copy.nbytes for kind in kinds for copy in by_kind[kind]) / seconds if seconds else math.inf
-
     rates = Rates(
-        rate(RESOURCES["fetch"], "gather"),
-        rate(RESOURCES["drain"]),
-        rate(RESOURCES["optimizer"]),
+        _rate(by_kind, RESOURCES["fetch"], "gather"),
+        _rate(by_kind, RESOURCES["drain"]),
+        _rate(by_kind, RESOURCES["optimizer"]),
         host_memory=math.inf,
         visit_seconds=0.0,
         synchronous=synchronous,
-        links=rate(["reduce"]),
+        links=_rate(by_kind, ["reduce"]),
     )
     return visits, rates
+
+
+def _rate(by_kind: Mapping[Kind, Sequence[Interval]], kinds: Sequence[Kind], *more: Kind) -> float:
+    """Bytes of these kinds per second of theirs and of more that brings some of the same bytes."""
+    seconds = sum(copy.end - copy.begin for kind in (*kinds, *more) for copy in by_kind[kind])
+    nbytes = sum(copy.nbytes for kind in kinds for copy in by_kind[kind])
+    return nbytes / seconds if nbytes and seconds else math.inf  # a layer without gradients leaves, too, with no bytes
 
 
 def schedule_visits(plan: Plan, seconds: Sequence[float], *, training: bool) -> list[Visit]:

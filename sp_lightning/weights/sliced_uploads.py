@@ -15,6 +15,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -62,7 +63,7 @@ class SlicedUploads(Uploads):
         self._own = own
         self._log = log or logging.getLogger("lightning.pytorch")
         memory = ranks.share(gather_board_bytes(ranks.size), "the board of gathers")
-        self._group = ranks.groups.another_on_node()
+        self._group: Any = ranks.groups.uploads
         self._board = GatherBoard(memory, ranks.rank, ranks.size, ranks.until)
         self._pending: deque[OnItsWay] = deque()
         self._issuing = False
@@ -121,7 +122,7 @@ class SlicedUploads(Uploads):
             self._board.answer()
             try:
                 self._go_on_meanwhile()
-            except Exception:  # what has failed is still on its way, and fails in the engine as well
+            except Exception:  # the layers are there, and the engine fails at what the ranks do together next
                 return
 
     def _go_on_meanwhile(self) -> None:
@@ -136,7 +137,11 @@ class SlicedUploads(Uploads):
         # The others have announced these, or announce them no more, within the time that they take to answer.
         while self._pending and (last is None or last in self._pending):
             first = self._pending[0]
-            verdict = self._board.wait(first.number)
+            try:
+                verdict = self._board.wait(first.number)
+            except BaseException:
+                self._alone()
+                raise
             if first in self._pending:  # it was not issued meanwhile
                 self._issue(together=verdict)
 
@@ -151,6 +156,9 @@ class SlicedUploads(Uploads):
         try:
             with self.device.on(Stream.UPLOAD):
                 self._ranks.gather(gathered, self._group, f"layer {coming.layer.name!r}")
+        except BaseException:
+            self._alone()  # nobody waits a second time for a rank that does not come: the run ends, which asks for all layers
+            raise
         finally:
             self._issuing = False
         self._pending.popleft()
@@ -185,6 +193,7 @@ class SlicedUploads(Uploads):
 
     def close(self) -> None:
         self._pending.clear()
+        self._group = None
         self._ranks.meanwhile = lambda: None
         self._board.close()
         self._over.set()

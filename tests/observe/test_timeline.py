@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import time
 from collections import Counter
@@ -207,6 +208,13 @@ def test_what_comes_from_other_devices_takes_time_of_a_fetch() -> None:
     _, rates = measured(intervals, 1, synchronous=False)
     assert rates.upload == 25
     assert rates.links == 40
+
+
+def test_a_layer_without_gradients_leaves_with_no_bytes() -> None:
+    """As on a rank of several whose batch has used no layer: it still comes to the sums of the others."""
+    _, rates = measured([Interval("drain", 0, 0.0, 1.0, 0), Interval("update", 0, 1.0, 2.0, 8)], 1, synchronous=False)
+    assert rates.download == math.inf
+    assert rates.update == 8
 
 
 def test_validation_is_no_part_of_the_batch_before_it(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device import gather_board
+from sp_lightning.device.board import RankError
 from sp_lightning.device.device import Device
 from sp_lightning.device.gather_board import gather_board_bytes
 from sp_lightning.device.layout import whole_pages
@@ -71,7 +72,7 @@ class FakeRanks:
         self.together = together
         self.sums = self.gathers = 0
         self.meanwhile: Callable[[], None] = lambda: None
-        self.groups = SimpleNamespace(another_on_node=lambda: None)
+        self.groups = SimpleNamespace(uploads=None)
 
     def share(self, nbytes: int, name: str) -> SharedMemory:
         return self.together.memory
@@ -263,6 +264,57 @@ def test_ranks_on_one_path_gather_all_of_it(size: int) -> None:
     for rank in go_through(batches, size, patience=10):
         assert rank.ranks.gathers == 5 * len(batches)
         assert rank.uploads.gathered_bytes == 5 * len(batches) * (size - 1) * part
+
+
+def test_a_gather_that_fails_is_not_waited_for_again() -> None:
+    """Each wait takes as long as a process group is patient, and the end of a run asks for all layers several times."""
+    together = Together(2)
+    weights = torch.randint(0, 255, (LAYERS, NBYTES), dtype=torch.uint8)
+    first, other = (Rank(rank, together, weights, []) for rank in range(2))
+    asked = []
+
+    def lost(*_: Any) -> None:
+        asked.append(1)
+        raise ConnectionError("rank 1 has not come")
+
+    first.ranks.gather = other.ranks.gather = lost
+    with first.lock, other.lock:
+        sent = [first.send(layer) for layer in range(3)]
+        with pytest.raises(ConnectionError):
+            other.send(0)
+        with pytest.raises(ConnectionError):
+            first.uploads.finish(sent[0][1])
+        first.uploads.finish()
+        first.uploads.end_round()
+    assert len(asked) == 2
+    for layer, (target, _) in enumerate(sent):
+        assert torch.equal(target, weights[layer])
+    first.uploads.close()
+    other.uploads.close()
+
+
+def test_a_rank_that_does_not_answer_is_not_waited_for_again() -> None:
+    together = Together(2)
+    weights = torch.randint(0, 255, (LAYERS, NBYTES), dtype=torch.uint8)
+    first, other = (Rank(rank, together, weights, []) for rank in range(2))
+    asked = []
+
+    def lost(*_: Any) -> None:
+        asked.append(1)
+        raise RankError("rank 1 does not answer")
+
+    with first.lock, other.lock:
+        sent = [first.send(layer) for layer in range(3)]
+        first.uploads._board._until = lost
+        with pytest.raises(RankError):
+            first.uploads.finish(sent[0][1])
+        first.uploads.finish()
+        first.uploads.end_round()
+    assert len(asked) == 1
+    for layer, (target, _) in enumerate(sent):
+        assert torch.equal(target, weights[layer])
+    first.uploads.close()
+    other.uploads.close()
 
 
 # ---------------------------------------------------------------------- slots wait for what is on its way

@@ -1,0 +1,80 @@
+"""One process after the other trains with several trainers: nothing is left of those that are over."""
+
+from __future__ import annotations
+
+import os
+from copy import deepcopy
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch.distributed as dist
+
+from sp_lightning import SuperpipelineStrategy
+from tests.support.models import Module, Stack, vectors
+from tests.support.ranks import Number, devices, in_ranks, start
+from tests.support.runs import assert_equal, loader, trainer_for
+
+
+def threads() -> int:
+    """How many threads this process has, with those that Python has not started."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def make() -> pl.LightningModule:
+    pl.seed_everything(3, verbose=False)
+    return Module(Stack(4))
+
+
+def new_trainer(number: Number, transfer: Any) -> pl.Trainer:
+    return trainer_for(SuperpipelineStrategy(k=1, k_prime=1, transfer=transfer), **devices(number))
+
+
+def train_with_several(number: Number, transfer: str) -> list[int]:
+    counted = []
+    for _ in range(5):
+        new_trainer(number, transfer).fit(make(), loader(vectors()))
+        counted.append(threads())
+    return counted
+
+
+@pytest.mark.parametrize(("number", "transfer"), [(2, "sliced"), ((2, 1), "whole")])
+def test_trainers_one_after_the_other_leave_no_threads(number: Number, transfer: str) -> None:
+    for counted in in_ranks(number, train_with_several, number, transfer):
+        # gloo has three for each group, and each time there are two new ones.
+        assert counted[-1] < counted[1] + 6, counted
+
+
+def train_in_turns(number: Number) -> Any:
+    first, second = new_trainer(number, "sliced"), new_trainer(number, "sliced")
+    module, other = make(), make()
+    batches = vectors()
+    first.fit(module, loader(deepcopy(batches)))
+    second.fit(other, loader(deepcopy(batches)))
+    first.strategy.barrier("of the user's")  # by now others have the groups
+    told = first.strategy.broadcast(first.global_rank + 5, 1)
+    first.fit_loop.max_epochs = 2
+    first.fit(module, loader(deepcopy(batches)))
+    second.fit_loop.max_epochs = 2
+    second.fit(other, loader(deepcopy(batches)))
+    return told, module.state_dict(), other.state_dict()
+
+
+@pytest.mark.parametrize("number", [2, (2, 1)])
+def test_trainers_take_turns(number: Number) -> None:
+    for told, module, other in in_ranks(number, train_in_turns, number):
+        assert told == 6
+        assert_equal(module, other, "two trainers")
+
+
+def end_all_groups() -> bool:
+    trainer = new_trainer(2, "sliced")
+    trainer.fit(make(), loader(vectors()))
+    ranks: Any = trainer.strategy.ranks
+    dist.destroy_process_group()
+    ranks.close()
+    return ranks.closed and trainer.strategy._ranks is None
+
+
+def test_groups_that_the_user_has_ended_are_not_ended_again() -> None:
+    assert start(2, end_all_groups).outcomes() == [(None, True)] * 2
