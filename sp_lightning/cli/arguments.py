@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -69,6 +70,30 @@ class Question(argparse.Namespace):
     measure_host: bool
     json: bool
     plot: Path | None
+
+
+_OF_SEVERAL: dict[str, tuple[str, Any]] = {
+    "links": ("devices", 200.0),
+    "transfer": ("devices", "whole"),
+    "network": ("nodes", 25e9),
+}
+"""Arguments that say something about several devices of a node, or about several nodes, and what holds without them."""
+
+
+def complete(question: Question) -> None:
+    """Fills in what was not asked.
+
+    Raises:
+        ValueError: an argument says nothing about this question.
+    """
+    for name, (several, default) in _OF_SEVERAL.items():
+        given = getattr(question, name)
+        if given is None:
+            setattr(question, name, default)
+        elif given != default and getattr(question, several) == 1:
+            raise ValueError(
+                f"--{name} counts with several {several} alone. Pass --{several} 2 or more too, or leave it out."
+            )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -153,25 +178,21 @@ def _add_machine(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--gpu-memory", type=_size, help="of each device, for example 24GiB (no limit)")
     plan.add_argument("--host-memory", type=_size, help="of the node, for example 512GiB (no limit)")
     plan.add_argument("--tflops", type=_rate, default=100, help="of the device, TFLOP/s (%(default)s)")
-    plan.add_argument("--device-bandwidth", type=_rate, default=1000, help="of its memory, GB/s (%(default)s)")
+    plan.add_argument("--device-bandwidth", type=_gigabytes, default=1000, help="of its memory, GB/s (%(default)s)")
     plan.add_argument(
-        "--pcie", type=_rate, default=25, help="between host and each device, each way, GB/s (%(default)s)"
+        "--pcie", type=_gigabytes, default=25, help="between host and each device, each way, GB/s (%(default)s)"
     )
-    plan.add_argument(
-        "--links", type=_rate, default=200, help="from each device to the others, and back, GB/s (%(default)s)"
-    )
+    plan.add_argument("--links", type=_gigabytes, help="from each device to the others, and back, GB/s (200)")
     plan.add_argument(
         "--transfer",
         choices=("whole", "sliced"),
-        default="whole",
-        help="how the devices of a node upload layers, as SuperpipelineStrategy(transfer=…) (%(default)s)",
+        help="how the devices of a node upload layers, as SuperpipelineStrategy(transfer=…) (whole)",
     )
     plan.add_argument(
         "--network",
         type=_bytes_rate,
         metavar="SPEED",
-        default="25GB/s",
-        help="from each node to the others, each way (%(default)s)",
+        help="from each node to the others, each way, in bytes or, as 200Gb/s, in bits (25GB/s)",
     )
     plan.add_argument("--host-tflops", type=_rate, default=1, help="of the host, for Muon (%(default)s)")
     plan.add_argument(
@@ -180,7 +201,7 @@ def _add_machine(plan: argparse.ArgumentParser) -> None:
         metavar="SPEED",
         help="of a drive below --host-memory, for example 7GB/s, as SuperpipelineStrategy(disk=…) (no disk)",
     )
-    plan.add_argument("--dram", type=_rate, default=60, help="of host memory, GB/s (%(default)s)")
+    plan.add_argument("--dram", type=_gigabytes, default=60, help="of host memory, GB/s (%(default)s)")
     plan.add_argument(
         "--measure-host",
         action="store_true",
@@ -196,11 +217,29 @@ def _size(text: str) -> int:
 
 
 def _bytes_rate(text: str) -> float:
-    """Bytes per second, from ``7GB/s`` or from a number of GB/s."""
+    """Bytes per second, from ``7GB/s``, from ``56Gb/s`` or ``56Gbit/s``, as networks are sold, or from a number of GB/s."""
+    bits = re.fullmatch(r"([\d.]+) *([kMGT]?)(b|bit)(/s|ps)", text)
+    if bits is not None:
+        return _number(bits[1]) * 1000 ** " kMGT".index(bits[2] or " ") / 8
     try:
         return float(parse_bytes("it", text.removesuffix("/s")))
     except ValueError:
-        return _rate(text) * 1e9
+        return _number(text) * 1e9
+
+
+def _gigabytes(text: str) -> float:
+    """GB/s, from a number of them or as :func:`_bytes_rate` says."""
+    try:
+        return _number(text)
+    except argparse.ArgumentTypeError:
+        return _bytes_rate(text) / 1e9
+
+
+def _number(text: str) -> float:
+    try:
+        return _rate(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; give GB/s, such as 25, 25GB/s or 200Gb/s") from error
 
 
 def _count(text: str) -> int:

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from sp_lightning.cli.answer import Answer, answer
-from sp_lightning.cli.arguments import Question, make_parser
+from sp_lightning.cli.arguments import Question, complete, make_parser
 from sp_lightning.cli.report import as_json, as_text
 from sp_lightning.device.torch_private import FAKE_TENSOR_LOGGER
 from sp_lightning.observe.plot import Point, draw_windows, require_matplotlib
@@ -28,6 +28,7 @@ def run_plan(arguments: list[str]) -> None:
         require_matplotlib()
         question.plot.parent.mkdir(parents=True, exist_ok=True)
     try:
+        complete(question)
         answered = answer(question)
     except (ValueError, ImportError) as error:
         parser.exit(2, f"python -m sp_lightning plan: {error}\n")

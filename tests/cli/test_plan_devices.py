@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from sp_lightning.__main__ import main
+from sp_lightning.cli.arguments import make_parser
 from tests.support.answers import plan
 from tests.support.tiers import some
 
@@ -16,10 +18,12 @@ WEIGHTS = 4 * 86_567_656
 GIGA = 1e9
 
 
-def answers(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """For one device and for several."""
+def answers(
+    capsys: pytest.CaptureFixture[str], *arguments: str, of_several: tuple[str, ...] = ()
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """For one device and for several, with the arguments that count with several alone."""
     one = plan(capsys, *MODEL, *arguments)
-    return one, plan(capsys, *MODEL, *arguments, "--devices", str(DEVICES))
+    return one, plan(capsys, *MODEL, *arguments, "--devices", str(DEVICES), *of_several)
 
 
 @pytest.mark.rest("models of billions of parameters")
@@ -48,7 +52,8 @@ def test_gradients_of_several_devices_are_as_wide_as_parameters(capsys: pytest.C
 
 @pytest.mark.rest("two plans of a whole model; the first tier has one of them")
 def test_each_device_fetches_all_and_sends_a_part(capsys: pytest.CaptureFixture[str]) -> None:
-    one, several = (each["windows"][0] for each in answers(capsys, "--dram", "1000", "--links", "10", "--pcie", "5"))
+    plans = answers(capsys, "--dram", "1000", "--pcie", "5", of_several=("--links", "10"))
+    one, several = (each["windows"][0] for each in plans)
     assert several["busy_seconds"]["fetch"] == one["busy_seconds"]["fetch"]
     assert several["busy_seconds"]["compute"] == one["busy_seconds"]["compute"]
     assert several["busy_seconds"]["optimizer"] == one["busy_seconds"]["optimizer"]
@@ -96,6 +101,16 @@ def test_slices_cross_each_link_once(capsys: pytest.CaptureFixture[str]) -> None
     assert links[1] - links[0] == pytest.approx(twice * (1 - 1 / DEVICES) / 10e9, rel=0.05)
     assert memory[0] - memory[1] == pytest.approx(twice * (DEVICES - 1) / 1000e9, rel=0.05)  # the last layer comes once
     assert 'transfer="sliced"' in sliced["verdict"]
+
+
+def test_slices_are_advised_where_something_else_is_waited_for_most(capsys: pytest.CaptureFixture[str]) -> None:
+    rates = ("--predict", "--devices", str(DEVICES), "--dram", "1000", "--links", "1000", "--pcie", "5")
+    main(["plan", *MODEL, *rates])
+    text = capsys.readouterr().out
+    assert "are waited for fetches" in text
+    (seconds,) = re.findall(r'transfer="sliced" takes (\S+) s\.', text)
+    sliced = plan(capsys, *MODEL, *rates, "--transfer", "sliced")["windows"][0]
+    assert float(seconds) == pytest.approx(sliced["seconds"], rel=0.01)
 
 
 def test_the_text_says_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,3 +171,35 @@ def test_a_second_node_pays_if_the_network_is_fast(capsys: pytest.CaptureFixture
         assert "images of 224 × 224 on each of 2 nodes" in text
         assert "host memory of each node" in text
         assert "in Trainer(devices=1, num_nodes=2)" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("25", 25e9), ("25GB/s", 25e9), ("200Gb/s", 25e9), ("200 Gbit/s", 25e9), ("100Gbps", 12.5e9), ("800Mb/s", 0.1e9)],
+)
+def test_rates_are_in_bytes_or_in_bits_as_networks_are_sold(text: str, rate: float) -> None:
+    question = make_parser().parse_args(["plan", "vit_b_16", "--network", text, "--links", text])
+    assert question.network == rate
+    assert question.links == pytest.approx(rate / GIGA)
+
+
+@pytest.mark.parametrize("text", ["fast", "0Gb/s", "25Gx/s", "1.2.3Gb/s"])
+def test_what_is_no_rate_is_refused_with_an_example(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "vit_b_16", "--network", text])
+    assert "200Gb/s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "several"),
+    [(("--links", "50GB/s"), "devices"), (("--transfer", "sliced"), "devices"), (("--network", "100Gb/s"), "nodes")],
+)
+def test_what_counts_with_several_alone_is_refused_for_one(
+    given: tuple[str, ...], several: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["plan", "resnet18", *given])
+    assert raised.value.code == 2
+    assert f"{given[0]} counts with several {several} alone. Pass --{several} 2" in capsys.readouterr().err
+    main(["plan", "resnet18", *given, f"--{several}", "2"])
+    assert "The fastest" in capsys.readouterr().out
