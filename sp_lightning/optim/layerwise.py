@@ -140,7 +140,10 @@ class LayerwiseStep:
     def _early_groups(self) -> dict[StreamedLayer, list[dict[str, Any]]]:
         """The groups of the layers that are updated as soon as their gradients are complete, and have not been yet."""
         if self._armed is None:
-            self._armed = self._groups_by_layer() or {}
+            try:
+                self._armed = self._groups_by_layer()
+            except _UndividedError:
+                self._armed = {}
         return self._armed
 
     def _take(self) -> None:
@@ -148,14 +151,11 @@ class LayerwiseStep:
         self._engine.on_complete = self._engine.wanted = None
         self._engine.before(deferred=bool(self._begun))  # a forward without a backward may have left transfers
         self._engine.gather()
-        by_layer = self._groups_by_layer()
-        if by_layer is None and self._begun:
-            raise RuntimeError(_NOT_ALL.format(what="there are sparse gradients, or groups have changed in backward"))
-        if by_layer is None and (self._by_layers_alone or self._engine.several):
-            who = "disk= updates" if self._by_layers_alone else "Several devices update"
-            raise RuntimeError(_NEVER_WHOLE.format(who=who))
-        if by_layer is None:
-            self.clipping.finish()
+        try:
+            by_layer = self._groups_by_layer()
+        except _UndividedError as undivided:
+            self._refuse(undivided)
+            self.clipping.finish()  # torch's step updates all at once
         else:
             self._updates.partially_updated = "the optimizer's step was interrupted, and may have updated some layers"
             for layer in self._engine.order():
@@ -169,33 +169,53 @@ class LayerwiseStep:
         if self._waits:
             self._updates.finish()
 
+    def _refuse(self, undivided: _UndividedError) -> None:
+        """Raises an error where only layers can be updated."""
+        what, instead = undivided.args
+        if self._begun:
+            raise RuntimeError(_NOT_ALL.format(what=f"{what}, and some layers are updated already")) from undivided
+        if self._by_layers_alone:
+            raise RuntimeError(
+                f"disk= updates layers one by one, but {what}. {instead}, {_WITHOUT_DISK}."
+            ) from undivided
+        if self._engine.several:
+            raise RuntimeError(
+                f"Several devices update layers one by one, but {what}. {instead}, {_AT_ONCE}."
+            ) from undivided
+
     def _give_back_groups(self) -> None:
         if self._optimizer.param_groups is self._none:  # otherwise the user has replaced them
             self._optimizer.param_groups = self._groups
 
-    def _groups_by_layer(self) -> dict[StreamedLayer, list[dict[str, Any]]] | None:
-        """The groups, cut by layers; None if they cannot be cut.
+    def _groups_by_layer(self) -> dict[StreamedLayer, list[dict[str, Any]]]:
+        """The groups, cut by layers.
 
         Settings are copied, because schedulers change them after the step, while updates may still run.
+
+        Raises:
+            _UndividedError: they cannot be cut.
         """
         by_layer, state = defaultdict(list), vars(self._optimizer)["state"]
         if not self._begun and shares_state(self._optimizer.param_groups, state):
-            return None
+            raise _UndividedError("two parameters share a state", "Give each parameter a state of its own")
         for group in self._optimizer.param_groups:
             if not group.get("fused") and not self._separable:
-                return None
+                raise _UndividedError("a group of parameters is not fused", "Make the optimizer with fused=True")
             settings = tree_map(_snapshot, {key: value for key, value in group.items() if key != "params"})
             if self._early and not self._begun and lacks_buffers(group, state):
-                return None
+                what = "some parameters of a group have momentum and others have none yet"
+                raise _UndividedError(what, "Pass optimizer_overlap='forward'")
             parts = defaultdict(list)
             for parameter in group["params"]:
                 layer = self._engine.layer_of(parameter)
                 if layer is None:
-                    return None
+                    what = f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the module's"
+                    raise _UndividedError(what, "Make it the module's")
                 if layer not in self._begun:
                     gradient = stored(parameter)
                     if gradient is not None and gradient.layout is not torch.strided:
-                        return None
+                        what = f"{layer.name!r} has sparse gradients"
+                        raise _UndividedError(what, "Make embeddings with sparse=False")
                     parts[layer].append(parameter)
             for layer, parameters in parts.items():
                 by_layer[layer].append({**settings, "params": parameters})
@@ -293,11 +313,12 @@ _NOT_ALL = (
     'Use SuperpipelineStrategy(optimizer_overlap="forward").'
 )
 
-_NEVER_WHOLE = (
-    "{who} layers one by one, but there are sparse gradients, parameters that are not the module's, momentum for some alone, or "
-    "state that two parameters share. Make embeddings with sparse=False, such parameters the module's, and each parameter's "
-    "state its own, or leave disk= out and pass optimizer_overlap='off'."
-)
+_AT_ONCE = "or pass optimizer_overlap='off'"
+_WITHOUT_DISK = "or leave disk= out and pass optimizer_overlap='off'"
+
+
+class _UndividedError(Exception):
+    """Groups cannot be cut by layers: why, and what to do about it."""
 
 
 def _snapshot(setting: Any) -> Any:

@@ -379,8 +379,39 @@ def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
-    with pytest.raises(RuntimeError, match="disk= updates layers one by one, but there are sparse gradients"):
+    with pytest.raises(
+        RuntimeError, match=r"one by one, but '.*' has sparse gradients. Make embeddings with sparse=False"
+    ):
         fit(Sparse, vectors(), on_disk(tmp_path))
+
+
+class Skips(Module):
+    """The first batch leaves out the last block, whose momentum begins with the second."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.batches = 0
+
+    def loss(self, batch: Any) -> Tensor:
+        self.batches += 1
+        net: Any = self.net
+        for block in list(net.blocks)[: -1 if self.batches == 1 else None]:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+
+def test_momentum_that_some_layers_lack_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    def train(overlap: Any) -> Any:
+        return fit(Skips, vectors(), on_disk(tmp_path, optimizer_overlap=overlap), recorded="losses")
+
+    with pytest.raises(
+        RuntimeError, match=r"others have none yet. Pass optimizer_overlap='forward', or leave disk= out"
+    ):
+        train("backward")
+    train("forward")
 
 
 def test_host_memory_that_does_not_suffice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
