@@ -35,8 +35,8 @@ def create_part(file: Path) -> tuple[Path, BinaryIO]:
     while True:
         part = file.with_name(f".{name}.{uuid4().hex}.part")
         stream = part.open("xb")
-        _locked(stream)
-        if part.exists():  # else somebody has removed it before it was locked
+        # Before it was locked, somebody may have taken it for one that was left: that one has removed it, or is about to.
+        if _locked(stream) is not False and part.exists():
             return part, stream
         stream.close()
 
@@ -51,14 +51,16 @@ def aside(part: Path) -> Path:
     return part.with_suffix(".old")
 
 
-def _locked(stream: IO[bytes]) -> bool:
-    """Locks a file until it is closed. Returns whether that was possible: others may hold it, or it cannot be locked."""
+def _locked(stream: IO[bytes]) -> bool | None:
+    """Locks a file until it is closed. Returns True; False if others hold it, None if no file can be locked."""
     if fcntl is None:
-        return False
+        return None
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError:
+        return None
     return True
 
 

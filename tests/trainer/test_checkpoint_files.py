@@ -518,18 +518,25 @@ def test_a_folder_that_takes_no_file_is_told(tmp_path: Path) -> None:
         AtomicCheckpointIO().save_checkpoint(CONTENT, "/proc/one.ckpt")
 
 
-def test_a_part_that_is_taken_for_one_that_was_left_is_made_anew(tmp_path: Path, monkeypatch: Any) -> None:
-    locked, taken = part_files._locked, list[Path]()
+@pytest.mark.parametrize("removed", ["it has removed it", "it is about to"])
+def test_a_part_that_another_takes_for_one_that_was_left_is_made_anew(
+    removed: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    locked, made, other = part_files._locked, list[Path](), list[Any]()
 
-    def another_was_faster(stream: Any) -> bool:
-        if not taken:
-            taken.append(Path(stream.name))
-            taken[0].unlink()
+    def another_was_faster(stream: Any) -> bool | None:
+        made.append(Path(stream.name))
+        if len(made) == 1:
+            other.append(made[0].open("rb"))
+            assert locked(other[0])
+        if removed == "it has removed it" or len(made) == 2:
+            made[0].unlink(missing_ok=True)
+            other[0].close()
         return locked(stream)
 
     monkeypatch.setattr(part_files, "_locked", another_was_faster)
     AtomicCheckpointIO().save_checkpoint(CONTENT, tmp_path / "one.ckpt")
-    assert taken
+    assert len(made) == 2
     assert AtomicCheckpointIO().load_checkpoint(tmp_path / "one.ckpt")["note"] == "kept"
 
 
