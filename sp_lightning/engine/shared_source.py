@@ -21,9 +21,9 @@ class SharedSource(HostSource):
         self.wait(layer)
         for member in layer.family:
             self._adopt(member)
-        written = [_memory(member).look() for member in layer.family]  # all of them: each notes what it sees
+        written = [memory_of(member).look() for member in layer.family]  # all of them: each notes what it sees
         if layer.casts is not None and any(written):
-            _memory(layer).written = True
+            memory_of(layer).written = True
             layer.casts.doubt()
             self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
             layer.casts.refresh()
@@ -34,9 +34,10 @@ class SharedSource(HostSource):
 
 def written_here(layer: StreamedLayer) -> bool:
     """Whether a layer that was staged comes from this rank's own view."""
-    return _memory(layer).written
+    return memory_of(layer).written
 
 
-def _memory(layer: StreamedLayer) -> SharedBlockMemory:
+def memory_of(layer: StreamedLayer) -> SharedBlockMemory:
+    """The memory of a layer's block."""
     assert isinstance(layer.block.memory, SharedBlockMemory)
     return layer.block.memory

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from zlib import crc32
 
 from torch import nn
 
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Wait
 from sp_lightning.engine.host_source import HostSource
+from sp_lightning.engine.shared_source import memory_of
 from sp_lightning.engine.step import Step
 from sp_lightning.store.block_memory import SharedStore
 from sp_lightning.weights.layer import StreamedLayer
@@ -71,6 +73,25 @@ class Turns:
             return False
         self.ranks.all_arrived()
         return self._merge()
+
+    def must_be_alike(self, why: str) -> None:
+        """Compares what ranks have written of weights since the last turn, before a turn after which they use them. Collective.
+
+        Args:
+            why: such a turn comes, in words.
+
+        Raises:
+            RuntimeError: it differs.
+        """
+        self._prepare()
+        found = {layer.name: memory_of(layer).digest() for layer in self._layers}
+        written = [name for name, digest in found.items() if digest]
+        if not self.ranks.same(crc32(repr(found).encode()) if written else 0, "what was written between batches"):
+            raise RuntimeError(
+                f"Ranks have written different weights since the last update ({self.ranks.name} has written "
+                f"{', '.join(map(repr, written)) or 'nothing'}), and {why}. Write them at the beginning of training_step, or the "
+                "same on all ranks."
+            )
 
     def follow(self) -> tuple[int, float]:
         """The primary's turn, on another rank. Returns what the primary has said at its end."""

@@ -37,7 +37,6 @@ class RankSteps:
         self._run = run
         self._replaced: dict[Optimizer, Any] = {}
         self._scaler: HostGradScaler | None = None
-        self._closures = 0  # how often the running step has called its closure
 
     @property
     def _turns(self) -> Turns:
@@ -80,18 +79,27 @@ class RankSteps:
         """Runs a step on the primary. Each time it calls its closure, the others do so, too, with the weights of then."""
         optimizer._opt_called = True  # for schedulers, which otherwise warn that they come before the optimizer
         turns = self._turns
-        self._closures = 0
         with ExitStack() as turn:
-            turn.enter_context(turns.primary(writes_weights=True))
+            # A closure that comes first is called before the turn: until then what a rank has written is its own, so that
+            # forward and backward use the same weights.
+            begun = closure is None or self._turn_comes_first(optimizer)
+
+            def begin() -> None:
+                turn.enter_context(turns.primary(writes_weights=True))
 
             def together() -> Any:
-                turn.pop_all().__exit__(None, None, None)
-                self._weights_may_differ(optimizer)
-                turns.ranks.say(CLOSURE)
+                nonlocal begun
+                if begun:
+                    turn.pop_all().__exit__(None, None, None)
+                    self._run.invalidate()  # the optimizer may have written weights
+                    turns.ranks.say(CLOSURE)
+                begun = True
                 result = closure() if closure is not None else None
-                turn.enter_context(turns.primary(writes_weights=True))
+                begin()
                 return result
 
+            if begun:
+                begin()
             result = step(*([] if closure is None else [together]), **kwargs)
         turns.ranks.say(FINISHED)
         self._refuse_others(optimizer)
@@ -99,18 +107,27 @@ class RankSteps:
 
     def _follow_step(self, optimizer: Any, closure: Closure | None = None, **_: Any) -> Any:
         optimizer._opt_called = True
-        result, self._closures = None, 0
+        result = None
+        if closure is not None and not self._turn_comes_first(optimizer):
+            result = closure()
         while self._turns.follow()[0] == CLOSURE:
-            self._weights_may_differ(optimizer)
+            self._run.invalidate()
             result = closure() if closure is not None else None
         self._refuse_others(optimizer)
         return result
 
-    def _weights_may_differ(self, optimizer: Optimizer) -> None:
-        """An optimizer calls its closure, before which it may have written weights: each does so before a second call."""
-        self._closures += 1
-        if self._closures > 1 or not calls_closure_first(optimizer):
-            self._run.invalidate()
+    def _turn_comes_first(self, optimizer: Optimizer) -> bool:
+        """Whether a step's turn begins before its closure is called, and not after that.
+
+        Raises:
+            RuntimeError: it does, and ranks have written different weights.
+        """
+        if calls_closure_first(optimizer):
+            return False
+        self._turns.must_be_alike(
+            f"{type(optimizer).__name__}.step may write weights before it calls its closure: all ranks then use rank 0's"
+        )
+        return True
 
     def _refuse_others(self, optimizer: Any) -> None:
         """Refuses parameters that the module does not have: no rank but the primary has stepped them.

@@ -106,6 +106,15 @@ class Exchanges(Callback):
             parameter.data = parameter.data * 0.9
 
 
+class Shrinks(Callback):
+    """Writes the same weights on all ranks between batches."""
+
+    @torch.no_grad()
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        for parameter in pl_module.parameters():
+            parameter.mul_(0.9)
+
+
 class Rewrites(Callback):
     """Writes gradients, in place or not, and holds those of earlier steps."""
 
@@ -117,6 +126,50 @@ class Rewrites(Callback):
         for parameter in pl_module.parameters():
             self.held.append(parameter.grad)
             parameter.grad = parameter.grad * 0.7 if self._replace else parameter.grad.mul_(0.7)
+
+
+class Alone(Callback):
+    """Some ranks write weights for the batches of one update, each its own.
+
+    Args:
+        ranks: which.
+    """
+
+    def __init__(self, *ranks: int) -> None:
+        self._ranks = ranks
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if rank() in self._ranks and batch_idx % trainer.accumulate_grad_batches == 0:
+            add_noise(pl_module)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if rank() in self._ranks:
+            remove_noise(pl_module)
+
+
+def add_noise(module: Any) -> None:
+    noise = torch.Generator().manual_seed(rank())
+    module.saved = [parameter.detach().clone() for parameter in module.parameters()]
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=noise))
+
+
+def remove_noise(module: Any) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(module.parameters(), module.saved, strict=True):
+            parameter.copy_(value)
+
+
+class Noisy(Net):
+    """Adds noise of each rank's own in the training step."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        add_noise(self)
+        return super().training_step(batch, index)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        remove_noise(self)
 
 
 class Late(Callback):
@@ -138,6 +191,17 @@ CASES: dict[str, tuple[Any, Any, Callable[[], list[Any]], dict[str, Any]]] = {
     "gradients are held": (Net, torch.optim.AdamW, lambda: [Rewrites(False)], {}),
     "gradients are written and clipped": (NeverZeroed, SGD, lambda: [Rewrites(False)], {"gradient_clip_val": 0.01}),
     "gradients are replaced and clipped": (NeverZeroed, SGD, lambda: [Rewrites(True)], {"gradient_clip_val": 0.01}),
+    "rank 0 alone writes weights for a batch": (Net, SGD, lambda: [Alone(0)], {}),
+    "rank 1 alone writes weights for a batch": (Net, SGD, lambda: [Alone(1)], {}),
+    "each rank writes weights of its own for a batch": (Net, torch.optim.AdamW, lambda: [Alone(0, 1)], {}),
+    "each rank writes weights of its own for two batches": (
+        Net,
+        SGD,
+        lambda: [Alone(0, 1)],
+        {"accumulate_grad_batches": 2},
+    ),
+    "each rank writes weights of its own in a step": (Noisy, Replaces, list, {}),
+    "all ranks write the same before an optimizer of users": (Net, Replaces, lambda: [Shrinks()], {}),
     "a late scheduler": (Net, SGD, lambda: [Late()], {}),
     "stochastic weight averaging": (Net, SGD, lambda: [StochasticWeightAveraging(0.1, 1)], {"max_epochs": 3}),
 }
@@ -189,16 +253,22 @@ class Hides(Net):
         return self._make([*self.parameters(), *self.hidden], lr=0.1)
 
 
-REFUSED: dict[str, tuple[Any, list[Any], str]] = {
-    "ranks freeze different layers": (Net, [Freezes()], "trained parameters of rank 1 are not those of rank 0"),
-    "state is looked at on another rank": (Net, [LooksAtState()], "optimizers have state on rank 0 alone"),
-    "a parameter of nobody's": (Hides, [], "none of the module's"),
+REFUSED: dict[str, tuple[Any, Any, list[Any], str]] = {
+    "ranks freeze different layers": (Net, SGD, [Freezes()], "trained parameters of rank 1 are not those of rank 0"),
+    "state is looked at on another rank": (Net, SGD, [LooksAtState()], "optimizers have state on rank 0 alone"),
+    "a parameter of nobody's": (Hides, SGD, [], "none of the module's"),
+    "different weights before an optimizer of users": (
+        Net,
+        Replaces,
+        [Alone(0, 1)],
+        "(rank 1 has written 'layers.0.0', 'layers.1.0', 'layers.2.0'), and Replaces.step may write weights",
+    ),
 }
 
 
 def train_refused(name: str) -> None:
-    kind, callbacks, _ = REFUSED[name]
-    fit(lambda: kind(16, SGD), vectors(8), superpipeline(k=1), devices=2, callbacks=callbacks)
+    kind, make, callbacks, _ = REFUSED[name]
+    fit(lambda: kind(16, make), vectors(8), superpipeline(k=1), devices=2, callbacks=callbacks)
 
 
 @pytest.mark.rest("test_ranks_refusals has errors of several ranks in the first tier")
@@ -206,4 +276,4 @@ def train_refused(name: str) -> None:
 def test_what_is_refused(name: str) -> None:
     errors = [error for error, _ in start(2, train_refused, name).outcomes()]
     assert all(errors), "a rank has not been told"
-    assert any(REFUSED[name][2] in str(error) for error in errors), errors
+    assert any(REFUSED[name][-1] in str(error) for error in errors), errors

@@ -181,6 +181,7 @@ def test_children_use_this_interpreter_and_the_contestants_environment(tmp_path:
     assert (tmp_path / "log").read_text().split() == [sys.executable, "here"]
 
 
+@pytest.mark.rest("processes of its own")
 def test_a_signal_ends_the_run_and_its_child(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # SIGTERM to the parent left the measuring child, which leads a session of its own, running.
     file, child = tmp_path / "rows.jsonl", tmp_path / "child"
@@ -345,6 +346,7 @@ def test_where_rows_go_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         cli.report_folder(f"{tmp_path}/new")
 
 
+@pytest.mark.rest("compiles a model")
 def test_compiled_layers_are_measured_and_told(tmp_path: Path) -> None:
     with torch.compiler.set_stance("force_eager"):  # graphs take their time, and are none of ours
         row = {**rows.origin(), **compiled.measure(0.1, width=32, tokens=8)}

@@ -1,10 +1,8 @@
-"""What the server of ranks imports before it forks."""
+"""What the server of ranks imports before it forks, so that no process imports it by itself."""
 
-import lightning.pytorch  # noqa: F401
 import torch
-import torchvision  # noqa: F401
-import transformers  # noqa: F401
 
-import sp_lightning  # noqa: F401
+import tests.equality.on_ranks
+import tests.support.models  # noqa: F401
 
 torch.set_num_threads(1)

@@ -104,7 +104,7 @@ def look_for_the_folder(trainer: Any, module: Any) -> None:
     trainer.log_dir  # noqa: B018 Lightning sends rank 0's to all ranks
 
 
-STEP = "an optimizer's step or clipping, batch 1 of epoch 0"
+BACKWARD = "backward, batch 1 of epoch 0"
 EXCHANGE = "an exchange of parameters or modules"
 UNEVEN = Batches(2, 3)
 EVEN = Batches(4, 4)
@@ -126,13 +126,13 @@ CASES: dict[str, Case] = {
         Net, EVEN, lambda: [OnOneRank(to_double, 0)], ("parted", EXCHANGE, "batch 1 of epoch 0"),
     ),
     "rank 1 has no loss": (NoLoss, EVEN, list, ("Skipping the `training_step` by returning None",)),
-    "rank 1 skips an epoch": (SkipsAnEpoch, EVEN, list, ("rank 1 has ended its run", STEP)),
+    "rank 1 skips an epoch": (SkipsAnEpoch, EVEN, list, ("rank 1 has ended its run", BACKWARD)),
     "rank 1 stops": (Net, EVEN, lambda: [OnOneRank(stop)], ("rank 1 has ended its run", "batch 1 of epoch 0")),
     "rank 0 saves": (
-        Net, EVEN, lambda: [OnOneRank(save, 0)], ("parted", "Lightning's barrier 'Trainer.save_checkpoint'", STEP),
+        Net, EVEN, lambda: [OnOneRank(save, 0)], ("parted", "Lightning's barrier 'Trainer.save_checkpoint'", BACKWARD),
     ),
     "rank 0 looks for the folder": (
-        Net, EVEN, lambda: [OnOneRank(look_for_the_folder, 0)], ("parted", "Lightning's broadcast", STEP),
+        Net, EVEN, lambda: [OnOneRank(look_for_the_folder, 0)], ("parted", "Lightning's broadcast", BACKWARD),
     ),
     "the user's own sum": (SumsAlone, EVEN, list, ("has waited 3 seconds for backward", "rank 0 was last at")),
 }  # fmt: skip

@@ -149,7 +149,12 @@ class WritesAfterBatches(Module):
 
 
 @pytest.mark.parametrize(
-    "hook", ["on_validation_batch_end", "on_validation_epoch_end", "on_validation_end", "on_train_epoch_end"]
+    "hook",
+    first(
+        ["on_validation_batch_end", "on_validation_epoch_end", "on_validation_end", "on_train_epoch_end"],
+        "on_validation_end",
+        why="the same by other hooks",
+    ),
 )
 def test_weights_that_hooks_write_after_a_batch_are_read_by_no_fetch(hook: str) -> None:
     def run(strategy: Any) -> Outcome:
@@ -207,7 +212,7 @@ class Reloads(WritesLate):
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")
-@pytest.mark.parametrize("simulation", [nullcontext, simulated])
+@pytest.mark.parametrize("simulation", first([nullcontext, simulated], simulated, why="the same on the CPU"))
 @pytest.mark.parametrize("where", ["on_save_checkpoint", "scheduler", "train_dataloader"])
 def test_weights_written_after_the_callbacks_are_seen(where: str, simulation: Any, tmp_path: Path) -> None:
     def run(strategy: Any, folder: Path) -> Any:
