@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.activations.call_record import CallRecord
-from sp_lightning.activations.forward_state import Elsewhere
+from sp_lightning.activations.forward_state import Elsewhere, FirstRuns
 from sp_lightning.activations.modes import MODES, ModeContext
 from sp_lightning.activations.offload import Offload
 from sp_lightning.activations.recompute import Rerun
@@ -41,7 +41,7 @@ class Activations:
         stays: the addresses of storages that never leave the device. The set may grow later; the addresses of buffers
             are added here.
         rerun: a context for a unit's second run, called with its name and its positional arguments.
-        elsewhere: names weights outside of a unit that were written.
+        elsewhere: says what was done to weights outside of a unit.
         log: where warnings go; None for Lightning's log.
 
     Attributes:
@@ -67,9 +67,12 @@ class Activations:
         self.offload = Offload(device, ring, stays, log)
         self.ring = ring
         self.modes = dict(modes)
-        self.trial = RecomputeTrial(volatile, elsewhere)
+        self._first_runs = FirstRuns()
+        self.trial = RecomputeTrial(volatile, elsewhere, self._first_runs)
         self._record = CallRecord(len(units))
-        context = ModeContext(self.offload, self._record, self.trial, rerun, volatile, elsewhere, device.empty(0))
+        context = ModeContext(
+            self.offload, self._record, self.trial, rerun, volatile, elsewhere, self._first_runs, device.empty(0)
+        )
         self._by_name = {name: mode(context) for name, mode in MODES.items()}
         self._rows = rows
         self._units = units
@@ -118,6 +121,9 @@ class Activations:
     def call(self, unit: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a unit's forward in its mode."""
         if _is_transformed():
+            return forward(*args, **kwargs)
+        self._first_runs.call(unit, self._units[unit])
+        if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         mode = self._by_name[self.modes[unit]]
         if current_graph_task() != -1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from sp_lightning.activations.weight_state import WeightState, host_of
 from sp_lightning.device.torch_private import preserve_version_counter
 
 Elsewhere = Callable[[str], Callable[[], str | None]]
-"""Takes a unit's name. What it returns names a weight outside of the unit that was written since; None if there is none."""
+"""Takes a unit's name. What it returns says what was done to weights outside of the unit since; None if nothing was."""
 
 
 class Unrepeatable(RuntimeError):
@@ -33,7 +34,7 @@ class ForwardState:
         module: it and the modules inside it are looked at.
         given: the forward's arguments. Objects among them that are no tensors are looked at, and what they hold.
         volatile: by unit, the buffers whose values change; :meth:`restored` adds what it has learned.
-        elsewhere: names weights outside of the unit that were written.
+        elsewhere: says what was done to weights outside of the unit.
     """
 
     def __init__(
@@ -50,6 +51,10 @@ class ForwardState:
         self._before = Snapshot(module, given)
         self._unchanged: list[tuple[str, Tensor, int]] = []  # tensors that the forward has not changed
         self._learned: set[str] = set()  # names of tensors that were seen to be volatile
+
+    def calls(self, unit: str, module: nn.Module) -> None:
+        """Looks, from now on, at another unit that the forward is about to call: its state is put back, too."""
+        self._before.add(unit, module)
 
     @property
     def context(self) -> contextvars.Context:
@@ -119,7 +124,7 @@ class ForwardState:
 
         Raises:
             Unrepeatable: something was written since that cannot be put back, or the second run has written a weight
-                outside of the unit once more.
+                outside of the unit once more, or has given it another gradient.
         """
         self.check()
         before = self._before
@@ -129,24 +134,21 @@ class ForwardState:
         kernels = sdpa_kernel(before.kernels) if before.kernels else nullcontext()
         with preserve_version_counter(tuple(copied.tensor for copied in before.tensors.values())), kernels:
             _values_before(before).put()
-            written = self._elsewhere(self._unit)
+            done = self._elsewhere(self._unit)
             try:
                 yield
             finally:  # torch stops the second run by an exception once it has computed what backward needs
                 now.put()
-                self.refuse_written(written())
+                self.refuse(done())
 
-    def refuse_written(self, name: str | None) -> None:
-        """Refuses a forward that has written a weight outside of the unit.
-
-        Args:
-            name: the weight's; None if there is none.
+    def refuse(self, done: str | None) -> None:
+        """Refuses a forward for what it has done to weights outside of the unit.
 
         Raises:
-            Unrepeatable: there is one.
+            Unrepeatable: it has done anything.
         """
-        if name is not None:
-            raise Unrepeatable(self._refusal(f"writes {name!r}, a weight outside of it"))
+        if done is not None:
+            raise Unrepeatable(self._refusal(done))
 
     # ------------------------------------------------------------------ what is said
 
@@ -166,6 +168,27 @@ class ForwardState:
             "Keep or offload what it saves: "
             f'SuperpipelineStrategy(activations={{"{self._unit}": "offload", "**": "recompute"}}).'
         )
+
+
+class FirstRuns(threading.local):
+    """The forwards of a thread that run for the first time, of which a second one may come."""
+
+    def __init__(self) -> None:
+        self._running: list[ForwardState] = []
+
+    @contextmanager
+    def of(self, state: ForwardState) -> Iterator[None]:
+        """While this is active, a forward runs for the first time."""
+        self._running.append(state)
+        try:
+            yield
+        finally:
+            self._running.remove(state)
+
+    def call(self, unit: str, module: nn.Module) -> None:
+        """A unit is about to be called; if it is inside the modules of such a forward, that has seen it already."""
+        for state in self._running:
+            state.calls(unit, module)
 
 
 class _Values(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from sp_lightning.activations.call_record import CallRecord
-from sp_lightning.activations.forward_state import Elsewhere
+from sp_lightning.activations.forward_state import Elsewhere, FirstRuns
 from sp_lightning.activations.offload import Offload
 from sp_lightning.activations.recompute import Rerun, is_checkpointed, run_recomputed
 from sp_lightning.activations.recompute_trial import RecomputeTrial
@@ -31,7 +31,8 @@ class ModeContext:
         trial: finds out which units could be recomputed.
         rerun: a context for the second run of a unit's forward.
         volatile: by unit, the buffers whose values change in a forward.
-        elsewhere: names weights outside of a unit that were written.
+        elsewhere: says what was done to weights outside of a unit.
+        first_runs: the forwards that run for the first time, of which a second one may come.
         anchor: an empty tensor on the device.
     """
 
@@ -41,6 +42,7 @@ class ModeContext:
     rerun: Rerun
     volatile: dict[str, set[str]]
     elsewhere: Elsewhere
+    first_runs: FirstRuns
     anchor: Tensor
 
 
@@ -96,6 +98,7 @@ class RecomputeMode:
             rerun=of.rerun,
             volatile=of.volatile,
             elsewhere=of.elsewhere,
+            first_runs=of.first_runs,
             anchor=of.anchor,
         )
 

@@ -20,7 +20,7 @@ from weakref import WeakSet
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.activations.forward_state import Elsewhere, ForwardState
+from sp_lightning.activations.forward_state import Elsewhere, FirstRuns, ForwardState
 from sp_lightning.activations.unit_call import UnitCall
 from sp_lightning.device.torch_private import checkpoint_hook, tree_flatten, tree_unflatten
 
@@ -46,6 +46,7 @@ def run_recomputed(
     rerun: Rerun,
     volatile: dict[str, set[str]],
     elsewhere: Elsewhere,
+    first_runs: FirstRuns,
     anchor: Tensor,
 ) -> Any:
     """Runs a unit's forward, of which autograd keeps the inputs only.
@@ -59,7 +60,8 @@ def run_recomputed(
         args, kwargs: its arguments.
         rerun: the context for the second run.
         volatile: by unit, the buffers whose values change; what the first run learns is added.
-        elsewhere: names weights outside of a unit that were written.
+        elsewhere: says what was done to weights outside of a unit.
+        first_runs: is told of the first run.
         anchor: a tensor on the device. It tells torch's checkpoint whose random state to restore if no argument does.
 
     Raises:
@@ -80,7 +82,8 @@ def run_recomputed(
         if state is None:
             state = ForwardState(call.unit, call.module, once, volatile, elsewhere)
             (args, kwargs), given = given, None
-            output = forward(*args, **kwargs)
+            with first_runs.of(state):
+                output = forward(*args, **kwargs)
             state.forward_ended()
             return output
         # Lists and dicts are made anew, as they were given: what the forward has added to them stays in those of the

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
-from sp_lightning.activations.forward_state import Elsewhere, ForwardState, Unrepeatable
+from sp_lightning.activations.forward_state import Elsewhere, FirstRuns, ForwardState, Unrepeatable
 from sp_lightning.activations.unit_call import UnitCall
 from sp_lightning.device.torch_private import tree_leaves
 
@@ -15,12 +16,14 @@ class RecomputeTrial:
 
     Args:
         volatile: by unit, the buffers whose values change; what is learned is added.
-        elsewhere: names weights outside of a unit that were written.
+        elsewhere: says what was done to weights outside of a unit.
+        first_runs: is told of the forwards.
     """
 
-    def __init__(self, volatile: dict[str, set[str]], elsewhere: Elsewhere) -> None:
+    def __init__(self, volatile: dict[str, set[str]], elsewhere: Elsewhere, first_runs: FirstRuns) -> None:
         self._volatile = volatile
         self._elsewhere = elsewhere
+        self._first_runs = first_runs
         self._unfit: dict[str, str] | None = None
         self._watched: list[tuple[str, ForwardState]] = []
 
@@ -46,12 +49,13 @@ class RecomputeTrial:
             state = ForwardState(call.unit, call.module, tree_leaves((args, kwargs)), self._volatile, self._elsewhere)
         except Exception as error:  # an object of the user's may raise anything when it is looked at
             self._unfit[call.unit] = str(error)
-        written = self._elsewhere(call.unit)
-        output = forward(*args, **kwargs)
+        done = self._elsewhere(call.unit)
+        with nullcontext() if state is None else self._first_runs.of(state):
+            output = forward(*args, **kwargs)
         try:
             if state is not None:
                 state.forward_ended()
-                state.refuse_written(written())
+                state.refuse(done())
                 state.drop_values()
                 self._watched.append((call.unit, state))
         except Unrepeatable as error:

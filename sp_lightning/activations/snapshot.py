@@ -70,16 +70,29 @@ class Snapshot:
         self.held: list[tuple[str, dict[str, Any], str, Any]] = []
         self.foreign: list[tuple[dict[str, Any], str, Any]] = []
         self.inputs = [(each, each._version) for each in given if isinstance(each, Tensor) and not each.is_inference()]
-        self.training = [(child, child.training) for child in module.modules()]
+        self.training: list[tuple[nn.Module, bool]] = []
+        self._modules: set[nn.Module] = set()
         self._look_around()
-        for name, child in module.named_modules():
-            self._look_at_module(name, child)
+        self.add("", module)
         for value in given:
             if not isinstance(value, Tensor):
                 self._look("", value, objects=_DEEP)
         self.context = contextvars.copy_context()
         self.kernels = [kernel for kernel, enabled in _KERNELS.items() if enabled()]
         self.dtype = torch.get_default_dtype()
+
+    def add(self, name: str, module: nn.Module) -> None:
+        """Looks at a module and at the modules inside it, but for those that were looked at before.
+
+        Args:
+            name: its name in the messages; empty for the one that the forward is of.
+            module: a module that the forward calls.
+        """
+        for inner, child in module.named_modules():
+            if child not in self._modules:
+                self._modules.add(child)
+                self.training.append((child, child.training))
+                self._look_at_module(join_names(name, inner), child)
 
     def _look_around(self) -> None:
         self.random += global_sources()

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from sp_lightning.device.modes import never_compiled
@@ -50,7 +49,7 @@ class UnitForward:
 
     @never_compiled  # the engine is no part of a graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._call is None or not torch.is_grad_enabled():
+        if self._call is None:
             return self._forward(*args, **kwargs)
         return self._call(self._name, self._forward, args, kwargs)
 

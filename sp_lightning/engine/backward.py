@@ -62,6 +62,9 @@ class Backward:
         self._nested = False  # whether a graph task has run inside another one
         self._announced = False  # whether the running backward is that of the loss
         self._accumulates = False  # whether gradients are accumulated; torch.autograd.grad only returns them
+        self._given: dict[
+            int, tuple[int, str]
+        ] = {}  # by depth of the graph task: how many gradients, and the last one's name
         self._closed = False
 
     # ------------------------------------------------------------------ it begins
@@ -136,10 +139,34 @@ class Backward:
         self._accumulates = True
         if layer.owner.updated_early:
             raise RuntimeError(needed_again(layer, "another gradient arrived for it"))
+        if len(self.tasks) > 1 or not self._announced:
+            self._note_given(group.spans[index].name)
         complete = self.sink.arrived(layer, index, gradient)  # (7)
         self._noted()
         if complete:
             self.sink.drain(layer)
+
+    def _note_given(self, name: str) -> None:
+        depth = self.tasks.index(current_graph_task())
+        number, _ = self._given.get(depth, (0, ""))
+        self._given[depth] = number + 1, name
+
+    def given_by_nested(self) -> Callable[[], str | None]:
+        """Looks at backwards that begin from now on inside of what runs now, a forward or a forward that runs again.
+
+        Returns:
+            A function that names a weight to which such a backward has given a gradient; None if there is none.
+        """
+        depth = len(self.tasks)
+        before = dict(self._given)
+
+        def first() -> str | None:
+            new = (
+                name for at, (number, name) in self._given.items() if at >= depth and (number, name) != before.get(at)
+            )
+            return next(new, None)
+
+        return first
 
     def complete(self, layer: StreamedLayer) -> None:
         """Tells an optimizer's step that all gradients of a layer are in ``param.grad``."""

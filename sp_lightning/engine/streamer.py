@@ -33,7 +33,7 @@ from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.store.host_ring import HostRing
 from sp_lightning.weights.buffers import OnTheDevice
 from sp_lightning.weights.expert_rows import counted, waits_for_indices
-from sp_lightning.weights.layer import Kind
+from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.prefetch import Prefetch
 from sp_lightning.weights.pruned import PrunedWeights
 from sp_lightning.weights.residents import Residents
@@ -124,14 +124,9 @@ class Streamer:
             ring,
             self._stays,
             lambda unit, inputs: self._access.rerun(unit, inputs),
-            self._written_elsewhere,
+            lambda unit: _done_elsewhere(unit, self.found, self._layers, self._backward),
             log,
         )
-
-    def _written_elsewhere(self, unit: str) -> Callable[[], str | None]:
-        """Looks at the weights that do not travel with a unit."""
-        own = {self._layers[index] for index in self.found.visits[self.found.units[unit]]}
-        return Writes([layer for layer in self._layers if layer.owner not in own]).first
 
     def _build_step(self, averages: Sequence[nn.Module], placement: Placement) -> None:
         """Builds what modules hold, the step and its backward."""
@@ -359,3 +354,20 @@ class Streamer:
                 table.unpin()
             self._staging.unpin()
             self.device.close()
+
+
+def _done_elsewhere(
+    unit: str, found: Found, layers: Sequence[StreamedLayer], backward: Backward
+) -> Callable[[], str | None]:
+    """Looks at the weights that do not travel with a unit. What it returns says what was done to them since."""
+    own = {layers[index] for index in found.visits[found.units[unit]]}
+    writes = Writes([layer for layer in layers if layer.owner not in own])
+    given = backward.given_by_nested()
+
+    def done() -> str | None:
+        if (name := writes.first()) is not None:
+            return f"writes {name!r}, a weight outside of it"
+        name = given()
+        return None if name is None else f"runs a backward that gives {name!r} a gradient"
+
+    return done

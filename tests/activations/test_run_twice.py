@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import CheckpointError
 
+from sp_lightning import SuperpipelineStrategy
 from tests.support.models import Module, Stack, Transformer, tokens, twice, vectors
-from tests.support.runs import assert_same, fit, superpipeline
+from tests.support.runs import assert_same, fit, fused, superpipeline
 from tests.support.saving import MODES
 
 pytestmark = pytest.mark.usefixtures("everything_is_worth_moving")
@@ -73,39 +75,70 @@ def test_state_changes_once(block: type[nn.Module]) -> None:
             assert torch.equal(mine.last, theirs.last)
 
 
-class Averages(nn.Module):
+class Reached(nn.Module):
+    """Statistics, an iteration that is read and written, a number that Python keeps."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(16, 16)
+        self.inner = spectral_norm(nn.Linear(16, 16))
         self.norm = nn.BatchNorm1d(16)
+        self.number = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.norm(self.inner(x)))
+        self.number += 1
+        return self.norm(self.inner(x)) / self.number
 
 
 class CallsAnother(nn.Module):
-    """A unit that calls another one, whose statistics are not its own."""
+    """A unit that calls another one, whose state is not its own."""
 
-    def __init__(self, other: nn.Module) -> None:
+    def __init__(self, other: nn.Module, how: str) -> None:
         super().__init__()
         self.inner = nn.Linear(16, 16)
-        self.other = [other]
+        self.others, self.how = [other], how
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x)) + self.other[0](x)
+        (other,) = self.others
+        if self.how == "without gradients":
+            with torch.no_grad():
+                seen = other(x)
+        elif self.how == "past its hooks":
+            seen = other.forward(x)
+        else:
+            seen = other(x)
+            if self.how == "twice":
+                seen = seen + other(x)
+        return torch.tanh(self.inner(x + seen))  # torch stops the second run after what backward needs last
 
 
-def calls_another() -> Module:
+def calls_another(how: str) -> Module:
     stack = Stack()
-    stack.blocks[1] = Averages()
-    stack.blocks[3] = CallsAnother(stack.blocks[1])
+    stack.blocks[1] = Reached()
+    stack.blocks[2] = CallsAnother(stack.blocks[1], how)
+    stack.blocks[3] = CallsAnother(stack.blocks[2], how)
     return Module(stack)
 
 
-def test_a_unit_that_a_recomputed_one_calls_is_recomputed_by_itself() -> None:
-    """Its state is put back by its own second run, not by the caller's. Only a checkpoint of the user's leaves it alone."""
-    ours = fit(calls_another, vectors(), superpipeline(k=1, activations="recompute"))
-    assert_same(ours, fit(calls_another, vectors()))
+HOW = ("called", "twice", "without gradients", "past its hooks")
+CALLER = {"net.blocks.2": "recompute", "**": "offload"}
+
+
+@pytest.mark.parametrize(
+    ("how", "activations"),
+    [*((how, "recompute") for how in HOW), *((how, CALLER) for how in HOW), ("twice", {"net.blocks.3": "recompute"})],
+)
+def test_the_state_of_a_unit_that_a_recomputed_one_calls_changes_once(how: str, activations: Any) -> None:
+    ours = fit(lambda: calls_another(how), vectors(), superpipeline(k=1, activations=activations))
+    reference = fit(lambda: calls_another(how), vectors())
+    assert_same(ours, reference)
+    assert ours.module.net.blocks[1].number == reference.module.net.blocks[1].number  # type: ignore[index, union-attr]
+
+
+@pytest.mark.parametrize("how", ["called", "past its hooks"])
+def test_it_does_so_beside_updates(how: str) -> None:
+    make = fused(partial(calls_another, how))
+    strategy = SuperpipelineStrategy(k=1, activations="recompute", optimizer_overlap="forward")
+    assert_same(fit(make, vectors(), strategy), fit(make, vectors()))
 
 
 def cached_llama() -> Transformer:

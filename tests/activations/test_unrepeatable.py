@@ -170,6 +170,38 @@ def test_auto_does_not_recompute_what_writes_elsewhere() -> None:
     assert strategy.activations["net.blocks.1"] == "offload"
 
 
+class GivesAnother(WritesAnother):
+    """Gives a weight of another layer a gradient, without a call of that layer."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda other: other.weight.square().mean().backward())
+
+
+def gives_another() -> Module:
+    stack = Stack()
+    stack.blocks = nn.ModuleList(GivesAnother() for _ in range(5))
+    giver: Any = stack.blocks[1]
+    giver.others = [stack.blocks[3].inner]
+    return Module(stack)
+
+
+@pytest.mark.parametrize("resident", [(), ("net.blocks.3",)], ids=["moves", "stays"])
+def test_a_forward_that_gives_another_layer_gradients_is_refused(resident: Any) -> None:
+    remedy = {"net.blocks.1": "offload", "**": "recompute"}
+    said = "The forward of 'net.blocks.1' runs a backward that gives 'net.blocks.3.inner.weight' a gradient, and cannot"
+    with pytest.raises(Unrepeatable, match=said):
+        fit(gives_another, vectors(), superpipeline(k=1, activations="recompute", resident=resident))
+    ours = fit(gives_another, vectors(), superpipeline(k=1, activations=remedy, resident=resident))
+    assert_same(ours, fit(gives_another, vectors()))
+
+
+def test_auto_does_not_recompute_what_gives_gradients_elsewhere() -> None:
+    batches = [torch.randn(256, 16) for _ in range(6)]
+    strategy = superpipeline(k=1, k_prime=1, activations="auto", memory_budget=150_000)
+    assert_same(fit(gives_another, batches, strategy), fit(gives_another, batches))
+    assert strategy.activations["net.blocks.1"] == "offload"
+
+
 class WritesBetween(Module):
     """Where plain autograd does not mind: it has not saved the bias."""
 
