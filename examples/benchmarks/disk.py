@@ -33,6 +33,8 @@ from torch.utils.data import DataLoader
 from examples.benchmarks import rows
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.plan.units import human_bytes, parse_bytes
+from sp_lightning.store import mapped_pages
+from sp_lightning.store.mapped_scratch import POPULATE_READ
 from sp_lightning.store.scratch import ScratchFile, aligned_memory
 
 STEPS = 6
@@ -91,18 +93,26 @@ class Bucket:
         self._free_from = time.monotonic()
         self._lock = threading.Lock()
 
-    def limits(self, call: Callable[..., int]) -> Callable[..., int]:
-        """The same call, limited."""
+    def limits(self, call: Callable[..., int], moved: Callable[..., int] | None = None) -> Callable[..., int]:
+        """The same call, limited. ``moved`` says of its arguments how many bytes they move; by default it returns that."""
 
         def limited(*arguments: Any) -> int:
-            count = call(*arguments)
+            returned = call(*arguments)
+            count = returned if moved is None else moved(*arguments)
             with self._lock:
                 self._free_from = max(self._free_from, time.monotonic()) + count / self._rate
                 until = self._free_from
             time.sleep(max(0.0, until - time.monotonic()))
-            return count
+            return returned
 
         return limited
+
+    def limit_files(self) -> None:
+        """Limits what this process reads from files and writes to them, by calls and by pages that are mapped."""
+        os.preadv, os.pwritev = self.limits(os.preadv), self.limits(os.pwritev)
+        libc = mapped_pages.libc
+        libc.sync_file_range = self.limits(libc.sync_file_range, lambda file, begin, size, how: size)
+        libc.madvise = self.limits(libc.madvise, lambda begin, size, how: size if how == POPULATE_READ else 0)
 
 
 def peak() -> int:
@@ -150,8 +160,7 @@ def digest(module: nn.Module, optimizer: Any) -> str:
 def train(asked: dict[str, Any]) -> dict[str, Any]:
     """Trains some steps. Returns seconds of a step, and the peak of resident memory before anything is compared."""
     if asked.get("rate"):
-        bucket = Bucket(asked["rate"])
-        os.preadv, os.pwritev = bucket.limits(os.preadv), bucket.limits(os.pwritev)
+        Bucket(asked["rate"]).limit_files()
     pl.seed_everything(1, verbose=False)
     module, times = Net(asked["width"], asked["layers"]), Times()
     below = {"disk": asked["folder"], "host_memory": asked["host_memory"]} if asked["host_memory"] else {}
@@ -287,8 +296,6 @@ def _training(base: dict[str, Any], rate: float, out: Path | None) -> None:
                 "bitwise": found["digest"] == all_in_memory["digest"], "in_memory_peak": all_in_memory["peak"],
             }  # fmt: skip
         _write(row, out)
-        if row.get("weights_on_disk") or row.get("gradients_on_disk"):
-            break  # their pages come and go without a call that could be limited
 
 
 def _generation(base: dict[str, Any], out: Path | None) -> None:

@@ -173,7 +173,9 @@ def test_a_node_that_goes_is_named(who: int, where: str, tmp_path: Path) -> None
         assert "RankError" in errors[number]
         assert f"node {who}" in errors[number].split("RankError")[-1]
     # It is named at once if the others were to exchange something with it; else with the place where it was last.
-    assert any(f"Nothing has been heard of node {who}" in e or "nothing has been heard of it" in e for e in errors), errors
+    assert any(f"Nothing has been heard of node {who}" in e or "nothing has been heard of it" in e for e in errors), (
+        errors
+    )
 
 
 @pytest.mark.parametrize("where", some(WHERE, "forward", why=WHY))
