@@ -11,7 +11,17 @@ from tests.support.source import imports
 
 TESTS = Path(__file__).parents[1]
 FILES = {path.relative_to(TESTS).as_posix(): path.read_text() for path in sorted(TESTS.rglob("*.py"))}
-BESIDE_THE_WINGS = {"conformance", "endurance", "equality", "examples", "gpu", "repository", "results", "support"}
+BESIDE_THE_WINGS = {
+    "conformance",
+    "endurance",
+    "equality",
+    "examples",
+    "gpu",
+    "packages",
+    "repository",
+    "results",
+    "support",
+}
 MOST_LINES = 600
 
 
