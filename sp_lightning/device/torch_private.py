@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -306,9 +307,9 @@ def loads_in_its_own_way(module: nn.Module) -> bool:
 
 
 def step_pre_hooks(optimizer: Any) -> list[Callable[..., Any]] | None:
-    """The hooks before an optimizer's step; None for what is no optimizer of torch's."""
+    """The hooks before an optimizer's step, those of every optimizer among them; None for what is no optimizer of torch's."""
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
-    return None if hooks is None else list(hooks.values())
+    return None if hooks is None else [*hooks.values(), *optimizers._global_optimizer_pre_hooks.values()]
 
 
 def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
@@ -319,12 +320,31 @@ def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
 def own_step(optimizer: Optimizer) -> Callable[..., Any]:
     """An optimizer's step without the hooks around it, and without what schedulers put around it to count its calls."""
     step: Any = vars(optimizer).get("step")
-    if step is not None and not getattr(step, "hooked", False):
+    if is_patched(optimizer, step):
         return step
     step = type(optimizer).step
     while getattr(step, "hooked", False):
         step = step.__wrapped__
     return MethodType(step, optimizer)
+
+
+def is_patched(optimizer: Any, step: Any) -> bool:
+    """Whether a step that an optimizer has on the object is other code than its class's, beside what torch puts around that.
+
+    ``functools.wraps`` copies names and attributes, so that the code alone tells.
+    """
+    function = getattr(step, "__func__", step)
+    while function is not None and function is not type(optimizer).step:
+        if isinstance(function, partial):
+            function = function.func
+        code = getattr(function, "__code__", None)
+        if code is None or not code.co_filename.startswith(_OURS_AND_TORCHS):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+_OURS_AND_TORCHS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def global_step_hooks() -> list[Callable[..., Any]]:

@@ -122,7 +122,7 @@ class RankSteps:
         Raises:
             RuntimeError: it does, and ranks have written different weights.
         """
-        if calls_closure_first(optimizer):
+        if calls_closure_first(optimizer, self._replaced.get(optimizer)):
             return False
         self._turns.must_be_alike(
             f"{type(optimizer).__name__}.step may write weights before it calls its closure: all ranks then use rank 0's"

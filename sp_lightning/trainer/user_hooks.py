@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from sp_lightning.device.torch_private import step_pre_hooks
+from sp_lightning.device.torch_private import is_patched, step_pre_hooks
 from sp_lightning.trainer.compat import base_of, is_exactly
 
 # The code of these callbacks was read: none of their hooks writes weights. A subclass may, and is not among them.
@@ -114,8 +114,15 @@ class UserHooks:
         return self.may_write_weights(phase) or self.may_write_weights("train")
 
 
-def calls_closure_first(optimizer: Any) -> bool:
-    """Whether an optimizer's step calls the closure before it writes weights: torch's do, without hooks before it."""
+def calls_closure_first(optimizer: Any, replaced: Any = None) -> bool:
+    """Whether an optimizer's step calls the closure before it writes weights: torch's do, without hooks before it.
+
+    Args:
+        optimizer: any.
+        replaced: the step that it had on the object before ours took that place; None if it had none, or has it still.
+    """
+    if is_patched(optimizer, replaced or getattr(optimizer, "__dict__", {}).get("step")):
+        return False
     hooks = step_pre_hooks(optimizer)
     step = getattr(type(optimizer), "step", None)
     if hooks is None or not getattr(step, "__module__", "").startswith("torch.optim."):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import pickletools
+import types
 import weakref
 from typing import Any
 
@@ -465,6 +467,23 @@ def test_an_optimizers_own_step_runs_no_hooks_and_counts_for_no_scheduler() -> N
     vars(optimizer)["step"] = lambda: called.append("own")
     torch_private.own_step(optimizer)()
     assert called == ["own"]
+
+
+def test_a_step_that_users_put_on_an_optimizer_is_told_from_what_schedulers_put_there() -> None:
+    for schedules in (False, True):
+        for patches in (False, True):
+            optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+            if patches:
+
+                def step(self: Any, closure: Any = None, own: Any = optimizer.step) -> Any:
+                    return own(closure)
+
+                functools.update_wrapper(step, optimizer.step)  # it has torch's name and attributes
+                del step.__wrapped__  # type: ignore[attr-defined]
+                vars(optimizer)["step"] = types.MethodType(step, optimizer)
+            if schedules:
+                torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            assert torch_private.is_patched(optimizer, vars(optimizer).get("step")) == patches
 
 
 def test_hooks_of_all_optimizers_are_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.equality.on_ranks import EveryBatch, seen
 from tests.support.models import vectors
@@ -182,6 +184,36 @@ class Late(Callback):
             self._scheduler.step()
 
 
+def patched(parameters: Any, **options: Any) -> Any:
+    """SGD whose step on the object shrinks weights before it calls the closure."""
+    optimizer = torch.optim.SGD(parameters, **options)
+    own = optimizer.step
+
+    @functools.wraps(own)
+    def step(closure: Any = None) -> Any:
+        shrink(optimizer)
+        return own(closure)
+
+    vars(optimizer)["step"] = step
+    return optimizer
+
+
+def shrink(optimizer: Any, *_: Any) -> None:
+    with torch.no_grad():
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.mul_(0.9)
+
+
+class ShrinksAll(Callback):
+    """Before the step of every optimizer that there is."""
+
+    def on_train_start(self, *_: Any) -> None:
+        self._handle = register_optimizer_step_pre_hook(shrink)
+
+    def on_train_end(self, *_: Any) -> None:
+        self._handle.remove()
+
+
 SGD = torch.optim.SGD
 CASES: dict[str, tuple[Any, Any, Callable[[], list[Any]], dict[str, Any]]] = {
     "an optimizer replaces data": (Net, Replaces, list, {}),
@@ -202,6 +234,8 @@ CASES: dict[str, tuple[Any, Any, Callable[[], list[Any]], dict[str, Any]]] = {
     ),
     "each rank writes weights of its own in a step": (Noisy, Replaces, list, {}),
     "all ranks write the same before an optimizer of users": (Net, Replaces, lambda: [Shrinks()], {}),
+    "a step that is put on the object": (Net, patched, list, {}),
+    "a hook before all optimizers' steps": (Net, SGD, lambda: [ShrinksAll()], {}),
     "a late scheduler": (Net, SGD, lambda: [Late()], {}),
     "stochastic weight averaging": (Net, SGD, lambda: [StochasticWeightAveraging(0.1, 1)], {"max_epochs": 3}),
 }
