@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -29,6 +28,8 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 from torch.utils import _python_dispatch, _pytree, checkpoint
 from torch.utils.hooks import RemovableHandle
+
+from sp_lightning.device.patched import is_patched
 
 # ---------------------------------------------------------------------------------------------------- autograd's engine
 
@@ -302,14 +303,15 @@ forward_pre_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrge
 
 def loads_in_its_own_way(module: nn.Module) -> bool:
     """Whether code that is not torch's sees what ``load_state_dict`` loads into a module: a hook, or an overridden method."""
-    theirs = type(module)._load_from_state_dict.__module__.startswith("torch.")
-    return bool(module._load_state_dict_pre_hooks) or not theirs
+    return bool(module._load_state_dict_pre_hooks) or not type(module)._load_from_state_dict.__module__.startswith(
+        "torch."
+    )
 
 
 def step_pre_hooks(optimizer: Any) -> list[Callable[..., Any]] | None:
     """The hooks before an optimizer's step, those of every optimizer among them; None for what is no optimizer of torch's."""
-    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
-    return None if hooks is None else [*hooks.values(), *optimizers._global_optimizer_pre_hooks.values()]
+    own = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    return None if own is None else [*own.values(), *optimizers._global_optimizer_pre_hooks.values()]
 
 
 def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
@@ -320,31 +322,12 @@ def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
 def own_step(optimizer: Optimizer) -> Callable[..., Any]:
     """An optimizer's step without the hooks around it, and without what schedulers put around it to count its calls."""
     step: Any = vars(optimizer).get("step")
-    if is_patched(optimizer, step):
-        return step
-    step = type(optimizer).step
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
-    return MethodType(step, optimizer)
-
-
-def is_patched(optimizer: Any, step: Any) -> bool:
-    """Whether a step that an optimizer has on the object is other code than its class's, beside what torch puts around that.
-
-    ``functools.wraps`` copies names and attributes, so that the code alone tells.
-    """
-    function = getattr(step, "__func__", step)
-    while function is not None and function is not type(optimizer).step:
-        if isinstance(function, partial):
-            function = function.func
-        code = getattr(function, "__code__", None)
-        if code is None or not code.co_filename.startswith(_OURS_AND_TORCHS):
-            return True
-        function = getattr(function, "__wrapped__", None)
-    return False
-
-
-_OURS_AND_TORCHS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    if not is_patched(optimizer, step):
+        step = type(optimizer).step
+        while getattr(step, "hooked", False):
+            step = step.__wrapped__
+        step = MethodType(step, optimizer)
+    return step
 
 
 def global_step_hooks() -> list[Callable[..., Any]]:
@@ -354,8 +337,7 @@ def global_step_hooks() -> list[Callable[..., Any]]:
 
 def run_first_after_step(optimizer: Optimizer, handle: RemovableHandle) -> None:
     """Moves a hook to the front of those that run after an optimizer's step. ``register_step_post_hook`` appends."""
-    hooks: Any = optimizer._optimizer_step_post_hooks
-    hooks.move_to_end(handle.id, last=False)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------------------------------------- modules and parameters

@@ -25,7 +25,8 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from sp_lightning.device.torch_private import is_patched, step_pre_hooks
+from sp_lightning.device.patched import is_patched
+from sp_lightning.device.torch_private import step_pre_hooks
 from sp_lightning.trainer.compat import base_of, is_exactly
 
 # The code of these callbacks was read: none of their hooks writes weights. A subclass may, and is not among them.

@@ -21,6 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.device import torch_private
+from sp_lightning.device.patched import is_patched
 from sp_lightning.optim.scaler import HostGradScaler
 
 
@@ -483,7 +484,7 @@ def test_a_step_that_users_put_on_an_optimizer_is_told_from_what_schedulers_put_
                 vars(optimizer)["step"] = types.MethodType(step, optimizer)
             if schedules:
                 torch.optim.lr_scheduler.StepLR(optimizer, 1)
-            assert torch_private.is_patched(optimizer, vars(optimizer).get("step")) == patches
+            assert is_patched(optimizer, vars(optimizer).get("step")) == patches
 
 
 def test_hooks_of_all_optimizers_are_told() -> None:

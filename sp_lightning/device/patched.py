@@ -1,0 +1,28 @@
+"""Whether users have put a step of their own on an optimizer."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def is_patched(optimizer: Any, step: Any) -> bool:
+    """Whether a step that an optimizer has on the object is other code than its class's, beside what torch puts around that.
+
+    ``functools.wraps`` copies names and attributes, so that the code alone tells.
+    """
+    function = getattr(step, "__func__", step)
+    while function is not None and function is not type(optimizer).step:
+        if isinstance(function, partial):
+            function = function.func
+        code = getattr(function, "__code__", None)
+        if code is None or not code.co_filename.startswith(_OURS_AND_TORCHS):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+_OURS_AND_TORCHS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
