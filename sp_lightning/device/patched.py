@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
+
+
+def own_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """An optimizer's step without the hooks around it, and without what schedulers put around it to count its calls."""
+    step: Any = vars(optimizer).get("step")
+    if not is_patched(optimizer, step):
+        step = type(optimizer).step
+        while getattr(step, "hooked", False):
+            step = step.__wrapped__
+        step = MethodType(step, optimizer)
+    return step
 
 
 def is_patched(optimizer: Any, step: Any) -> bool:

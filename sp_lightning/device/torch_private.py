@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,8 +28,6 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 from torch.utils import _python_dispatch, _pytree, checkpoint
 from torch.utils.hooks import RemovableHandle
-
-from sp_lightning.device.patched import is_patched
 
 # ---------------------------------------------------------------------------------------------------- autograd's engine
 
@@ -317,17 +315,6 @@ def step_pre_hooks(optimizer: Any) -> list[Callable[..., Any]] | None:
 def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
     """The hooks before and after an optimizer's step."""
     return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
-
-
-def own_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """An optimizer's step without the hooks around it, and without what schedulers put around it to count its calls."""
-    step: Any = vars(optimizer).get("step")
-    if not is_patched(optimizer, step):
-        step = type(optimizer).step
-        while getattr(step, "hooked", False):
-            step = step.__wrapped__
-        step = MethodType(step, optimizer)
-    return step
 
 
 def global_step_hooks() -> list[Callable[..., Any]]:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from sp_lightning.device.patched import own_step
 from sp_lightning.device.ranks import CLOSURE, FINISHED
-from sp_lightning.device.torch_private import own_step
 from sp_lightning.engine.turns import Turns
 from sp_lightning.optim.scaler import Found, HostGradScaler
 from sp_lightning.trainer.run import Run

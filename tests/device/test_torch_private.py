@@ -21,7 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.device import torch_private
-from sp_lightning.device.patched import is_patched
+from sp_lightning.device.patched import is_patched, own_step
 from sp_lightning.optim.scaler import HostGradScaler
 
 
@@ -461,12 +461,12 @@ def test_an_optimizers_own_step_runs_no_hooks_and_counts_for_no_scheduler() -> N
     optimizer.register_step_post_hook(lambda *_: called.append("hook"))
     for _ in range(2):  # without a scheduler, and with one
         parameter.grad = torch.ones(1)
-        torch_private.own_step(optimizer)()
+        own_step(optimizer)()
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
     assert not called
     assert parameter.item() == -1
     vars(optimizer)["step"] = lambda: called.append("own")
-    torch_private.own_step(optimizer)()
+    own_step(optimizer)()
     assert called == ["own"]
 
 
