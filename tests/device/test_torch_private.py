@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import pickle
 import pickletools
-import types
 import weakref
 from typing import Any
 
@@ -21,7 +19,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.device import torch_private
-from sp_lightning.device.patched import is_patched, own_step
 from sp_lightning.optim.scaler import HostGradScaler
 
 
@@ -453,38 +450,6 @@ def test_hooks_of_optimizers_are_told_and_one_can_be_the_first() -> None:
     assert torch_private.step_hooks(optimizer) == [before, ours, users]
     optimizer.step()
     assert order == ["before", "ours", "users"]
-
-
-def test_an_optimizers_own_step_runs_no_hooks_and_counts_for_no_scheduler() -> None:
-    optimizer = torch.optim.SGD([parameter := nn.Parameter(torch.ones(1))], lr=1.0)
-    called: list[str] = []
-    optimizer.register_step_post_hook(lambda *_: called.append("hook"))
-    for _ in range(2):  # without a scheduler, and with one
-        parameter.grad = torch.ones(1)
-        own_step(optimizer)()
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert not called
-    assert parameter.item() == -1
-    vars(optimizer)["step"] = lambda: called.append("own")
-    own_step(optimizer)()
-    assert called == ["own"]
-
-
-def test_a_step_that_users_put_on_an_optimizer_is_told_from_what_schedulers_put_there() -> None:
-    for schedules in (False, True):
-        for patches in (False, True):
-            optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-            if patches:
-
-                def step(self: Any, closure: Any = None, own: Any = optimizer.step) -> Any:
-                    return own(closure)
-
-                functools.update_wrapper(step, optimizer.step)  # it has torch's name and attributes
-                del step.__wrapped__  # type: ignore[attr-defined]
-                vars(optimizer)["step"] = types.MethodType(step, optimizer)
-            if schedules:
-                torch.optim.lr_scheduler.StepLR(optimizer, 1)
-            assert is_patched(optimizer, vars(optimizer).get("step")) == patches
 
 
 def test_hooks_of_all_optimizers_are_told() -> None:
