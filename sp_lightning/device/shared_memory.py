@@ -20,7 +20,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from sp_lightning.device.layout import PAGE
+from sp_lightning.device.layout import PAGE, whole_pages
 
 with suppress(ImportError):  # Windows has none, and no devices that share memory
     import fcntl
@@ -108,12 +108,9 @@ class OwnView:
         """Forgets what this process has written there: it sees the common values again. Returns the bytes."""
         return self._drop(self._written_in(parts))
 
-    def digest(self, *parts: Page) -> int:
-        """Returns a number that says what this process has written in these parts (or anywhere), and where; 0 for nothing."""
-        found = 0
-        for begin, end in self._written_in(parts):
-            found = crc32(memoryview(self._memory)[begin:end], crc32(struct.pack("2q", begin, end), found))
-        return found
+    def checksum(self, begin: int, nbytes: int, before: int = 0) -> int:
+        """Returns a checksum of these bytes, and of what has the checksum ``before``."""
+        return crc32(memoryview(self._memory)[begin : begin + nbytes], before)
 
     def _written_in(self, parts: Sequence[Page]) -> list[Page]:
         """The runs of written pages within parts that do not overlap, found by one look at all between the first and the last."""
@@ -150,6 +147,12 @@ def settle(parts: Iterable[tuple[OwnView, Page]], *, commit: bool) -> int:
     for view, part in parts:
         by_view.setdefault(view, []).append(part)
     return sum(view.commit(*each) if commit else view.drop(*each) for view, each in by_view.items())
+
+
+def was_written(tensor: Tensor) -> bool:
+    """Whether a part of a tensor's memory is this process's own: in a view, whether this process has written its pages."""
+    begin = tensor.data_ptr() // PAGE * PAGE
+    return bool(_written_pages(begin, begin + whole_pages(tensor.data_ptr() - begin + tensor.nbytes)))
 
 
 def create(nbytes: int, name: str) -> int:

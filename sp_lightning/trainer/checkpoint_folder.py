@@ -1,8 +1,9 @@
 """Checkpoints that all ranks write together: a folder of torch.distributed.checkpoint, which splits the tensors between them.
 
-Rank 0 decides what is in it. Other ranks write what is theirs as well as rank 0's: weights, which a node's ranks share, and on
-the first rank of each node the optimizers' state. Beside torch's files there is an index, with everything that is no large
-tensor, and with the place of those that are (:mod:`~sp_lightning.trainer.folder_reader` reads it).
+Rank 0 decides what is in it. Other ranks write what is theirs as well as rank 0's: weights, which a node's ranks share but for
+what one of them has written since the last update, and on the first rank of each node the optimizers' state. Beside torch's
+files there is an index, with everything that is no large tensor, and with the place of those that are
+(:mod:`~sp_lightning.trainer.folder_reader` reads it).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sp_lightning.device.shared_memory import was_written
 from sp_lightning.trainer.folder_reader import INDEX, MARK, Keys, Stored, is_folder
 from sp_lightning.trainer.part_files import aside, beside, cause_of, create_part, sync_folder
 
@@ -41,10 +43,15 @@ _TIMEOUT = timedelta(hours=6)
 """How long ranks wait for the slowest one to write. torch's half an hour is less than a terabyte takes on many systems."""
 
 
-def own_tensors(module: nn.Module, optimizers: Sequence[Any]) -> dict[Keys, Tensor]:
-    """The weights and the optimizers' state of this process, by where a checkpoint has them."""
+def common_tensors(module: nn.Module, optimizers: Sequence[Any]) -> dict[Keys, Tensor]:
+    """What several processes have alike, by where a checkpoint has it.
+
+    It is the optimizers' state of this process, and the weights but for those that it has written since the last update:
+    they are its own until the next.
+    """
     weights = module.named_parameters(remove_duplicate=False)
-    return {("state_dict", name): parameter for name, parameter in weights} | own_state(optimizers)
+    found: dict[Keys, Tensor] = {("state_dict", name): each for name, each in weights if not was_written(each)}
+    return found | own_state(optimizers)
 
 
 def own_state(optimizers: Sequence[Any]) -> dict[Keys, Tensor]:
@@ -134,7 +141,7 @@ def write(checkpoint: Mapping[str, Any], folder: Path, own: Mapping[Keys, Tensor
     Args:
         checkpoint: rank 0's is written.
         folder: its name, on a file system that all ranks see.
-        own: as :func:`own_tensors` returns it, if this rank may write for rank 0; else nothing.
+        own: as :func:`common_tensors` returns it, if this rank may write for rank 0; else nothing.
         alone: this rank is rank 0, and writes all.
 
     Raises:

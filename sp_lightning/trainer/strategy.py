@@ -24,7 +24,7 @@ from sp_lightning.plan.activation_policy import Activations
 from sp_lightning.plan.options import Count, Fused, Overlap, Transfer, by_name
 from sp_lightning.trainer.agreement import compare_batches, compare_models
 from sp_lightning.trainer.callback import SuperpipelineCallback, attach, detach
-from sp_lightning.trainer.checkpoint_folder import own_tensors, write
+from sp_lightning.trainer.checkpoint_folder import common_tensors, write
 from sp_lightning.trainer.checkpoint_io import folder_for
 from sp_lightning.trainer.compat import forget_module, trainer_of
 from sp_lightning.trainer.frozen_weights import (
@@ -354,7 +354,8 @@ class StreamingStrategy(Readings):
         """All ranks write. After a run nobody compares what they have, so that rank 0 writes alone; so it does after an error."""
         assert self.lightning_module is not None
         with nullcontext() if self._run is None else self._run.host_parameters():
-            own = {} if self._run is None else own_tensors(self.lightning_module, self.optimizers)
+            alone = self._run is None or self._ranks is None
+            own = {} if alone else common_tensors(self.lightning_module, self.optimizers)
             if self._ranks is None or not self._ranks.failure:
                 try:
                     self.barrier("of a checkpoint")  # a rank that has failed in a hook does not come, and is named
