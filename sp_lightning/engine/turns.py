@@ -48,31 +48,31 @@ class Turns:
         self._gradients = gradients
 
     @contextmanager
-    def primary(self, *, writes_weights: bool) -> Iterator[None]:
-        """The primary's turn: parameters and gradients are what all ranks see, once all have come here.
+    def primary(self, *, weights: bool) -> Iterator[None]:
+        """The primary's turn: gradients, and with ``weights`` parameters, are what all ranks see, once all have come here.
 
         Args:
-            writes_weights: whether the casts of all weights are made anew at its end.
+            weights: whether it is an update. Until then what a rank has written of weights is its own.
         """
-        written = self.begin()
+        self.begin(weights=weights)
         with ExitStack() as stack:
-            for layer in self._layers:
+            for layer in self._layers if weights else ():
                 stack.enter_context(layer.block.written_in_common())
             stack.enter_context(self._gradients.written_in_common(*self._layers))
             yield
-        if written or writes_weights:
+        if weights:
             self.cast()
 
-    def begin(self) -> bool:
+    def begin(self, *, weights: bool) -> bool:
         """Begins the primary's turn, on any rank. Returns whether weights were written for all ranks: without their casts."""
         self._prepare()
         self._gradients.places()
         if not self.ranks.primary:
-            self._merge()
+            self._merge(weights)
             self.ranks.arrive()
             return False
         self.ranks.all_arrived()
-        return self._merge()
+        return self._merge(weights)
 
     def must_be_alike(self, why: str) -> None:
         """Compares what ranks have written of weights since the last turn, before a turn after which they use them. Collective.
@@ -84,7 +84,7 @@ class Turns:
             RuntimeError: it differs.
         """
         self._prepare()
-        found = {layer.name: memory_of(layer).digest() for layer in self._layers}
+        found = {layer.name: memory_of(layer).digest(layer.planned.spans) for layer in self._layers}
         written = [name for name, digest in found.items() if digest]
         if not self.ranks.same(crc32(repr(found).encode()) if written else 0, "what was written between batches"):
             raise RuntimeError(
@@ -93,9 +93,9 @@ class Turns:
                 "same on all ranks."
             )
 
-    def follow(self) -> tuple[int, float]:
+    def follow(self, *, weights: bool) -> tuple[int, float]:
         """The primary's turn, on another rank. Returns what the primary has said at its end."""
-        self.begin()
+        self.begin(weights=weights)
         return self.ranks.hear()
 
     def merge(self) -> None:
@@ -121,9 +121,9 @@ class Turns:
     def _forget(self) -> None:
         self._store.merge()
 
-    def _merge(self) -> bool:
+    def _merge(self, weights: bool) -> bool:
         self._gradients.merge()
-        return bool(self._store.merge())
+        return weights and bool(self._store.merge())
 
     def cast(self) -> None:
         """Casts all weights anew, for all ranks."""

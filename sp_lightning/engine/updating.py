@@ -151,7 +151,7 @@ class Updating:
         """With several ranks, waits for all of them, and makes what the primary's user code has written everybody's."""
         if self._turns is not None:
             self.updates.finish()
-            if self._turns.begin():
+            if self._turns.begin(weights=True):
                 self._turns.cast()
 
     def over(self) -> None:

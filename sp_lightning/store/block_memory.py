@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import whole_pages
+from sp_lightning.device.layout import Span, bytes_of, whole_pages
 from sp_lightning.device.pinned import PinnedMemory
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.shared_memory import OwnView, Page, SharedMemory, settle
@@ -208,10 +209,17 @@ class SharedBlockMemory:
         self.written = bool(self.view.written(self._offset, self._offset + self._pages))
         return self.written
 
-    def digest(self) -> int:
-        """Returns a number that says what this rank has written of the block; 0 if it is nothing."""
-        view, part = self.area
-        return view.digest(part)
+    def digest(self, spans: Sequence[Span]) -> int:
+        """Returns a number that says at which of these places this rank has other values than all ranks, and which; 0 if none.
+
+        What was written and put back is no other value.
+        """
+        view, (begin, end) = self.area
+        found = 0
+        for span in spans if view.written(begin, end) else ():
+            if not torch.equal(bytes_of(self.seen, span), bytes_of(self.common, span)):
+                found = view.checksum(begin + span.offset, span.nbytes, crc32(span.name.encode(), found))
+        return found
 
     def anew(self) -> None:
         self.view.keep(self._offset, self._offset + self._pages)

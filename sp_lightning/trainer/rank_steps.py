@@ -79,13 +79,14 @@ class RankSteps:
         """Runs a step on the primary. Each time it calls its closure, the others do so, too, with the weights of then."""
         optimizer._opt_called = True  # for schedulers, which otherwise warn that they come before the optimizer
         turns = self._turns
+        results: list[Any] = []
         with ExitStack() as turn:
             # A closure that comes first is called before the turn: until then what a rank has written is its own, so that
             # forward and backward use the same weights.
             begun = closure is None or self._turn_comes_first(optimizer)
 
             def begin() -> None:
-                turn.enter_context(turns.primary(writes_weights=True))
+                turn.enter_context(turns.primary(weights=True))
 
             def together() -> Any:
                 nonlocal begun
@@ -94,27 +95,28 @@ class RankSteps:
                     self._run.invalidate()  # the optimizer may have written weights
                     turns.ranks.say(CLOSURE)
                 begun = True
-                result = closure() if closure is not None else None
+                results.append(closure() if closure is not None else None)
                 begin()
-                return result
+                return results[-1]
 
             if begun:
                 begin()
             result = step(*([] if closure is None else [together]), **kwargs)
-        turns.ranks.say(FINISHED)
+        turns.ranks.say(FINISHED, _which(result, results))
         self._refuse_others(optimizer)
         return result
 
     def _follow_step(self, optimizer: Any, closure: Closure | None = None, **_: Any) -> Any:
+        """Returns what the primary's step does: nothing, or what the closure has returned here in the same call of it."""
         optimizer._opt_called = True
-        result = None
+        results: list[Any] = []
         if closure is not None and not self._turn_comes_first(optimizer):
-            result = closure()
-        while self._turns.follow()[0] == CLOSURE:
+            results.append(closure())
+        while (said := self._turns.follow(weights=True))[0] == CLOSURE:
             self._run.invalidate()
-            result = closure() if closure is not None else None
+            results.append(closure() if closure is not None else None)
         self._refuse_others(optimizer)
-        return result
+        return results[int(said[1])] if said[1] != _NOTHING else None
 
     def _turn_comes_first(self, optimizer: Optimizer) -> bool:
         """Whether a step's turn begins before its closure is called, and not after that.
@@ -185,12 +187,22 @@ class RankSteps:
         """
         turns = self._turns
         if not turns.ranks.primary:
-            return None, turns.follow()[1]
-        with turns.primary(writes_weights=False):
+            return None, turns.follow(weights=False)[1]
+        with turns.primary(weights=False):
             result = action()
         said = value(result)
         turns.ranks.say(FINISHED, said)
         return result, said
+
+
+_NOTHING = -1
+
+
+def _which(result: Any, results: list[Any]) -> int:
+    """Which of a closure's results a step returns. What is none of them is taken for the last: no other rank can compute it."""
+    if result is None or not results:
+        return _NOTHING
+    return next((index for index, each in enumerate(results) if each is result), len(results) - 1)
 
 
 def _with_hooks(step: Callable[..., Any]) -> Any:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.equality.on_ranks import EveryBatch, seen
+from tests.support.mixed import scaled
 from tests.support.models import vectors
 from tests.support.ranks import in_ranks, rank, start
 from tests.support.runs import assert_equal, fit, superpipeline
@@ -174,6 +175,113 @@ class Noisy(Net):
         remove_noise(self)
 
 
+class PutsBack(Net):
+    """Computes with other weights than it has before and after the training step."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        for parameter in self.parameters():
+            parameter.data.mul_(4.0)
+        loss = super().training_step(batch, index)
+        for parameter in self.parameters():
+            parameter.data.div_(4.0)
+        return loss
+
+
+class Exchanged(PutsBack):
+    """It gets the memory of before back."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        values = [parameter.data for parameter in self.parameters()]
+        for parameter in self.parameters():
+            parameter.data = parameter.data * 4.0
+        loss = Net.training_step(self, batch, index)
+        for parameter, value in zip(self.parameters(), values, strict=True):
+            parameter.data = value
+        return loss
+
+
+class Teaches(Net):
+    """Has the output of other weights in its loss."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.5)
+            teacher = self.layers(batch)
+            for parameter in self.parameters():
+                parameter.mul_(2.0)
+        return (self.layers(batch) - teacher).square().mean()
+
+
+class Overflows(Noisy):
+    """The scale of 16-mixed is too large for one of its losses, so that a step is left out."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return super().training_step(batch, index) * (1e38 if index == 1 else 1.0)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.held = [*getattr(self, "held", []), *(parameter.detach().clone() for parameter in self.parameters())]
+        super().on_before_optimizer_step(optimizer)
+
+
+class Returned(Manual):
+    """Notes what ``optimizer.step(closure)`` returns."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        optimizer: Any = self.optimizers()
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = Net.training_step(self, batch, index)
+            self.manual_backward(loss)
+            return loss
+
+        self.held = [*getattr(self, "held", []), optimizer.step(closure=closure).detach()]
+
+
+class Ascends(torch.optim.SGD):
+    """Steps up, and down from where it was by the gradients of there. Returns the loss that is chosen."""
+
+    returns = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            first = closure()
+        parameters = self.param_groups[0]["params"]
+        values = [parameter.clone() for parameter in parameters]
+        for parameter in parameters:
+            parameter.add_(parameter.grad, alpha=0.05)
+        with torch.enable_grad():
+            second = closure()
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)
+        super().step()
+        return (first, second)[self.returns]
+
+
+class AscendsAndReturnsTheLast(Ascends):
+    returns = 1
+
+
+def lbfgs(parameters: Any, lr: float) -> Any:
+    return torch.optim.LBFGS(parameters, lr, max_iter=4)
+
+
+class Samples(Callback):
+    """Rank 0 alone looks at what the module does with other weights, between two batches."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.is_global_zero:
+            values = [parameter.clone() for parameter in pl_module.parameters()]
+            for parameter in pl_module.parameters():
+                parameter.mul_(0.5)
+            pl_module.layers(batch)
+            for parameter, value in zip(pl_module.parameters(), values, strict=True):
+                parameter.copy_(value)
+
+
 class Late(Callback):
     """Makes a scheduler in the middle of training."""
 
@@ -233,6 +341,15 @@ CASES: dict[str, tuple[Any, Any, Callable[[], list[Any]], dict[str, Any]]] = {
         {"accumulate_grad_batches": 2},
     ),
     "each rank writes weights of its own in a step": (Noisy, Replaces, list, {}),
+    "weights are put back in a step": (PutsBack, SGD, list, {}),
+    "data is exchanged and put back in a step": (Exchanged, SGD, list, {}),
+    "a teacher of other weights": (Teaches, SGD, list, {}),
+    "each rank writes weights of its own under 16-mixed": (Overflows, SGD, list, {"precision": "16-mixed"}),
+    "each rank writes weights of its own and clips": (Noisy, SGD, list, {"gradient_clip_val": 0.01}),
+    "the loss that LBFGS returns": (Returned, lbfgs, list, {}),
+    "the first loss of two": (Returned, Ascends, list, {}),
+    "the last loss of two": (Returned, AscendsAndReturnsTheLast, list, {}),
+    "rank 0 writes and puts back before an optimizer of users": (Net, Replaces, lambda: [Samples()], {}),
     "all ranks write the same before an optimizer of users": (Net, Replaces, lambda: [Shrinks()], {}),
     "a step that is put on the object": (Net, patched, list, {}),
     "a hook before all optimizers' steps": (Net, SGD, lambda: [ShrinksAll()], {}),
@@ -244,6 +361,8 @@ CASES: dict[str, tuple[Any, Any, Callable[[], list[Any]], dict[str, Any]]] = {
 def train(name: str, plain: bool) -> Any:
     kind, make, callbacks, options = CASES[name]
     added = callbacks()
+    if "precision" in options:  # a scaler of its own for each run
+        options = scaled()
     strategy = EveryBatch() if plain else superpipeline(k=1)
     outcome = fit(lambda: kind(16, make), vectors(8), strategy, devices=2, callbacks=added, **options)
     holders = [*added, outcome.module]
