@@ -152,6 +152,7 @@ class LentWeights:
             # The blocking copy in write() implies this wait. On a device where write() copies nothing, it is needed.
             self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
             self.write_backs += 1
+            group.refuse_both(index)
             if layer.block.write(index, value):
                 if index in layer.block.apart:
                     group.set_apart(index, value)

@@ -67,6 +67,7 @@ class Step:
         self._updates = updates
         self._watch = watch
         self._expected: str | None = None  # the phase whose first layers may have come already
+        self._held = False  # whether an optimizer steps within a manual step
         self.running = False
         self.kind = StepKind.INFERENCE
         self.ends_with_backward = False
@@ -127,6 +128,7 @@ class Step:
 
     def activate(self) -> None:
         """Puts device parameters into the modules, if they are not there."""
+        self._held = False
         if self._exchange.to_device():
             self._look_at_weights()
 
@@ -168,6 +170,17 @@ class Step:
         self._exchange.to_host()
         self.invalidate_unused()
         self._residents.invalidate()
+
+    def hold_host(self) -> None:
+        """Has modules hold the host's parameters while an optimizer steps within a manual step: it may read the weights there."""
+        if self.running and self.kind is StepKind.MANUAL and self._exchange.on_device and not self._residency.used:
+            self._exchange.to_host()
+            self._held = True
+
+    def resume(self) -> None:
+        """Has modules hold the device's parameters again after :meth:`hold_host`."""
+        if self._held and self.running:
+            self.activate()
 
     def take_back_writes(self, *, rests: bool = False) -> None:
         """Takes every weight that was written on the device back to the host.

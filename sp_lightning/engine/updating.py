@@ -109,10 +109,17 @@ class Updating:
             self.updates.finish()
         with self._lock:
             self._step.take_back_writes()
+            if not self._backward.tasks:
+                self._step.hold_host()
             self._step.compare_writes()
             self._source.synchronize()
             for parameter in parameters:
                 self._note_step(parameter)
+
+    def resume(self) -> None:
+        """Goes on with a manual step in a closure that an optimizer calls within its own step."""
+        with self._lock:
+            self._step.resume()
 
     def _note_step(self, parameter: Any) -> None:
         host = parameter

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from sp_lightning.device.host_allocator import return_free_memory
 from sp_lightning.optim.fused import FusedStep
@@ -26,6 +24,7 @@ from sp_lightning.trainer.disk_tier import DiskTier, without
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.rank_steps import RankSteps
 from sp_lightning.trainer.run import Run
+from sp_lightning.trainer.step_hooks import StepHooks
 from sp_lightning.trainer.update_policy import (
     choose_overlap,
     nobody_looks_at_gradients,
@@ -65,17 +64,12 @@ class OptimizerSteps:
         self._ranks = None if run.ranks is None else RankSteps(run)
         self.disk: DiskTier | None = None
         self._told = ""
-        self._begun = 0.0  # when the running step began, or, if it has run forward and backward itself, went on
         self.overlap: Overlap = "off"
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
+        self._step_hooks = StepHooks(run, lambda optimizer: optimizer is self._deferring)
 
     def close(self) -> None:
         """Leaves the optimizers as their users configured them. The run is closed already."""
-        for handle in self._handles:
-            handle.remove()
+        self._step_hooks.close()
         if self._ranks is not None:
             self._ranks.detach()
         self._layerwise.clear()
@@ -287,7 +281,7 @@ class OptimizerSteps:
             _hold_hosts(optimizer)
             if fused is not None and not (layerwise is not None and layerwise.begun):
                 fused.switch_on()  # gradients are there now, and may be sparse
-            self._begun = perf_counter()
+            self._step_hooks.closed(optimizer)
             return result
 
         background: AbstractContextManager[None] = nullcontext()
@@ -333,22 +327,6 @@ class OptimizerSteps:
             self._deferring = None
             if clips_layerwise:
                 del plugin.clip_grad_by_norm, plugin.clip_grad_by_value
-
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """A hook of torch's before every optimizer's step in this process."""
-        if self._run.streamer is not None:
-            parameters = (p for group in optimizer.param_groups for p in group["params"])
-            self._run.streamer.updating.before(deferred=optimizer is self._deferring, parameters=parameters)
-        self._begun = perf_counter()
-
-    def _after_step(self, *_: Any) -> None:
-        """A hook of torch's after every optimizer's step in this process."""
-        streamer, now = self._run.streamer, perf_counter()
-        if streamer is not None:
-            if not streamer.device.computes_on_host:
-                streamer.updating.step_seconds += now - self._begun
-            self._begun = now  # an optimizer may have stepped inside another one's step
-            streamer.invalidate()
 
 
 def _leave_to_primary(optimizer: Optimizer, clip_val: float) -> None:
