@@ -44,7 +44,10 @@ class TwoSteps(Module):
 
     def configure_optimizers(self) -> Any:
         layers = list(self.net.parameters())
-        optimizers = [torch.optim.SGD(layers[: len(layers) // 2], lr=0.1), torch.optim.SGD(layers[len(layers) // 2 :], lr=0.1)]
+        optimizers = [
+            torch.optim.SGD(layers[: len(layers) // 2], lr=0.1),
+            torch.optim.SGD(layers[len(layers) // 2 :], lr=0.1),
+        ]
         if self.when == "torch's hook":
             optimizers[1].register_step_pre_hook(lambda *_: self.look())
         return optimizers
@@ -84,7 +87,13 @@ class Raw(TwoSteps):
 @pytest.mark.parametrize("how", ["detached", "data", "written", "taken in the step", "kept"])
 @pytest.mark.parametrize(
     ("kind", "when"),
-    [(TwoSteps, "Lightning's hook"), (TwoSteps, "torch's hook"), (TwoSteps, "closure"), (Raw, "torch's hook"), (Raw, "closure")],
+    [
+        (TwoSteps, "Lightning's hook"),
+        (TwoSteps, "torch's hook"),
+        (TwoSteps, "closure"),
+        (Raw, "torch's hook"),
+        (Raw, "closure"),
+    ],
 )
 def test_an_update_survives_looks_at_weights_before_it(kind: Any, when: str, how: str) -> None:
     def make() -> Module:
