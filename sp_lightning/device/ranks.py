@@ -139,14 +139,14 @@ class Ranks(Collectives):
 
     # ------------------------------------------------------------------ the primary's turn
 
-    def arrive(self) -> None:
-        """Says that this rank has come to the primary's next turn."""
+    def arrive(self, what: str) -> None:
+        """Says that this rank has come to the primary's next turn. ``what`` it is for must be the same on all ranks."""
         self._turns += 1
-        self.board.come("an optimizer's step or clipping")
+        self.board.come(what)
 
-    def all_arrived(self) -> None:
-        """Lets the primary wait until all others have come to its turn."""
-        self.arrive()
+    def all_arrived(self, what: str) -> None:
+        """Lets the primary wait until all others have come to its turn, for the same."""
+        self.arrive(what)
         self.until(self.board.all_here, Wait.STEP_AFTER_ARRIVAL)
         self.board.compare()
 

@@ -48,13 +48,14 @@ class Turns:
         self._gradients = gradients
 
     @contextmanager
-    def primary(self, *, weights: bool) -> Iterator[None]:
+    def primary(self, what: str, *, weights: bool) -> Iterator[None]:
         """The primary's turn: gradients, and with ``weights`` parameters, are what all ranks see, once all have come here.
 
         Args:
+            what: the turn is for, in words. A rank that comes for something else gets an error.
             weights: whether it is an update. Until then what a rank has written of weights is its own.
         """
-        self.begin(weights=weights)
+        self.begin(what, weights=weights)
         with ExitStack() as stack:
             for layer in self._layers if weights else ():
                 stack.enter_context(layer.block.written_in_common())
@@ -63,15 +64,15 @@ class Turns:
         if weights:
             self.cast()
 
-    def begin(self, *, weights: bool) -> bool:
+    def begin(self, what: str, *, weights: bool) -> bool:
         """Begins the primary's turn, on any rank. Returns whether weights were written for all ranks: without their casts."""
         self._prepare()
         self._gradients.places()
         if not self.ranks.primary:
             self._merge(weights)
-            self.ranks.arrive()
+            self.ranks.arrive(what)
             return False
-        self.ranks.all_arrived()
+        self.ranks.all_arrived(what)
         return self._merge(weights)
 
     def must_be_alike(self, why: str) -> None:
@@ -93,9 +94,9 @@ class Turns:
                 "same on all ranks."
             )
 
-    def follow(self, *, weights: bool) -> tuple[int, float]:
+    def follow(self, what: str, *, weights: bool) -> tuple[int, float]:
         """The primary's turn, on another rank. Returns what the primary has said at its end."""
-        self.begin(weights=weights)
+        self.begin(what, weights=weights)
         return self.ranks.hear()
 
     def merge(self) -> None:

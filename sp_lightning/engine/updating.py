@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.modes import held
@@ -154,11 +155,20 @@ class Updating:
         """Sets whether gradients that come in a lower dtype than their parameter's keep it until somebody reads them."""
         self._gradients.keep_narrow = keep
 
-    def gather(self) -> None:
+    def step_of(self, optimizer: Optimizer) -> str:
+        """An optimizer's step, in words that tell it from other optimizers' by its first parameter."""
+        first: Any = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        host = getattr(first, "host", first)
+        layer = self._layer_of.get(id(host))
+        named = () if layer is None else zip(layer.spans, layer.block.parameters, strict=True)
+        name = next((f" of {span.name!r} and others" for span, parameter in named if parameter is host), "")
+        return f"a step of {type(optimizer).__name__}{name}"
+
+    def gather(self, optimizer: Optimizer) -> None:
         """With several ranks, waits for all of them, and makes what the primary's user code has written everybody's."""
         if self._turns is not None:
             self.updates.finish()
-            if self._turns.begin(weights=True):
+            if self._turns.begin(self.step_of(optimizer), weights=True):
                 self._turns.cast()
 
     def over(self) -> None:

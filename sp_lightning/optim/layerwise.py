@@ -150,7 +150,7 @@ class LayerwiseStep:
         """Submits the layers that are not updated yet, after backward and clipping."""
         self._engine.on_complete = self._engine.wanted = None
         self._engine.before(deferred=bool(self._begun))  # a forward without a backward may have left transfers
-        self._engine.gather()
+        self._engine.gather(self._optimizer)
         try:
             by_layer = self._groups_by_layer()
         except _UndividedError as undivided:

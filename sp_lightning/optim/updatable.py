@@ -49,7 +49,7 @@ class Updatable(Protocol):
     def keep_narrow(self, keep: bool) -> None:
         """Sets whether gradients keep the dtype in which they come until somebody reads them."""
 
-    def gather(self) -> None:
+    def gather(self, optimizer: Optimizer) -> None:
         """Called before the step submits its first update after backward; returns once all ranks have come there."""
 
     def over(self) -> None:

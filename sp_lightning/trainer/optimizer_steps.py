@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from sp_lightning.trainer.disk_tier import DiskTier, without
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.rank_steps import RankSteps
 from sp_lightning.trainer.run import Run
-from sp_lightning.trainer.step_hooks import StepHooks
+from sp_lightning.trainer.step_hooks import StepHooks, in_place_of
 from sp_lightning.trainer.update_policy import (
     choose_overlap,
     nobody_looks_at_gradients,
@@ -312,21 +313,20 @@ class OptimizerSteps:
         lightnings = clips == (base.clip_grad_by_norm, base.clip_grad_by_value)
         on_disk, seen = bool(self._run.placement.on_disk.gradients), self._hooks.may_write_weights("gradients")
         clips_layerwise = lightnings and (on_disk or (self.overlap != "off" and not seen))
-        once = nullcontext() if self._ranks is None or self.overlap != "off" else self._ranks.clipping(plugin)
-        self._deferring = optimizer
+        once = nullcontext if self._ranks is None or self.overlap != "off" else partial(self._ranks.clipping, plugin)
+        methods: dict[str, Any] = {}
         if clips_layerwise:
             clipping = layerwise.clipping
-            plugin.clip_grad_by_norm, plugin.clip_grad_by_value = clipping.by_norm, clipping.by_value
+            methods = {"clip_grad_by_norm": clipping.by_norm, "clip_grad_by_value": clipping.by_value}
             if self._run.ranks is not None and not self._run.ranks.primary:
-                plugin.clip_grad_by_norm = plugin.clip_grad_by_value = _leave_to_primary
+                methods = dict.fromkeys(methods, _leave_to_primary)
             clipping.at_once = seen  # whoever sees gradients finds them clipped
+        outer, self._deferring = self._deferring, optimizer  # an optimizer may step inside another one's closure
         try:
-            with layerwise.deferring(), once:
+            with in_place_of(plugin, methods), layerwise.deferring(), once():
                 yield
         finally:
-            self._deferring = None
-            if clips_layerwise:
-                del plugin.clip_grad_by_norm, plugin.clip_grad_by_value
+            self._deferring = outer
 
 
 def _leave_to_primary(optimizer: Optimizer, clip_val: float) -> None:

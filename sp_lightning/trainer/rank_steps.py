@@ -17,6 +17,7 @@ from sp_lightning.device.ranks import CLOSURE, FINISHED
 from sp_lightning.engine.turns import Turns
 from sp_lightning.optim.scaler import Found, HostGradScaler
 from sp_lightning.trainer.run import Run
+from sp_lightning.trainer.step_hooks import in_place_of
 from sp_lightning.trainer.user_hooks import calls_closure_first
 
 Closure = Callable[[], Any]
@@ -86,7 +87,7 @@ class RankSteps:
             begun = closure is None or self._turn_comes_first(optimizer)
 
             def begin() -> None:
-                turn.enter_context(turns.primary(weights=True))
+                turn.enter_context(turns.primary(self._step_of(optimizer), weights=True))
 
             def together() -> Any:
                 nonlocal begun
@@ -112,11 +113,15 @@ class RankSteps:
         results: list[Any] = []
         if closure is not None and not self._turn_comes_first(optimizer):
             results.append(closure())
-        while (said := self._turns.follow(weights=True))[0] == CLOSURE:
+        while (said := self._turns.follow(self._step_of(optimizer), weights=True))[0] == CLOSURE:
             self._run.invalidate()
             results.append(closure() if closure is not None else None)
         self._refuse_others(optimizer)
         return results[int(said[1])] if said[1] != _NOTHING else None
+
+    def _step_of(self, optimizer: Optimizer) -> str:
+        assert self._run.streamer is not None
+        return self._run.streamer.updating.step_of(optimizer)
 
     def _turn_comes_first(self, optimizer: Optimizer) -> bool:
         """Whether a step's turn begins before its closure is called, and not after that.
@@ -156,14 +161,12 @@ class RankSteps:
     @contextmanager
     def clipping(self, plugin: Any) -> Iterator[None]:
         """While this is active a precision plugin clips gradients once for all ranks."""
-        names = ("clip_grad_by_norm", "clip_grad_by_value")
-        for name in names:
-            setattr(plugin, name, partial(self.once, getattr(plugin, name)))
-        try:
+        methods = {name: getattr(plugin, name) for name in ("clip_grad_by_norm", "clip_grad_by_value")}
+        for name, method in methods.items():
+            if getattr(method, "func", None) != self.once:  # else another optimizer steps inside this one's closure
+                methods[name] = partial(self.once, method)
+        with in_place_of(plugin, methods):
             yield
-        finally:
-            for name in names:
-                delattr(plugin, name)
 
     def once(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Does something to the gradients of all ranks, on the primary. The others wait for it."""
@@ -187,8 +190,8 @@ class RankSteps:
         """
         turns = self._turns
         if not turns.ranks.primary:
-            return None, turns.follow(weights=False)[1]
-        with turns.primary(weights=False):
+            return None, turns.follow(_CLIPPING, weights=False)[1]
+        with turns.primary(_CLIPPING, weights=False):
             result = action()
         said = value(result)
         turns.ranks.say(FINISHED, said)
@@ -196,6 +199,7 @@ class RankSteps:
 
 
 _NOTHING = -1
+_CLIPPING = "clipping or unscaling of gradients"
 
 
 def _which(result: Any, results: list[Any]) -> int:

@@ -199,10 +199,10 @@ class Exchanges(Callback):
 
 def goes_on(self: RankSteps, optimizer: Any, closure: Any = None) -> Any:
     """A step of a rank that does not wait for the end of the primary's."""
-    assert self._turns.follow(weights=True)[0] == CLOSURE
+    assert self._turns.follow(self._step_of(optimizer), weights=True)[0] == CLOSURE
     self._run.invalidate()
     result = closure()
-    self._turns.begin(weights=True)
+    self._turns.begin(self._step_of(optimizer), weights=True)
     return result
 
 

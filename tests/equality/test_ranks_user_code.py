@@ -239,6 +239,40 @@ class Returned(Manual):
         self.held = [*getattr(self, "held", []), optimizer.step(closure=closure).detach()]
 
 
+class Inside(Manual):
+    """Two optimizers, of which one steps inside the other's closure."""
+
+    def configure_optimizers(self) -> Any:
+        half = len(self.layers) // 2
+        return [self._make(part.parameters(), lr=0.1) for part in (self.layers[:half], self.layers[half:])]
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        outer, inner = self.optimizers()  # type: ignore[misc]
+
+        def closure() -> Any:
+            outer.zero_grad()
+            inner.zero_grad()
+            loss = Net.training_step(self, batch, index)
+            self.manual_backward(loss)
+            inner.step()
+            return loss
+
+        return outer.step(closure=closure)
+
+
+class InAnotherOrder(Inside):
+    """Each rank steps the optimizers in another order."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        optimizers: Any = self.optimizers()
+        loss = Net.training_step(self, batch, index)
+        self.manual_backward(loss)
+        for optimizer in optimizers[:: 1 - 2 * rank()]:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
 class Ascends(torch.optim.SGD):
     """Steps up, and down from where it was by the gradients of there. Returns the loss that is chosen."""
 
@@ -346,6 +380,7 @@ CASES: dict[str, tuple[Any, Any, Callable[[], list[Any]], dict[str, Any]]] = {
     "a teacher of other weights": (Teaches, SGD, list, {}),
     "each rank writes weights of its own under 16-mixed": (Overflows, SGD, list, {"precision": "16-mixed"}),
     "each rank writes weights of its own and clips": (Noisy, SGD, list, {"gradient_clip_val": 0.01}),
+    "a step inside a closure": (Inside, SGD, list, {}),
     "the loss that LBFGS returns": (Returned, lbfgs, list, {}),
     "the first loss of two": (Returned, Ascends, list, {}),
     "the last loss of two": (Returned, AscendsAndReturnsTheLast, list, {}),
@@ -409,6 +444,12 @@ class Hides(Net):
 REFUSED: dict[str, tuple[Any, Any, list[Any], str]] = {
     "ranks freeze different layers": (Net, SGD, [Freezes()], "trained parameters of rank 1 are not those of rank 0"),
     "state is looked at on another rank": (Net, SGD, [LooksAtState()], "optimizers have state on rank 0 alone"),
+    "optimizers in another order": (
+        InAnotherOrder,
+        SGD,
+        [],
+        "to a step of SGD of 'layers.1.0.weight' and others, batch 0",  # either rank may be the first to notice
+    ),
     "a parameter of nobody's": (Hides, SGD, [], "none of the module's"),
     "different weights before an optimizer of users": (
         Net,
