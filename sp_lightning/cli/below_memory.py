@@ -150,6 +150,8 @@ def _place(
         least = others + least_room(sizes)
         why = f"{kept} are in host memory ({human_bytes(others)}), with one layer of the rest {human_bytes(least)}; "
         who = "a process takes" if devices == 1 else "processes take"
-        why += f"--host-memory {enough_bytes(limit_for(least, devices))} is enough, because {who} memory, too"
+        why += (
+            f"--host-memory {enough_bytes(limit_for(least, devices, disk=True))} is enough, because {who} memory, too"
+        )
         return BelowMemory(None, least, training, why)
     return BelowMemory(placement, others, training)

@@ -101,12 +101,15 @@ class ModelEstimate:
         return replace(below, batches=batches)
 
     @property
+    def kept_for_processes(self) -> int:
+        """Host memory that processes take for themselves, of what there is."""
+        memory, disk = self.question.host_memory, self.question.disk is not None
+        return 0 if memory is None else min(memory, kept_for_processes(memory, self.question.devices, disk=disk))
+
+    @property
     def host_limit(self) -> int | None:
-        """Host memory that there is for everything; with a disk without what a run leaves to its processes. None for no limit."""
-        limit = self.question.host_memory
-        if limit is None or self.question.disk is None:
-            return limit
-        return max(0, limit - kept_for_processes(limit, self.question.devices))
+        """What that leaves. None for no limit."""
+        return None if self.question.host_memory is None else self.question.host_memory - self.kept_for_processes
 
     @property
     def host_bytes(self) -> int:

@@ -33,6 +33,7 @@ def as_text(answer: Answer) -> str:
         "",
         _activations(estimate, row),
         _host(estimate),
+        *_processes(estimate),
         *_disk(answer),
         *_step(estimate),
         *_assumed(question),
@@ -42,7 +43,7 @@ def as_text(answer: Answer) -> str:
         *_words(answer),
         *_experts(estimate, row),
         "",
-        _faster(estimate, row),
+        _faster(estimate, row) if answer.host_fits else "the times are those without a disk, with enough host memory",
         *nodes_gain(estimate, row),
     ]
     if estimate.work is not None and not question.predict:
@@ -110,20 +111,21 @@ def _host(estimate: ModelEstimate) -> str:
     parts = f"weights {human_bytes(ledger.weights)}, gradients {human_bytes(ledger.gradients)}"
     if estimate.offloaded_bytes:
         parts = f"activations {human_bytes(estimate.offloaded_bytes)}, {parts}"
+    parts += f", optimizer state {human_bytes(ledger.state or 0)}"
+    if estimate.below is not None and estimate.below.placement is None:
+        return f"host memory{node} at least {human_bytes(nbytes)}, with as much as possible on the disk; in all there are {parts}"
+    each = nbytes / max(_parameters(estimate), 1)
     return (
-        f"host memory{node} {human_bytes(nbytes)}, {nbytes / max(_parameters(estimate), 1):.3g} bytes per parameter: {parts}, "
-        f"optimizer state {human_bytes(ledger.state or 0)}{_on_disk(estimate)}{_hooks(estimate)}"
+        f"host memory{node} {human_bytes(nbytes)}, {each:.3g} bytes per parameter: {parts}"
+        f"{_on_disk(estimate)}{_hooks(estimate)}"
     )
 
 
 def _on_disk(estimate: ModelEstimate) -> str:
-    """How much less memory it is than its parts, or that the process takes more."""
+    """How much less memory it is than its parts."""
     below = estimate.below
-    if below is not None and below.placement is None:
-        return "; the sum is what is left with everything else on the disk"
     if below is None or below.placement is None or not below.placement.on_disk:
-        limited = below is None and estimate.question.host_memory is not None
-        return "; the process, its libraries and batches take about a GiB more" if limited else ""
+        return ""
     away = below.placement.disk_bytes + sum(below.weights.values()) + sum(below.gradients.values())
     through = below.placement.staging + below.window
     return f"; {human_bytes(away)} of these are on the disk, and pass through {human_bytes(through)} of memory"
@@ -134,13 +136,20 @@ def _disk(answer: Answer) -> list[str]:
     below, best = answer.estimate.below, answer.best
     if below is None:
         return []
-    lines = below.lines(_parameters(answer.estimate), None if best is None else best.prediction.seconds)
-    asked, limit = answer.question.host_memory, answer.estimate.host_limit
-    if asked is None or limit is None:
-        return lines
+    return below.lines(_parameters(answer.estimate), None if best is None else best.prediction.seconds)
+
+
+def _processes(estimate: ModelEstimate) -> list[str]:
+    """What processes take of the host memory that there is."""
+    question, who = estimate.question, "the process, its"
+    if question.host_memory is None:
+        return []
+    if question.devices > 1:
+        who = f"the {question.devices} processes, their"
+    kept = human_bytes(estimate.kept_for_processes)
     return [
-        *lines,
-        f"disk: {human_bytes(asked - limit)} of {human_bytes(asked)} are left to the process, its libraries and batches",
+        f"of the {human_bytes(question.host_memory)}, {kept} are for {who} libraries and batches; a run on the CPU has "
+        "activations and the layers of its window there, too"
     ]
 
 

@@ -6,8 +6,9 @@ import json
 
 from sp_lightning.cli.answer import Answer
 from sp_lightning.cli.arguments import MODES, Question
+from sp_lightning.plan.host_memory import limit_for
 from sp_lightning.plan.plan import Plan
-from sp_lightning.plan.units import exact_bytes, human_bytes
+from sp_lightning.plan.units import enough_bytes, exact_bytes, human_bytes
 
 
 def verdict(answer: Answer) -> str:
@@ -22,9 +23,13 @@ def _refused_by_host(answer: Answer) -> str:
     below = answer.estimate.below
     if below is not None and below.placement is None:
         return f"It does not fit, although there is a disk: {below.why_not}. Otherwise: {_less_host_memory(answer.question)}"
+    needed, limit = answer.estimate.host_bytes, answer.estimate.host_limit or 0
+    processes = "the process" if answer.question.devices == 1 else "the processes"
+    enough = enough_bytes(limit_for(needed, answer.question.devices, disk=False))
     return (
-        f"It does not fit: {human_bytes(answer.estimate.host_bytes)} of host memory are needed, "
-        f"{_there(answer.estimate.host_bytes, answer.estimate.host_limit or 0)}. {_less_host_memory(answer.question)}"
+        f"It does not fit: {human_bytes(needed)} of host memory are needed beside what {processes} and libraries take, "
+        f"{_there(needed, limit)}: --host-memory {enough} is enough. "
+        f"{_less_host_memory(answer.question)}"
     )
 
 

@@ -152,7 +152,7 @@ class LentWeights:
             # The blocking copy in write() implies this wait. On a device where write() copies nothing, it is needed.
             self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
             self.write_backs += 1
-            group.refuse_both(index)
+            _refuse_both(group, index)
             if layer.block.write(index, value):
                 if index in layer.block.apart:
                     group.set_apart(index, value)
@@ -241,6 +241,20 @@ class LentWeights:
 def keep_saved(layer: StreamedLayer, index: int) -> None:
     """Keeps the present values of a weight, which are about to be replaced, for graphs that saved views of it."""
     layer.parameters.present_values[index].keep(layer.block.copy_of(index))
+
+
+def _refuse_both(group: ParameterGroup, index: int) -> None:
+    """Refuses to overwrite a weight that was written on the host since the device's came.
+
+    Raises:
+        RuntimeError: it was.
+    """
+    if group.version_once_fetched(index) != group.version(index):
+        raise RuntimeError(
+            f"Parameter {group.spans[index].name!r} was written on the host, by an optimizer that steps inside a step of "
+            "training, say, while the same weight was written on the device or handed out there (.data, .detach()); one of "
+            "both would be lost. Read it before the optimizer's step, or clone it."
+        )
 
 
 def _refuse_other_order(span: Span, value: Tensor) -> None:

@@ -26,20 +26,27 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 def resident_bytes(root: Path = Path("/")) -> int:
     """Bytes of memory that this process has taken, those of its libraries included. 0 if the system is not Linux.
 
-    Pages of mapped data (a checkpoint that is resumed from, weights that stay in their files) that nobody has written do not
-    count: the system takes them back when somebody needs memory.
+    Pages of mapped data (a checkpoint that is resumed from, weights that stay in their files) that this process has not written
+    do not count: the system takes them back when somebody needs memory. Those of a file that was just copied are dirty until
+    the disk has them; of a private mapping, only anonymous pages are the process's own.
     """
     fields = dict(line.split(":", 1) for line in _lines(root / "proc/self/status") if ":" in line)
     if "VmRSS" not in fields:
         return 0
-    clean, data = 0, False
+    others, signs = 0, dict[str, int]()
     for line in _lines(root / "proc/self/smaps"):
         words = line.split(maxsplit=5)
         if not words[0].endswith(":"):  # a mapping begins: addresses, rights, offset, device, inode, file
             data = len(words) == 6 and words[4] != "0" and ".so" not in words[5]
-        elif data and words[0] in ("Shared_Clean:", "Private_Clean:"):
-            clean += int(words[1])
-    return (int(fields["VmRSS"].split()[0]) - clean) * 1024
+            signs = {} if not data else _OF_PRIVATE if words[1].endswith("p") else _OF_SHARED
+        elif words[0] in signs:
+            others += signs[words[0]] * int(words[1])
+    return (int(fields["VmRSS"].split()[0]) - others) * 1024
+
+
+_OF_PRIVATE = {"Rss:": 1, "Anonymous:": -1}
+_OF_SHARED = {"Shared_Clean:": 1, "Private_Clean:": 1}
+"""Which lines of a mapping of data add up to what is not the process's own memory."""
 
 
 def anonymous_bytes() -> int:
@@ -66,15 +73,21 @@ _OF_EACH = 520 * 2**20
 """What of that each further process takes for itself: the files of the libraries are in memory once (518 MiB)."""
 
 
-def kept_for_processes(host_memory: int, devices: int) -> int:
-    """Bytes of ``host_memory`` that a run will leave to its processes, one for each device, as far as that is known before."""
-    return _margin(host_memory) + _of_libraries(devices)
+def kept_for_processes(host_memory: int, devices: int, *, disk: bool) -> int:
+    """Bytes of ``host_memory`` that a run will leave to its processes, one for each device, as far as that is known before.
+
+    Args:
+        host_memory: bytes.
+        devices: of a node.
+        disk: whether there is one, for what exceeds the memory. A share of that is left to processes then.
+    """
+    return (_margin(host_memory) if disk else _LEAST_MARGIN) + _of_libraries(devices)
 
 
-def limit_for(nbytes: int, devices: int) -> int:
-    """The least ``host_memory`` that leaves so many bytes beside the processes."""
+def limit_for(nbytes: int, devices: int, *, disk: bool) -> int:
+    """The least ``host_memory`` that leaves so many bytes beside the processes. The arguments are those of the above."""
     needed = nbytes + _of_libraries(devices)
-    return max(int(needed / (1 - MARGIN)) + 1, needed + _LEAST_MARGIN)
+    return max(int(needed / (1 - MARGIN)) + 1 if disk else 0, needed + _LEAST_MARGIN)
 
 
 def _of_libraries(devices: int) -> int:

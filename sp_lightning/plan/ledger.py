@@ -50,7 +50,7 @@ class Ledger:
         ranks: how many processes of the node, each with a device, share that memory.
         on_disk: bytes of the state that are on a disk and not in memory.
         staging: bytes of memory that they pass through.
-        disk_traffic: bytes that were read and written there for each step so far; 0 before the first one.
+        disk_traffic: bytes that were read and written there for each step so far but the first; 0 before the second one.
         weights_on_disk, gradients_on_disk: bytes of trained weights and of gradients that are on a disk, too.
     """
 
@@ -106,7 +106,7 @@ class Ledger:
         }  # fmt: skip
         if not any(below.values()):
             return ""
-        so_far = f" ({self.disk_traffic / count:.3g} on average so far)" if self.disk_traffic else ""
+        so_far = f" ({self.disk_traffic / count:.3g} on average of those so far)" if self.disk_traffic else ""
         what = " and ".join(f"{human_bytes(nbytes)} of {name}" for name, nbytes in below.items() if nbytes)
         return (
             f"\nSuperpipeline: {what} are on a disk and pass through {human_bytes(self.staging)} of memory; bytes read and "

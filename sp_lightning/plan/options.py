@@ -73,8 +73,8 @@ def checked_budget(option: str, value: Any) -> int | float | None:
         raise TypeError(f"{option} takes {wanted}; found {value!r}.")
     if isinstance(value, float) and not 0 < value <= 1:
         raise ValueError(f"{option} takes {wanted}; {value!r} is no share between 0 and 1.")
-    if isinstance(value, int) and value < 1:
-        raise ValueError(f"{option} takes {wanted}; {value!r} is no number of bytes.")
+    if isinstance(value, int) and value < 1024:
+        raise ValueError(f'{option} takes {wanted}; {value!r} is too small. With a unit: "{abs(value) or 8}GiB".')
     return value
 
 
@@ -87,7 +87,7 @@ def checked_switch(option: str, value: Any) -> bool:
 
 def checked_path(option: str, what: str, example: str, value: Any) -> Path | None:
     """The path of a file or a folder, or None."""
-    if value is not None and not isinstance(value, (str, PathLike)):
+    if value is not None and (not isinstance(value, (str, PathLike)) or value == ""):
         raise TypeError(f'{option} must be the path of {what}, found {value!r}. For example {option}="{example}".')
     return None if value is None else Path(value)
 

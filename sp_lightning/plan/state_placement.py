@@ -40,6 +40,8 @@ class StatePlacement:
         """One sentence: what is where, and why."""
         total = sum(self.in_memory.values()) + self.disk_bytes
         room = "" if self.room is None else f", because {human_bytes(self.room)} of host memory are left for it"
+        if not total:
+            return "The optimizers have no state that could be on the disk."
         if not self.on_disk:
             return f"All {human_bytes(total)} of optimizer state are in host memory; nothing is on the disk{room}."
         return (
@@ -68,12 +70,13 @@ def _fewest(sizes: Mapping[str, int]) -> tuple[int, list[str]]:
     return min(taken, key=itemgetter(0), default=(0, []))
 
 
-def place_state(sizes: Mapping[str, int], room: int | None) -> StatePlacement:
+def place_state(sizes: Mapping[str, int], room: int | None, given: int | float | None = None) -> StatePlacement:
     """Leaves in memory as much state as there is room for, that of the largest layers first: so less is staged.
 
     Args:
         sizes: bytes of the state of each layer.
         room: bytes of host memory for it; None for no limit.
+        given: ``host_memory``, for the error.
 
     Raises:
         MemoryError: there is not even room for what is staged.
@@ -84,11 +87,11 @@ def place_state(sizes: Mapping[str, int], room: int | None) -> StatePlacement:
     if least > room:
         least = least_room(sizes)
         more = int(1.1 * (least - room))  # a sixteenth of what is given is left to the process
+        enough = f'host_memory="{enough_bytes(given + more)}" is enough' if isinstance(given, int) else "free that much"
         raise MemoryError(
-            f"Host memory is {enough_bytes(more)} too small for the process, for what cannot be on the disk, and for "
-            f"optimizer state on its way from and to it ({human_bytes(least)}). Give that much more (host_memory=), or use less: "
-            "layers= can name smaller layers, and "
-            'SuperpipelineStrategy(optimizer_overlap="backward") holds few gradients where nothing clips or accumulates.'
+            f"Host memory is {human_bytes(more)} too small for the process, for what cannot be on the disk, and for "
+            f"optimizer state on its way from and to it ({human_bytes(least)}): {enough}. Less is needed where layers= names "
+            'smaller layers, and with optimizer_overlap="backward", which holds few gradients where nothing clips or accumulates.'
         )
     below, above = dict(sizes), dict[str, int]()
     for name in sorted(sizes, key=lambda name: -sizes[name]):

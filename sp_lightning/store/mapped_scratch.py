@@ -27,7 +27,7 @@ from sp_lightning.plan.state_placement import WINDOW
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.block_memory import OneTensor
 from sp_lightning.store.mapped_pages import advise, libc, map_pages
-from sp_lightning.store.scratch import create
+from sp_lightning.store.scratch import create, no_room
 
 POPULATE_READ = 22  # of Linux 5.14; a read that fails is an error then, and not a signal
 _ZERO_RANGE = 0x10 | 0x01  # of fallocate: blocks stay the file's; what they have is neither written nor read
@@ -101,12 +101,8 @@ class MappedFile:
         try:
             os.posix_fallocate(self._descriptor, self._end, nbytes)
         except OSError as error:
-            raise OSError(
-                error.errno,
-                f"{human_bytes(nbytes)} more of scratch space are needed for {self._what} ({error.strerror}). Free some, or name "
-                "a folder on another disk: SuperpipelineStrategy(disk=FOLDER)",
-                str(self._folder),
-            ) from error
+            wanted = self._end + nbytes
+            raise no_room(error, self._descriptor, self._end, wanted, self._folder, self._what) from error
 
     def use(self, memory: MappedMemory) -> None:
         """Has a block's pages in memory. Those of the block that was used longest ago go, and those of the next one are read.

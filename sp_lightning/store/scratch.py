@@ -122,13 +122,7 @@ class ScratchFile:
         except OSError as error:
             if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):  # the file system cannot promise room
                 return
-            status = os.statvfs(self._folder)
-            raise OSError(
-                error.errno,
-                f"{human_bytes(wanted)} of scratch space are needed, and {human_bytes(status.f_bavail * status.f_frsize)} are "
-                f"free ({error.strerror}). Free some, or name a folder on another disk: SuperpipelineStrategy(disk=FOLDER)",
-                str(self._folder),
-            ) from error
+            raise no_room(error, self._descriptor, self._reserved, wanted, self._folder, "optimizer state") from error
         self._reserved = wanted
 
     def allocate(self, nbytes: int) -> Extent:
@@ -205,6 +199,27 @@ def _write(descriptor: int, memory: memoryview, offset: int, direct: bool, folde
 _RESUME = "The step was not finished; go on from the last checkpoint"
 
 
+def no_room(error: OSError, descriptor: int, size: int, wanted: int, folder: Path, what: str) -> OSError:
+    """The error for a scratch file that cannot be made longer. What it has taken of the rest is given back.
+
+    Args:
+        error: the system's.
+        descriptor, size: the file, and how long it was.
+        wanted: how long it was to be.
+        folder: where it is.
+        what: it is for.
+    """
+    os.ftruncate(descriptor, size)
+    status = os.statvfs(folder)
+    free = size + status.f_bavail * status.f_frsize
+    return OSError(
+        error.errno,
+        f"{human_bytes(wanted)} of scratch space are needed for {what}, and the disk has {human_bytes(free)} for it "
+        f"({error.strerror}). Free some, or name a folder on another disk: SuperpipelineStrategy(disk=FOLDER)",
+        str(folder),
+    )
+
+
 def _create(folder: Path) -> tuple[int, bool]:
     """Creates a file without a name. Returns its descriptor, and whether it can be read and written directly."""
     with suppress(_Refused):  # the file system refuses direct I/O
@@ -233,8 +248,8 @@ def create(folder: Path, *, direct: bool) -> int:
             raise _Refused from error
         raise OSError(
             error.errno,
-            f"disk= names a folder in which no file can be created: {error.strerror}. Name one that is there and that you "
-            "may write",
+            f"No file can be created in the folder that disk= names ({error.strerror}). Create it (mkdir -p), see that you may "
+            "write there, or name another folder",
             str(folder),
         ) from error
 

@@ -55,10 +55,12 @@ class DiskTier:
         self._ring = StagingRing(0)
         self.placement: StatePlacement | None = None
         self.steps = 0
+        self._moved_first = 0  # bytes, in the first step, in which there is no state to be read
         if file_system(folder) in ("tmpfs", "ramfs"):
             say_once(
                 log,
-                f"Superpipeline: disk={str(folder)!r} is on a tmpfs, which is host memory and no disk. It saves none.",
+                f"Superpipeline: disk={str(folder)!r} is on a tmpfs, which is host memory and no disk. It saves none: "
+                "name a folder on a drive.",
             )
         elif not self._file.direct:
             say_once(
@@ -98,7 +100,7 @@ class DiskTier:
                         if parameter.nbytes >= state_on_disk.LEAST:
                             on_disk[layer.name] += count * whole_pages(parameter.nbytes)
         others += max(0, sum(sizes.values()) - sum(on_disk.values()))
-        self.placement = place_state(on_disk, self._room(others, elsewhere))
+        self.placement = place_state(on_disk, self._room(others, elsewhere), self._host_memory)
         self._file.reserve(self.placement.disk_bytes)
         self._ring.limit = self.placement.staging
         return self.placement
@@ -108,6 +110,12 @@ class DiskTier:
         return_free_memory()
         room = room_for(self._host_memory, elsewhere)
         return None if room is None else room - others
+
+    def count_step(self, where: Placement) -> None:
+        """Counts a step that an optimizer begins. ``where`` is where weights and gradients are."""
+        self.steps += 1
+        if self.steps == 2:
+            self._moved_first = self._file.read_bytes + self._file.written_bytes + where.moved
 
     def of(self, optimizer: Any) -> StateOnDisk | None:
         """What brings an optimizer's state; None if all of it is in memory."""
@@ -133,7 +141,8 @@ class DiskTier:
         """
         if self.placement is None:
             return ledger
-        each = (self._file.read_bytes + self._file.written_bytes + where.moved) / max(self.steps, 1)
+        moved = self._file.read_bytes + self._file.written_bytes + where.moved
+        each = (moved - self._moved_first) / (self.steps - 1) if self.steps > 1 else 0
         below = min(self.placement.disk_bytes, ledger.state or 0)
         return replace(ledger, on_disk=below, staging=self.placement.staging + where.on_disk.window, disk_traffic=each)
 

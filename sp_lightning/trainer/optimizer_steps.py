@@ -142,9 +142,10 @@ class OptimizerSteps:
             self._ranks.attach(whole, scaler_of(trainer))
         self._ledger = self._count()
         mode = f"off ({why})" if why else self.overlap
-        if mode != self._told:
+        placed = self._options.disk is None or self.disk is not None
+        if mode != self._told and placed:  # else the ledger follows once it is known what is on the disk
             self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._ledger, mode)
-        self._told = mode
+            self._told = mode
 
     def rearrange(self) -> None:
         """The engine was built anew: steps that update layer by layer are to update its layers."""
@@ -291,7 +292,7 @@ class OptimizerSteps:
         elif self._ranks is not None:
             background = self._ranks.clipping(plugin)
         if self.disk is not None:
-            self.disk.steps += 1
+            self.disk.count_step(self._run.placement)
         try:
             with self._run.whole_after_failure(), background:
                 return step(closed)

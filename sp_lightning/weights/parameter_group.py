@@ -353,15 +353,6 @@ class ParameterGroup:
                 self._versions[index] += 1
         self._host_versions = now
 
-    def refuse_both(self, index: int) -> None:
-        """Raises a RuntimeError if the host's weight was written since the device's came, which is to overwrite it."""
-        if self.hosts[index]._version != self._host_versions[index]:
-            raise RuntimeError(
-                f"Parameter {self.spans[index].name!r} was written on the host, by an optimizer that steps inside a step of "
-                "training, say, while the same weight was written on the device or handed out there (.data, .detach()); one of "
-                "both would be lost. Read it before the optimizer's step, or clone it."
-            )
-
     def adopted(self) -> None:
         """The host's parameters lie where their block has them now, which may be other memory than before."""
         self._addresses = addresses(self.hosts)

@@ -62,8 +62,8 @@ def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[s
     )
     assert re.search(advice + "$", found["verdict"])
     found = plan(capsys, model, "--host-memory", "64GiB", "--k", "1")
-    assert "of host memory are needed, 64.0 GiB are there, " in found["verdict"]
-    assert " too little. Use --precision bf16-true" in found["verdict"]
+    assert "beside what the process and libraries take, 63.1 GiB are there, " in found["verdict"]
+    assert re.search(r" too little: --host-memory \d+MiB is enough. Use --precision bf16-true", found["verdict"])
 
 
 @pytest.mark.parametrize(

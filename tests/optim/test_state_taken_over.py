@@ -26,7 +26,7 @@ ROOM = 8 * 2**10
 def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ring has room for less than what all layers' state takes, so that most of it is away whatever happens."""
     without_room(monkeypatch)
-    monkeypatch.setattr(disk_tier, "place_state", lambda sizes, _: StatePlacement({}, sizes, ROOM, ROOM))
+    monkeypatch.setattr(disk_tier, "place_state", lambda sizes, *_: StatePlacement({}, sizes, ROOM, ROOM))
 
 
 def _new(parameters: Any, overlap: Any) -> Any:

@@ -121,19 +121,26 @@ Private_Dirty: 400 kB
 7f20-7f40 rw-p 00000000 08:01 99 /runs/last one.ckpt
 Rss: 250 kB
 Shared_Clean: 50 kB
-Private_Clean: 150 kB
-Private_Dirty: 50 kB
+Private_Clean: 100 kB
+Private_Dirty: 100 kB
+Anonymous: 50 kB
 VmFlags: rd wr
+7f40-7f48 rw-s 00000000 08:01 98 /scratch/#98 (deleted)
+Rss: 90 kB
+Shared_Clean: 0 kB
+Private_Clean: 40 kB
+Private_Dirty: 50 kB
+Anonymous: 0 kB
 7f50-7f60 rw-p 00000000 00:00 0 [heap]
 Rss: 50 kB
 Private_Clean: 20 kB
 """
 
 
-def test_clean_pages_of_data_are_not_taken(tmp_path: Path) -> None:
+def test_pages_of_data_that_only_a_file_has_are_not_taken(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/status").write_text("Name: python\nVmRSS:\t1000 kB\n")
     assert resident_bytes(tmp_path) == 1000 * 1024
     (tmp_path / "proc/self/smaps").write_text(MAPPINGS)
-    assert resident_bytes(tmp_path) == 800 * 1024
+    assert resident_bytes(tmp_path) == (1000 - 200 - 40) * 1024
     assert 2**24 < resident_bytes() < 2**40

@@ -26,7 +26,7 @@ from sp_lightning.trainer import disk_tier, weights_on_scratch
 def without_room(monkeypatch: pytest.MonkeyPatch, more: int = 0) -> None:
     """Leaves host memory for state on its way alone, and for so many bytes more."""
 
-    def place(sizes: Any, _: Any) -> Any:
+    def place(sizes: Any, *_: Any) -> Any:
         staging = staging_bytes(sizes)
         if staging >= sum(sizes.values()):  # one layer has most of the state, and stays in memory
             staging = least_room(sizes)

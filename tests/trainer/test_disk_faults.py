@@ -139,7 +139,7 @@ def test_without_direct_io_and_files_without_names(tmp_path: Path, monkeypatch: 
 
 
 def test_a_folder_that_is_not_there_is_refused_before_work(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="disk= names a folder in which no file can be created"):
+    with pytest.raises(FileNotFoundError, match="No file can be created in the folder that disk= names"):
         fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path / "none"))
 
 
