@@ -1,8 +1,17 @@
 """A disk below host memory: step time beside its limit, peak memory, and generation beside accelerate's disk offload.
 
-Each measurement is a process of its own, so that its peak is its own. The limit of a step is the larger of what a run with
-everything in memory takes (compute and memory) and of the bytes that the disk moves at the speed that is measured first, or at
-the rate of a token bucket.
+Each measurement is a process of its own, so that its peak is its own. The limit of a step is the largest of what a run with
+everything in memory takes (compute and memory), and of the bytes that the system has read, written, and both in a step, at the
+speeds of the disk for these that are measured first.
+
+A slower disk is this one in a control group, which the kernel limits by a token bucket. As root, with control groups of version 1
+(version 2 was not tried; ``systemd-run --scope -p "IOReadBandwidthMax=/dev/… 300M"`` sets such limits there)::
+
+    group=/sys/fs/cgroup/blkio/disk && mkdir -p $group
+    echo "$(stat -c %Hd:%Ld /scratch) 300000000" | tee $group/blkio.throttle.{read,write}_bps_device
+    echo $$ > $group/cgroup.procs
+
+``--host-memory group`` leaves the limit to the control group of memory that the benchmark runs in.
 
 From the root of the repository::
 
@@ -33,8 +42,6 @@ from torch.utils.data import DataLoader
 from examples.benchmarks import rows
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.plan.units import human_bytes, parse_bytes
-from sp_lightning.store import mapped_pages
-from sp_lightning.store.mapped_scratch import POPULATE_READ
 from sp_lightning.store.scratch import ScratchFile, aligned_memory
 
 STEPS = 6
@@ -72,9 +79,11 @@ class Times(pl.Callback):
 
     def __init__(self) -> None:
         self.at: list[float] = []
+        self.moved: list[tuple[int, int]] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.at.append(time.perf_counter())
+        self.moved.append(bytes_on_disks())
 
     def on_predict_batch_end(self, *_: Any) -> None:
         self.at.append(time.perf_counter())
@@ -84,35 +93,12 @@ class Times(pl.Callback):
         """Of a batch, the median."""
         return statistics.median(b - a for a, b in zip(self.at[FIRST - 1 :], self.at[FIRST:], strict=False))
 
-
-class Bucket:
-    """A token bucket: calls wait until their bytes may pass."""
-
-    def __init__(self, rate: float) -> None:
-        self._rate = rate
-        self._free_from = time.monotonic()
-        self._lock = threading.Lock()
-
-    def limits(self, call: Callable[..., int], moved: Callable[..., int] | None = None) -> Callable[..., int]:
-        """The same call, limited. ``moved`` says of its arguments how many bytes they move; by default it returns that."""
-
-        def limited(*arguments: Any) -> int:
-            returned = call(*arguments)
-            count = returned if moved is None else moved(*arguments)
-            with self._lock:
-                self._free_from = max(self._free_from, time.monotonic()) + count / self._rate
-                until = self._free_from
-            time.sleep(max(0.0, until - time.monotonic()))
-            return returned
-
-        return limited
-
-    def limit_files(self) -> None:
-        """Limits what this process reads from files and writes to them, by calls and by pages that are mapped."""
-        os.preadv, os.pwritev = self.limits(os.preadv), self.limits(os.pwritev)
-        libc = mapped_pages.libc
-        libc.sync_file_range = self.limits(libc.sync_file_range, lambda file, begin, size, how: size)
-        libc.madvise = self.limits(libc.madvise, lambda begin, size, how: size if how == POPULATE_READ else 0)
+    @property
+    def bytes_read_and_written(self) -> tuple[float, float]:
+        """Of a batch that is trained, on average, by the disk itself."""
+        (read, written), (read_last, written_last) = self.moved[FIRST - 1], self.moved[-1]
+        count = len(self.moved) - FIRST
+        return (read_last - read) / count, (written_last - written) / count
 
 
 def peak() -> int:
@@ -121,9 +107,10 @@ def peak() -> int:
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
-def bytes_from_disk() -> int:
-    """What this process has had read from disks so far, page cache not counted."""
-    return int(Path("/proc/self/io").read_text().split("read_bytes:")[1].split()[0])
+def bytes_on_disks() -> tuple[int, int]:
+    """What this process has had disks read and write so far, page cache not counted."""
+    text = Path("/proc/self/io").read_text()
+    return int(text.split("read_bytes:")[1].split()[0]), int(text.split("\nwrite_bytes:")[1].split()[0])
 
 
 def evict(folder: str) -> None:
@@ -159,11 +146,10 @@ def digest(module: nn.Module, optimizer: Any) -> str:
 
 def train(asked: dict[str, Any]) -> dict[str, Any]:
     """Trains some steps. Returns seconds of a step, and the peak of resident memory before anything is compared."""
-    if asked.get("rate"):
-        Bucket(asked["rate"]).limit_files()
     pl.seed_everything(1, verbose=False)
     module, times = Net(asked["width"], asked["layers"]), Times()
-    below = {"disk": asked["folder"], "host_memory": asked["host_memory"]} if asked["host_memory"] else {}
+    given = None if asked["host_memory"] == "group" else asked["host_memory"]
+    below = {"disk": asked["folder"], "host_memory": given} if asked["host_memory"] else {}
     strategy = SuperpipelineStrategy(k=1, k_prime=1, optimizer_overlap=asked["overlap"], **below)
     trainer = trainer_for(strategy, times, gradient_clip_val=1.0 if asked["overlap"] == "forward" else None)
     batches = [torch.randint(0, 4096, (1, asked["tokens"])) for _ in range(STEPS)]
@@ -174,6 +160,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in module.parameters()),
         "on_disk": strategy.ledger.on_disk, "weights_on_disk": strategy.ledger.weights_on_disk,
         "gradients_on_disk": strategy.ledger.gradients_on_disk, "traffic": strategy.ledger.disk_traffic,
+        "bytes": times.bytes_read_and_written,
     }  # fmt: skip
 
 
@@ -222,7 +209,7 @@ def generate(asked: dict[str, Any]) -> dict[str, Any]:
             evict(folder)
         found = []
         with torch.no_grad():
-            before = bytes_from_disk()
+            before, _ = bytes_on_disks()
             for _ in range(STEPS):
                 found.append(module.predict_step(prompt, 0))
                 times.on_predict_batch_end()
@@ -236,12 +223,12 @@ def generate(asked: dict[str, Any]) -> dict[str, Any]:
             k=1, k_prime=1, disk=asked["folder"], host_memory=asked["host_memory"], weights=asked["file"]
         )
         prompts: Any = [prompt[0]] * STEPS
-        before = bytes_from_disk()
+        before, _ = bytes_on_disks()
         found = trainer_for(strategy, times).predict(module, DataLoader(prompts, batch_size=1)) or []
         print(" ".join(strategy.remarks()) or strategy.stats())
     return {
         "seconds": times.seconds / NEW_TOKENS, "peak": peak(),
-        "read_for_each": (bytes_from_disk() - before) / STEPS / NEW_TOKENS,
+        "read_for_each": (bytes_on_disks()[0] - before) / STEPS / NEW_TOKENS,
         "tokens": hashlib.blake2s(torch.cat(list(found)).numpy().tobytes()).hexdigest(),
     }  # fmt: skip
 
@@ -267,35 +254,41 @@ def _answer(work: Callable[[dict[str, Any]], dict[str, Any]], asked: dict[str, A
         pipe.send({"error": f"{type(error).__name__}: {error}"})
 
 
-def speed(folder: Path) -> float:
-    """Bytes per second of this disk, half of them read and half of them written at the same time."""
+def speeds(folder: Path) -> tuple[float, float, float]:
+    """Bytes per second that this disk reads, writes, and moves if it does both at the same time."""
     file, memory = ScratchFile(folder), [aligned_memory(_PROBE) for _ in range(2)]
-    extents = [file.allocate(_PROBE) for _ in range(6)]
+    extents = [file.allocate(_PROBE) for _ in range(8)]
     for extent in extents:
         file.write(extent.offset, memory[0]).wait()
-    begun = time.perf_counter()
-    for first, second in zip(extents[::2], extents[1::2], strict=True):
-        transfers = file.read(first.offset, memory[0]), file.write(second.offset, memory[1])
+
+    def measured(reads: int, writes: int) -> float:
+        begun = time.perf_counter()
+        transfers = [file.read(extent.offset, memory[0]) for extent in extents[:reads]]
+        transfers += [file.write(extent.offset, memory[1]) for extent in extents[len(extents) - writes :]]
         for transfer in transfers:
             transfer.wait()
-    return len(extents) * _PROBE / (time.perf_counter() - begun)
+        return len(transfers) * _PROBE / (time.perf_counter() - begun)
+
+    return measured(4, 0), measured(0, 4), measured(4, 4)
 
 
-def _training(base: dict[str, Any], rate: float, out: Path | None) -> None:
+def _training(base: dict[str, Any], out: Path | None) -> None:
     all_in_memory = apart(train, {**base, "host_memory": None})
-    fastest = speed(Path(base["folder"]))
-    for limited in (0.0, rate):
-        found = apart(train, {**base, "rate": limited})
-        row = {"kind": "disk training", **base, **found, "rate": limited or fastest, "throttled": bool(limited)}
-        if "error" not in found and "error" not in all_in_memory:
-            below = found["on_disk"] + found["weights_on_disk"] + found["gradients_on_disk"]
-            moved = 2 * below / (limited or fastest)
-            row |= {
-                "in_memory_seconds": all_in_memory["seconds"], "disk_seconds": moved,
-                "share_of_limit": max(moved, all_in_memory["seconds"]) / found["seconds"],
-                "bitwise": found["digest"] == all_in_memory["digest"], "in_memory_peak": all_in_memory["peak"],
-            }  # fmt: skip
-        _write(row, out)
+    fastest = speeds(Path(base["folder"]))
+    found = apart(train, base)
+    row = {"kind": "disk training", **base, **found, "speeds": fastest}
+    if "error" not in found and "error" not in all_in_memory:
+        read, written = found["bytes"]
+        limits = {
+            "in memory": all_in_memory["seconds"], "reads": read / fastest[0], "writes": written / fastest[1],
+            "both": (read + written) / fastest[2],
+        }  # fmt: skip
+        row |= {
+            "limits": limits, "share_of_limit": max(limits.values()) / found["seconds"],
+            "least_bytes": 2 * (found["on_disk"] + found["weights_on_disk"] + found["gradients_on_disk"]),
+            "bitwise": found["digest"] == all_in_memory["digest"], "in_memory_peak": all_in_memory["peak"],
+        }  # fmt: skip
+    _write(row, out)
 
 
 def _generation(base: dict[str, Any], out: Path | None) -> None:
@@ -361,7 +354,7 @@ def _write(row: dict[str, Any], out: Path | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk that is measured (%(default)s)")
-    parser.add_argument("--host-memory", default="2GiB")
+    parser.add_argument("--host-memory", default="2GiB", help="or group, for what a control group leaves (%(default)s)")
     parser.add_argument("--generate-memory", default="1250MiB", help="for generation, so that layers are read in place")
     parser.add_argument("--adapt-memory", default="1300MiB", help="for adapters, whose base is read in place")
     parser.add_argument(
@@ -372,7 +365,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--most-layers", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--rate", type=float, default=300.0, help="of the token bucket, MB/s (%(default)s)")
     parser.add_argument(
         "--parts", nargs="+", choices=("train", "generate", "adapters", "largest"), default=["train", "generate"]
     )
@@ -384,7 +376,7 @@ def main() -> None:
         "adapt_memory": asked.adapt_memory, "overlap": asked.overlap,
     }  # fmt: skip
     if "train" in asked.parts:
-        _training(base, asked.rate * 1e6, asked.out)
+        _training(base, asked.out)
     if "generate" in asked.parts:
         _generation(base, asked.out)
     if "adapters" in asked.parts:

@@ -29,7 +29,7 @@ from sp_lightning.store.block_memory import OneTensor
 from sp_lightning.store.mapped_pages import advise, libc, map_pages
 from sp_lightning.store.scratch import create, no_room
 
-POPULATE_READ = 22  # of Linux 5.14; a read that fails is an error then, and not a signal
+_POPULATE_READ = 22  # of Linux 5.14; a read that fails is an error then, and not a signal
 _ZERO_RANGE = 0x10 | 0x01  # of fallocate: blocks stay the file's; what they have is neither written nor read
 _WRITE_OUT = 1 | 2 | 4  # wait for what is under way, begin the rest, wait for it
 
@@ -239,7 +239,7 @@ class MappedMemory(OneTensor):
         Raises:
             OSError: the disk failed.
         """
-        number = self.advise(POPULATE_READ)
+        number = self.advise(_POPULATE_READ)
         if number not in (0, errno.EINVAL):  # an older kernel reads when they are touched
             raise self._file.failed("read", errno.EIO if number == errno.EFAULT else number)
 

@@ -28,7 +28,8 @@ _PIECE = 8 * 2**20
 """Bytes that one call reads or writes. Several pieces are under way at once."""
 
 _THREADS = 4
-"""Calls that are under way at once: enough for a fast drive's queue, and few beside the threads that compute."""
+"""Reads, and as many writes, that are under way at once: enough for a fast drive's queue, and few beside the threads that
+compute. They have threads of their own, because many drives, and limits of control groups, have a rate for each."""
 
 
 def aligned_memory(nbytes: int) -> Tensor:
@@ -104,9 +105,10 @@ class ScratchFile:
         self._descriptor, self.direct = _create(folder)
         self._end = self._reserved = 0
         self._free: dict[int, list[int]] = {}  # offsets by size
-        self._threads = ThreadPoolExecutor(_THREADS, "superpipeline-disk")
+        self._threads = {call: ThreadPoolExecutor(_THREADS, "superpipeline-disk") for call in (_read, _write)}
         self.read_bytes = self.written_bytes = 0
-        self._finalizer = weakref.finalize(self, _close, self._descriptor, self._threads, os.getpid())
+        threads = tuple(self._threads.values())
+        self._finalizer = weakref.finalize(self, _close, self._descriptor, threads, os.getpid())
 
     def reserve(self, nbytes: int) -> None:
         """Takes so much of the disk now, so that it cannot be full later.
@@ -156,7 +158,7 @@ class ScratchFile:
         parts = range(0, len(view), _PIECE)
         return Transfer(
             [
-                self._threads.submit(
+                self._threads[call].submit(
                     call, self._descriptor, view[at : at + _PIECE], offset + at, self.direct, self._folder
                 )
                 for at in parts
@@ -281,9 +283,9 @@ def _works(descriptor: int) -> bool:
         return False
 
 
-def _close(descriptor: int, threads: ThreadPoolExecutor, process: int) -> None:
-    if os.getpid() == process:  # a forked child has none of the threads
-        threads.shutdown()
+def _close(descriptor: int, threads: Sequence[ThreadPoolExecutor], process: int) -> None:
+    for pool in threads if os.getpid() == process else ():  # a forked child has none of the threads
+        pool.shutdown()
     os.close(descriptor)
 
 

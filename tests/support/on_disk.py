@@ -88,7 +88,7 @@ def break_calls(monkeypatch: pytest.MonkeyPatch, fault: str, at: int) -> None:
     call, count = getattr(mapped_pages.libc, name), iter(range(10**9))
 
     def called(*arguments: Any) -> int:
-        asked = name != "madvise" or arguments[-1] == mapped_scratch.POPULATE_READ
+        asked = name != "madvise" or arguments[-1] == mapped_scratch._POPULATE_READ
         if not asked or next(count) < at:
             return int(call(*arguments))
         ctypes.set_errno(number)
