@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -107,6 +110,25 @@ def test_a_run_that_would_be_killed_is_refused_before_it_begins(free: int, messa
     ):
         fit(lambda: module, vectors(), superpipeline())
     assert all(value.equal(before[name]) for name, value in module.state_dict().items()), "nothing is lost"
+
+
+@pytest.mark.rest("a process that imports torch")
+def test_a_real_control_group_is_heeded() -> None:
+    """A process of its own in a group of 1 GiB, where the system lets us make one."""
+    group = Path(f"/sys/fs/cgroup/memory/superpipeline-{os.getpid()}")
+    code = "from sp_lightning.plan.host_memory import available_bytes; print(available_bytes())"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(f"{2**30}")
+    except OSError:
+        pytest.skip("no control group of memory (version 1) can be made here")
+    try:
+        join = f"echo $$ > {group}/cgroup.procs && exec {sys.executable} -c '{code}'"
+        root = str(Path(__file__).parents[2])
+        ran = subprocess.run(["sh", "-c", join], capture_output=True, text=True, check=True, cwd=root)
+    finally:
+        group.rmdir()
+    assert 2**28 < int(ran.stdout) < 2**30 - 2**26, "what the process has taken does not count"
 
 
 MAPPINGS = """\
