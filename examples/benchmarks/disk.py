@@ -44,7 +44,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.plan.units import human_bytes, parse_bytes
 from sp_lightning.store.scratch import ScratchFile, aligned_memory
 
-STEPS = 6
+STEPS = 6  # by default in training, else always
 FIRST = 2  # steps before the measured ones
 NEW_TOKENS = 6
 _PROBE = 2**27
@@ -152,7 +152,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
     below = {"disk": asked["folder"], "host_memory": given} if asked["host_memory"] else {}
     strategy = SuperpipelineStrategy(k=1, k_prime=1, optimizer_overlap=asked["overlap"], **below)
     trainer = trainer_for(strategy, times, gradient_clip_val=1.0 if asked["overlap"] == "forward" else None)
-    batches = [torch.randint(0, 4096, (1, asked["tokens"])) for _ in range(STEPS)]
+    batches = [torch.randint(0, 4096, (1, asked["tokens"])) for _ in range(asked["steps"])]
     trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     highest = peak()
     return {
@@ -177,7 +177,7 @@ def adapt(asked: dict[str, Any]) -> dict[str, Any]:
     below = {"disk": asked["folder"], "host_memory": asked["adapt_memory"]} if asked["adapt_memory"] else {}
     strategy = SuperpipelineStrategy(k=1, k_prime=1, optimizer_overlap="backward", save_frozen=False, **below)
     trainer = trainer_for(strategy, times)
-    batches = [torch.randint(0, 4096, (1, asked["tokens"])) for _ in range(STEPS)]
+    batches = [torch.randint(0, 4096, (1, asked["tokens"])) for _ in range(asked["steps"])]
     trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     highest = peak()
     adapters = nn.ParameterList([p for p in module.parameters() if p.requires_grad])
@@ -276,7 +276,7 @@ def _training(base: dict[str, Any], out: Path | None) -> None:
     all_in_memory = apart(train, {**base, "host_memory": None})
     fastest = speeds(Path(base["folder"]))
     found = apart(train, base)
-    row = {"kind": "disk training", **base, **found, "speeds": fastest}
+    row = {"kind": "disk training", **base, **found, "speeds": fastest, "in_memory_error": all_in_memory.get("error")}
     if "error" not in found and "error" not in all_in_memory:
         read, written = found["bytes"]
         limits = {
@@ -365,6 +365,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--most-layers", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of training, at least {FIRST + 2} (%(default)s)")
     parser.add_argument(
         "--parts", nargs="+", choices=("train", "generate", "adapters", "largest"), default=["train", "generate"]
     )
@@ -372,7 +373,7 @@ def main() -> None:
     asked = parser.parse_args()
     base = {
         "folder": asked.folder, "host_memory": asked.host_memory, "width": asked.width, "layers": asked.layers,
-        "tokens": asked.tokens, "most_layers": asked.most_layers, "generate_memory": asked.generate_memory,
+        "tokens": asked.tokens, "steps": asked.steps, "most_layers": asked.most_layers, "generate_memory": asked.generate_memory,
         "adapt_memory": asked.adapt_memory, "overlap": asked.overlap,
     }  # fmt: skip
     if "train" in asked.parts:

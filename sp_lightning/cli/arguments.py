@@ -104,6 +104,11 @@ def make_parser() -> argparse.ArgumentParser:
         commands.add_parser(
             name, help=f"Lightning's CLI with this strategy registered: {name} --config FILE", add_help=False
         )
+    commands.add_parser(
+        "convert",
+        help="a checkpoint that is a folder becomes a file, or the other way round: convert SOURCE TARGET",
+        add_help=False,
+    )
     plan = commands.add_parser(
         "plan", help="does a model fit, with which k, and how fast? (exit status 1: it does not fit)"
     )
@@ -199,7 +204,7 @@ def _add_machine(plan: argparse.ArgumentParser) -> None:
         "--disk",
         type=_bytes_rate,
         metavar="SPEED",
-        help="of a drive below --host-memory, for example 7GB/s, as SuperpipelineStrategy(disk=…) (no disk)",
+        help="of a drive below --host-memory, for example 7GB/s (7 is the same), as SuperpipelineStrategy(disk=…) (no disk)",
     )
     plan.add_argument("--dram", type=_gigabytes, default=60, help="of host memory, GB/s (%(default)s)")
     plan.add_argument(

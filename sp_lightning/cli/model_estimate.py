@@ -387,7 +387,7 @@ def _generate(
     """
     if model.generation is None or question.generate is None:
         raise ValueError(
-            f"{question.model!r} is no language model of transformers with a cache of keys and values (past_key_values); "
+            f"{question.model!r} is no language model of transformers with a cache of keys and values; "
             "leave out --generate."
         )
     try:

@@ -43,7 +43,7 @@ def as_text(answer: Answer) -> str:
         *_words(answer),
         *_experts(estimate, row),
         "",
-        _faster(estimate, row) if answer.host_fits else "the times are those without a disk, with enough host memory",
+        _faster(estimate, row) if answer.host_fits else _other_times(question),
         *nodes_gain(estimate, row),
     ]
     if estimate.work is not None and not question.predict:
@@ -137,6 +137,11 @@ def _disk(answer: Answer) -> list[str]:
     if below is None:
         return []
     return below.lines(_parameters(answer.estimate), None if best is None else best.prediction.seconds)
+
+
+def _other_times(question: Question) -> str:
+    """What the times are of, if host memory does not suffice."""
+    return f"the times are those {'' if question.disk is None else 'without a disk, '}with enough host memory"
 
 
 def _processes(estimate: ModelEstimate) -> list[str]:

@@ -100,9 +100,15 @@ class _Inputs:
         return getattr(self.config.get_text_config(), "vocab_size", None) is not None
 
     @property
+    def _cache(self) -> str | None:
+        """The name of the cache of keys and values, as an argument and in what a forward returns."""
+        names = ("past_key_values", "cache")  # the second since 5.24
+        return next((name for name in names if name in self._taken), None)
+
+    @property
     def has_cache(self) -> bool:
         """Whether the model is a language model with a cache of keys and values."""
-        return self._with_text and {"past_key_values", "input_ids"} <= self._taken
+        return self._with_text and self._cache is not None and "input_ids" in self._taken
 
     @property
     def items(self) -> str:
@@ -168,7 +174,8 @@ class _Inputs:
             before = self._ids(self.tokens + count - 1)
             written = self.module(**{**prompts, "input_ids": before})
             last = {"input_ids": before[:, :1]}
-        last |= {"past_key_values": written.past_key_values, "use_cache": True}
+        assert self._cache is not None
+        last |= {self._cache: getattr(written, self._cache), "use_cache": True}
         return lambda: self.module(**prompts) and None, lambda: self.module(**last) and None
 
     def _ids(self, length: int) -> Tensor:

@@ -22,7 +22,7 @@ def verdict(answer: Answer) -> str:
 def _refused_by_host(answer: Answer) -> str:
     below = answer.estimate.below
     if below is not None and below.placement is None:
-        return f"It does not fit, although there is a disk: {below.why_not}. Otherwise: {_less_host_memory(answer.question)}"
+        return f"It does not fit, although there is a disk: {below.why_not}. {_less_host_memory(answer.question)}"
     needed, limit = answer.estimate.host_bytes, answer.estimate.host_limit or 0
     processes = "the process" if answer.question.devices == 1 else "the processes"
     enough = enough_bytes(limit_for(needed, answer.question.devices, disk=False))

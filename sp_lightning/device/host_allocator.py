@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's malloc.h
 _LARGE = 2**20
@@ -17,6 +18,12 @@ def return_large_blocks() -> None:
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE)
     except (AttributeError, OSError, TypeError):  # another library
         return
+
+
+def free_garbage() -> None:
+    """Frees what only cycles of references hold, a run that is over, say, before somebody measures how much memory is left."""
+    gc.collect()
+    return_free_memory()
 
 
 def return_free_memory() -> None:

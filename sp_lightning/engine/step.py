@@ -173,7 +173,7 @@ class Step:
 
     def hold_host(self) -> None:
         """Has modules hold the host's parameters while an optimizer steps within a manual step: it may read the weights there."""
-        if self.running and self.kind is StepKind.MANUAL and self._exchange.on_device and not self._residency.used:
+        if self.running and self.kind is StepKind.MANUAL and self._exchange.on_device:
             self._exchange.to_host()
             self._held = True
 

@@ -110,7 +110,7 @@ class Updating:
             self.updates.finish()
         with self._lock:
             self._step.take_back_writes()
-            if not self._backward.tasks:
+            if not self._backward.tasks:  # in backward each weight may have a step of its own, and all are exchanged
                 self._step.hold_host()
             self._step.compare_writes()
             self._source.synchronize()

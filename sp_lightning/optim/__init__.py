@@ -8,6 +8,6 @@ fused kernels on for the time of a step; ``scaler`` is the gradient scaler for t
 
 The user's optimizer and the layers (``weights``) come in. Updated weights on the host go out; whoever reads them waits for
 them. The wing may import ``weights`` and the wings below. It knows the engine above as the protocol ``Updatable``, and the
-place of an optimizer's state as the protocol ``OptimizerState`` (``updatable`` has both). ``state_on_disk`` is such a place;
-``state_waits`` is what users find while updates are under way.
+place of an optimizer's state as the protocol ``OptimizerState`` (``updatable`` has both). ``state_on_disk`` is such a place,
+whose bytes ``state_transfers`` reads ahead and writes behind; ``state_waits`` is what users find while updates are under way.
 """

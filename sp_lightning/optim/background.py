@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 from weakref import WeakSet
@@ -130,6 +131,13 @@ class BackgroundUpdates:
         """
         self.join()
         self._raise()
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """A context in which no update is under way: it does what :meth:`finish` does, and other threads cannot submit any."""
+        with self._lock:
+            self.finish()
+            yield
 
     def join(self) -> None:
         """Waits for all updates without raising what they raised: for callers that must not fail, or that fail already."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sp_lightning.plan.units import human_bytes
+from sp_lightning.device.host_allocator import free_garbage
+from sp_lightning.plan.units import enough_bytes, human_bytes
 
 # A v1 control group without a limit says a number near 2⁶³.
 _UNLIMITED = 2**60
@@ -112,6 +113,20 @@ def room_for(host_memory: int | float | None, elsewhere: int = 0) -> int | None:
     return None if available is None else int(available * (host_memory or 1) * (1 - MARGIN))
 
 
+def remedy_for(missing: int, given: int | float | None) -> tuple[int, str]:
+    """What is enough where host memory is too small by so many bytes.
+
+    Args:
+        missing: bytes.
+        given: ``host_memory``.
+
+    Returns:
+        How many bytes more have to be given, of which a share is left to the process; and what to do, in words.
+    """
+    more = int(1.1 * missing)
+    return more, f'host_memory="{enough_bytes(given + more)}" is enough' if isinstance(given, int) else "free that much"
+
+
 def _of_groups(root: Path) -> list[int]:
     """What the process's control group and each group above it leave: the limit less what is taken and not reclaimable."""
     found = []
@@ -170,6 +185,9 @@ def check_host(needed: dict[str, int], remedy: str) -> None:
     """
     available = available_bytes()
     total = sum(needed.values())
+    if available is not None and total > available:
+        free_garbage()  # a run that is over may be held by nothing else
+        available = available_bytes()
     if available is not None and total > available:
         parts = ", ".join(f"{human_bytes(nbytes)} {what}" for what, nbytes in needed.items() if nbytes)
         raise MemoryError(

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from operator import itemgetter
 from statistics import median
 
+from sp_lightning.plan.host_memory import remedy_for
 from sp_lightning.plan.plan import Plan, PlannedLayer
-from sp_lightning.plan.units import enough_bytes, human_bytes
+from sp_lightning.plan.units import human_bytes
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,15 @@ class StatePlacement:
     def __str__(self) -> str:
         """One sentence: what is where, and why."""
         total = sum(self.in_memory.values()) + self.disk_bytes
-        room = "" if self.room is None else f", because {human_bytes(self.room)} of host memory are left for it"
         if not total:
             return "The optimizers have no state that could be on the disk."
+        below, of = human_bytes(self.disk_bytes), "it" if not self.on_disk else "both"
+        why = "" if self.room is None else f", because {human_bytes(self.room)} of host memory are left for {of}"
         if not self.on_disk:
-            return f"All {human_bytes(total)} of optimizer state are in host memory; nothing is on the disk{room}."
+            return f"All {human_bytes(total)} of optimizer state are in host memory; nothing is on the disk{why}."
         return (
-            f"{human_bytes(self.disk_bytes)} of optimizer state, of {len(self.on_disk)} layers, are on the disk and pass "
-            f"through {human_bytes(self.staging)} of host memory; {human_bytes(total - self.disk_bytes)} stay in memory{room}."
+            f"{below} of optimizer state, of {len(self.on_disk)} layers, are on the disk and pass through "
+            f"{human_bytes(self.staging)} of host memory; {human_bytes(total - self.disk_bytes)} stay in memory{why}."
         )
 
 
@@ -86,8 +88,7 @@ def place_state(sizes: Mapping[str, int], room: int | None, given: int | float |
     least, names = _fewest(sizes)
     if least > room:
         least = least_room(sizes)
-        more = int(1.1 * (least - room))  # a sixteenth of what is given is left to the process
-        enough = f'host_memory="{enough_bytes(given + more)}" is enough' if isinstance(given, int) else "free that much"
+        more, enough = remedy_for(least - room, given)
         raise MemoryError(
             f"Host memory is {human_bytes(more)} too small for the process, for what cannot be on the disk, and for "
             f"optimizer state on its way from and to it ({human_bytes(least)}): {enough}. Less is needed where layers= names "

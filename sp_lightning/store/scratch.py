@@ -71,6 +71,11 @@ class Transfer:
         """Whether :meth:`wait` would return, or raise, at once."""
         return all(piece.done() for piece in self._pieces)
 
+    def then(self, call: Callable[[], None]) -> None:
+        """Calls something once the last piece has been done: in a thread of the disk, or at once if all are done."""
+        for piece in self._pieces:
+            piece.add_done_callback(lambda _: call() if self.done else None)
+
     def settle(self) -> None:
         """Waits until no call is under way: until then the memory is in use, even if one has failed."""
         wait(self._pieces)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class DiskTier:
     Args:
         folder: where the scratch file is.
         host_memory: bytes that the process may take, or a share of what is free; None for all that is free.
-        finish: waits for updates that are under way.
+        still: a context in which no update is under way.
         log: where a user's messages go.
 
     Raises:
@@ -45,12 +46,16 @@ class DiskTier:
     """
 
     def __init__(
-        self, folder: Path, host_memory: int | float | None, finish: Callable[[], None], log: logging.Logger
+        self,
+        folder: Path,
+        host_memory: int | float | None,
+        still: Callable[[], AbstractContextManager[None]],
+        log: logging.Logger,
     ) -> None:
         self._file = ScratchFile(folder)
         return_large_blocks()
         self._host_memory = host_memory
-        self._finish = finish
+        self._still = still
         self._states: dict[Optimizer, StateOnDisk] = {}
         self._ring = StagingRing(0)
         self.placement: StatePlacement | None = None
@@ -115,14 +120,18 @@ class DiskTier:
         """Counts a step that an optimizer begins. ``where`` is where weights and gradients are."""
         self.steps += 1
         if self.steps == 2:
-            self._moved_first = self._file.read_bytes + self._file.written_bytes + where.moved
+            self._moved_first = self._moved(where)
+
+    def _moved(self, where: Placement) -> int:
+        """Bytes that were read and written so far."""
+        return self._file.read_bytes + self._file.written_bytes + where.moved
 
     def of(self, optimizer: Any) -> StateOnDisk | None:
         """What brings an optimizer's state; None if all of it is in memory."""
         if self.placement is None or not self.placement.on_disk or is_no_optimizer(optimizer):
             return None
         if optimizer not in self._states:
-            self._states[optimizer] = StateOnDisk(self._file, self._ring, self.placement.in_memory, self._finish)
+            self._states[optimizer] = StateOnDisk(self._file, self._ring, self.placement.in_memory, self._still)
         return self._states[optimizer]
 
     def absorb(self, optimizers: Sequence[Any], layer_of: Callable[[nn.Parameter], StreamedLayer | None]) -> None:
@@ -141,8 +150,7 @@ class DiskTier:
         """
         if self.placement is None:
             return ledger
-        moved = self._file.read_bytes + self._file.written_bytes + where.moved
-        each = (moved - self._moved_first) / (self.steps - 1) if self.steps > 1 else 0
+        each = (self._moved(where) - self._moved_first) / (self.steps - 1) if self.steps > 1 else 0
         below = min(self.placement.disk_bytes, ledger.state or 0)
         return replace(ledger, on_disk=below, staging=self.placement.staging + where.on_disk.window, disk_traffic=each)
 

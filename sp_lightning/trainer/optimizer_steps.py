@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
-from sp_lightning.device.host_allocator import return_free_memory
+from sp_lightning.device.host_allocator import free_garbage
 from sp_lightning.optim.fused import FusedStep
 from sp_lightning.optim.layerwise import LayerwiseStep
 from sp_lightning.optim.separable import is_separable
@@ -166,7 +166,7 @@ class OptimizerSteps:
             return self._ledger.state or 0
         if ranks is None:
             return self._place_on(options.disk)
-        return_free_memory()
+        free_garbage()
         taken = ranks.told(anonymous_bytes(), "what processes have taken of host memory")
         in_memory = self._place_on(options.disk, sum(taken[1:])) if ranks.primary else 0
         return ranks.told(in_memory, "where optimizers' state is")[0]
@@ -176,7 +176,7 @@ class OptimizerSteps:
         streamer, ledger = self._run.streamer, self._ledger
         assert streamer is not None
         assert ledger is not None
-        self.disk = DiskTier(disk, self._options.host_memory, self._run.finish_updates, self._log)
+        self.disk = DiskTier(disk, self._options.host_memory, self._still, self._log)
         self._run.placement.leave()  # the memory that is counted next has none of them; those of a window come
         on_host = streamer.plan.peak_device_bytes * ledger.ranks * streamer.device.computes_on_host
         others = ledger.gradients + on_host + self._run.placement.on_disk.window
@@ -240,6 +240,14 @@ class OptimizerSteps:
         return (
             self._ranks is None and not self._run.placement.on_disk.gradients and nobody_sees_gradients(self._trainer)
         )
+
+    @contextmanager
+    def _still(self) -> Generator[None, None, None]:
+        """A context in which no update is under way, whatever other threads do."""
+        self._run.finish_updates()  # those that this thread has asked for, with their errors
+        streamer = self._run.streamer
+        with nullcontext() if streamer is None else streamer.updates.still():
+            yield
 
     def _clips(self) -> str | None:
         """How the trainer clips gradients: ``"norm"``, ``"value"``, or None if it does not."""

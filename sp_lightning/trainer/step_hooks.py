@@ -46,7 +46,7 @@ class StepHooks:
             return None
         self._drop_last(optimizer)
         self._last[optimizer] = optimizer.register_step_pre_hook(self._prepare)  # after those of the user
-        args = tuple(self._followed(optimizer, each) for each in args)
+        args = (optimizer, *(self._followed(optimizer, each) for each in args[1:]))
         return args, {name: self._followed(optimizer, each) for name, each in kwargs.items()}
 
     def _prepare(self, optimizer: Optimizer, *_: Any) -> None:
@@ -57,7 +57,7 @@ class StepHooks:
 
     def _followed(self, optimizer: Optimizer, argument: Any) -> Any:
         """A closure after which the engine prepares for the step anew; any other argument as it is."""
-        if not callable(argument) or isinstance(argument, Optimizer):
+        if not callable(argument):
             return argument
 
         def closure(*args: Any, **kwargs: Any) -> Any:

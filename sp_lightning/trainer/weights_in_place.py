@@ -14,7 +14,7 @@ from sp_lightning.device.layout import whole_pages
 from sp_lightning.engine.file_source import WINDOW
 from sp_lightning.engine.placement import ONE_DEVICE, OnFiles, Placement
 from sp_lightning.model.found import Found, Layer
-from sp_lightning.plan.host_memory import room_for
+from sp_lightning.plan.host_memory import remedy_for, room_for
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.file_block import home_of
@@ -66,7 +66,7 @@ def place_weights(
     if room is None or not files.places:
         return ONE_DEVICE
     largest = max(layer.nbytes for layer in plan.layers if layer.name in files.places)
-    stay = choose(files, room, WINDOW * whole_pages(largest) + BOUNCE)
+    stay = choose(files, room, WINDOW * whole_pages(largest) + BOUNCE, host_memory)
     if not stay:
         return ONE_DEVICE
     return_large_blocks()
@@ -74,13 +74,14 @@ def place_weights(
     return OnFiles(stay, _told(stay, nbytes, room), nbytes)
 
 
-def choose(files: InFiles, room: int, staging: int) -> dict[str, Places]:
+def choose(files: InFiles, room: int, staging: int, given: int | float | None = None) -> dict[str, Places]:
     """Returns which layers leave weights in files: as few as there is room for the others.
 
     Args:
         files: what there is.
         room: bytes of host memory.
         staging: bytes of it for layers on their way, if there are any.
+        given: ``host_memory``, for the error.
 
     Raises:
         MemoryError: there is not even room for what does not stay.
@@ -93,9 +94,10 @@ def choose(files: InFiles, room: int, staging: int) -> dict[str, Places]:
             kept += files.sizes[name]
             del stay[name]
     if kept > room:
+        more, enough = remedy_for(kept - room, given)
         raise MemoryError(
-            f"{human_bytes(kept)} of host memory are needed for what is not read in place and for layers on their way, and "
-            f"{human_bytes(max(room, 0))} are left. Give more by host_memory=, or name smaller layers by layers=."
+            f"Host memory is {human_bytes(more)} too small for the process, for what is not read in place, and for layers on "
+            f"their way ({human_bytes(kept)}): {enough}. Less is needed where layers= names smaller layers."
         )
     return stay
 

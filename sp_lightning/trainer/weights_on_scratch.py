@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import torch
 
-from sp_lightning.device.host_allocator import return_free_memory, return_large_blocks
+from sp_lightning.device.host_allocator import free_garbage, return_large_blocks
 from sp_lightning.engine.placement import ONE_DEVICE, OnFiles, OnScratch, Placement
 from sp_lightning.model.found import Found
 from sp_lightning.plan.host_memory import room_for
@@ -41,7 +41,7 @@ def place(found: Found, plan: Plan, options: Options, device: torch.device, *, a
     if options.disk is None:
         return ONE_DEVICE
     return_large_blocks()
-    return_free_memory()
+    free_garbage()
     inner = place_weights(found, plan, options.host_memory, device, training=accumulate > 0)
     if not accumulate or not supported():
         return inner

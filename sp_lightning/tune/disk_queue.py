@@ -15,7 +15,7 @@ _BUFFERS = 3
 class DiskQueue:
     """What of layers is on a disk, and when it is in memory. All times are in seconds.
 
-    As in the engine, the layer that came next in the last batch is read ahead.
+    As in the engine, layers that came next in the last batch are read ahead, as far as there are buffers.
 
     Args:
         device: the device of clocks, which keeps the intervals.
@@ -37,13 +37,13 @@ class DiskQueue:
         """Whether a layer is in memory now. If not, it is read, if there is a buffer for it."""
         return index not in self._sizes or self._read(index, self._device.host) <= self._device.host
 
-    def bring(self, index: int, now: float, ahead: int = 1) -> float:
+    def bring(self, index: int, now: float, ahead: int = _BUFFERS) -> float:
         """Returns when a layer is in memory. Those that follow it are read ahead from then on.
 
         Args:
             index: of the layer.
             now: when it is asked for.
-            ahead: how many layers are read ahead.
+            ahead: how many layers are read ahead at most.
         """
         if index not in self._sizes:
             return now

@@ -74,6 +74,8 @@ def predict(
     busy["host"] = walk.host_seconds
     busy["host memory"] = (plan.ranks * device.copied + host_traffic) / rates.host_memory
     seconds = max(walk.ended - begun, busy["host memory"])
+    if any(visit.backward for visit in visits):
+        seconds = max(seconds, busy.get("disk", 0.0))  # the state that is read ahead for the next batch counts, too
     return Prediction(seconds, busy, dict(walk.stalls), intervals)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 
 from sp_lightning.plan.plan import Plan, schedule
 from sp_lightning.weights.expert_rows import NOTHING
@@ -42,7 +43,7 @@ class Prefetch:
     def follow(self, plan: Plan) -> None:
         """Chooses for another plan of the same layers from now on."""
         self._plan = plan
-        wanted = self._wanted if plan.experts else _absent
+        wanted = self._wanted if plan.experts else _of_ring
         self._wanted_in = [partial(wanted, ring) for ring in range(len(plan.rings))]
         self._awaited_in = [partial(self._awaited, ring) for ring in range(len(plan.rings))]
 
@@ -78,18 +79,18 @@ class Prefetch:
         return [self._layers[index] for index in schedule(self._plan, training=training)]
 
     def _wanted(self, ring: int, layer: StreamedLayer) -> bool:
-        """Whether a layer is worth a fetch ahead of time.
+        """Whether an absent layer is worth a fetch ahead of time.
 
         An expert is in training only: the many tokens of such a batch make it likely that it is used again. The few
         tokens of a step of generation do not. Of stacked experts the last calls show which rows are.
         """
         if layer.experts is not None:
-            return layer.experts.ahead != NOTHING and _absent(ring, layer)
-        return (self._training or not layer.expert) and _absent(ring, layer)
+            return layer.experts.ahead != NOTHING and _of_ring(ring, layer)
+        return (self._training or not layer.expert) and _of_ring(ring, layer)
 
     def _awaited(self, ring: int, layer: StreamedLayer) -> bool:
-        """Whether a layer is not worth a fetch ahead of time, and so comes on demand if at all."""
-        return _absent(ring, layer) and not self._wanted(ring, layer)
+        """Whether an absent layer is not worth a fetch ahead of time, and so comes on demand if at all."""
+        return _of_ring(ring, layer) and not self._wanted(ring, layer)
 
     def _next(self, ring: int) -> tuple[list[tuple[StreamedLayer, Slot]], bool]:
         """The next transfer of a ring: its next k' absent layers, with the slots for them.
@@ -101,7 +102,7 @@ class Prefetch:
         """
         size = min(self._plan.k_prime, self._plan.rings[ring].slots)
         pairs: list[tuple[StreamedLayer, Slot]] = []
-        coming = self.trace.coming(self._wanted_in[ring], size)
+        coming = self.trace.coming(_slot_of, self._wanted_in[ring], size)
         slots = self._slots.planned(ring) if coming else []
         if coming and self._plan.experts:
             self._leave_one(ring, slots, before=coming[0][1])
@@ -125,7 +126,7 @@ class Prefetch:
         Without it, a layer that is fetched ahead into that slot is overwritten before its use, and fetched again after each
         such layer. One slot is enough: a layer on demand that follows overwrites the one before it.
         """
-        awaited = self.trace.coming(self._awaited_in[ring], 1)
+        awaited = self.trace.coming(_slot_of, self._awaited_in[ring], 1)
         if awaited and awaited[0][1] < before:
             best, _, _ = self._choose(slots, float(awaited[0][1]))
             if best is not None:
@@ -137,6 +138,9 @@ class Prefetch:
         Returns:
             That slot, if any gains; whether it may be overwritten now; and whether others may be, too, and would gain.
         """
+        empty = [slot for slot in slots if slot.layer is None and not slot.lent]
+        if len(empty) > 1:
+            return empty[0], True, True  # nothing gains more; there may be hundreds of slots
         best, most, may_go, free = None, needed, False, 0
         for slot in slots:
             gain, now = self._gain(slot, needed)
@@ -164,9 +168,12 @@ class Prefetch:
         return (later if soon <= needed - 2 else -1), False
 
 
-def _absent(ring: int, layer: StreamedLayer) -> bool:
-    """Whether a layer passes through this ring and is not on the device."""
-    return layer.slot is None and layer.planned.ring == ring
+_slot_of = attrgetter("slot")  # None of an absent layer
+
+
+def _of_ring(ring: int, layer: StreamedLayer) -> bool:
+    """Whether a layer passes through this ring."""
+    return layer.planned.ring == ring
 
 
 def _is_held(slot: Slot) -> bool:

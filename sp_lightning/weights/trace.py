@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable
-from itertools import chain, islice
+from itertools import chain, filterfalse, islice
 from typing import Generic, TypeVar
 
 L = TypeVar("L", bound=Hashable)
@@ -72,13 +72,19 @@ class Trace(Generic[L]):
         index = bisect_left(uses, self._at)
         return uses[index] - self._at, uses[index + 1] - self._at
 
-    def coming(self, wanted: Callable[[L], bool], most: int) -> list[tuple[L, int]]:
-        """The next ``most`` layers that are ``wanted``, each once, with the number of uses of others before each."""
+    def coming(self, there: Callable[[L], object], wanted: Callable[[L], bool], most: int) -> list[tuple[L, int]]:
+        """The next layers that are wanted, each once, with the number of uses of others before each.
+
+        Args:
+            there: says which layers are passed over. There may be hundreds, so this is no function of Python's own.
+            wanted: says which of the others are wanted.
+            most: how many are asked for.
+        """
         distances: dict[L, int] = {}
-        ahead = islice(self._expected, self._at, None)
-        for distance, layer in enumerate(chain(ahead, self._expected[: self._at]) if self.cyclic else ahead):
+        ahead: Iterable[L] = islice(self._expected, self._at, None)
+        for layer in filterfalse(there, chain(ahead, self._expected[: self._at]) if self.cyclic else ahead):
             if layer not in distances and wanted(layer):
-                distances[layer] = distance
+                distances[layer] = int(self.next_use(layer))
                 if len(distances) == most:
                     break
         return list(distances.items())

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from sp_lightning.__main__ import main
+
 CONFIG = """
 trainer:
   accelerator: cpu
@@ -41,3 +43,10 @@ def test_lightnings_command_line(tmp_path: Path) -> None:
         assert ran.returncode == 0, ran.stderr[-2000:]
         assert "k = 2, k' = 1" in ran.stderr + ran.stdout
     assert json.loads(timeline.read_text())["traceEvents"]
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert all(f"\n    {command} " in said for command in ("fit", "validate", "test", "predict", "plan", "convert"))

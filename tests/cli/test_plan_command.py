@@ -18,6 +18,7 @@ from sp_lightning.activations import offload
 from sp_lightning.plan.units import human_bytes
 from tests.support.answers import plan
 from tests.support.models import Module, Stack
+from tests.support.on_paper import on_paper
 from tests.support.runs import fit, superpipeline
 from tests.support.simdevice import simulated
 from tests.support.tiers import first
@@ -111,7 +112,7 @@ def test_generation_by_models_that_have_no_cache(model: str, capsys: pytest.Capt
     with pytest.raises(SystemExit) as stop:
         main(["plan", model, "--generate", "8"])
     assert stop.value.code == 2
-    assert "with a cache of keys and values (past_key_values); leave out --generate" in capsys.readouterr().err
+    assert "with a cache of keys and values; leave out --generate" in capsys.readouterr().err
 
 
 @pytest.mark.rest("a model of real size is counted")
@@ -250,23 +251,6 @@ def config(name: str, folder: Path, **more: Any) -> str:
     file = folder / f"{name}.json"
     file.write_text(json.dumps({**CONFIGS[name], **more}))
     return str(file)
-
-
-def shapes_of_experts_are_known() -> bool:
-    try:
-        torch._grouped_mm(
-            torch.empty(8, 16, device="meta"),
-            torch.empty(2, 16, 16, device="meta"),
-            offs=torch.empty(2, dtype=torch.int32, device="meta"),
-        )
-    except RuntimeError:
-        return False
-    return True
-
-
-on_paper = pytest.mark.skipif(
-    not shapes_of_experts_are_known(), reason="aten::_grouped_mm takes no float32 on paper (meta) in this torch (2.11)"
-)
 
 
 @pytest.mark.rest("seconds for each model")

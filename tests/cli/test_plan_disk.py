@@ -78,9 +78,10 @@ def test_weights_are_read_in_place_in_inference(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.rest("a plan of a whole model; the first tier has one of them")
 def test_nothing_is_on_the_disk_where_all_of_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert answer(capsys, "--disk", "1GB/s", "--host-memory", "64GiB")["disk"] == [
-        "disk: nothing, because everything is in host memory"
-    ]
+    asked = ("--disk", "1GB/s", "--host-memory", "64GiB")
+    assert answer(capsys, *asked)["disk"] == ["disk: nothing, because everything is in host memory"]
+    main(["plan", *MODEL, *asked])
+    assert "of the 64.0 GiB, 4.8 GiB are for the process, its libraries and batches" in capsys.readouterr().out
 
 
 @pytest.mark.rest("a plan of a whole model; the first tier has one of them")
@@ -89,6 +90,7 @@ def test_weights_and_gradients_that_memory_does_not_hold_do_not_fit(capsys: pyte
         main(["plan", *MODEL, "--disk", "1GB/s", "--host-memory", memory("256MiB")])
     said = capsys.readouterr().out
     assert "weights and gradients are in host memory" in said
+    assert "\nthe times are those without a disk, with enough host memory\n" in said
     assert re.search(
         r"^It does not fit, although there is a disk: .*; --host-memory \d+MiB is enough", said, re.MULTILINE
     )
@@ -121,7 +123,9 @@ def test_processes_take_memory_without_a_disk_too(devices: str, capsys: pytest.C
     asked = ["--devices", devices, "--host-memory"]
     with pytest.raises(SystemExit):
         main(["plan", *MODEL, *asked, "900MiB"])
-    (enough,) = re.findall(r"--host-memory (\d+)MiB is enough", capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert "\nthe times are those with enough host memory\n" in said
+    (enough,) = re.findall(r"--host-memory (\d+)MiB is enough", said)
     assert answer(capsys, *asked, f"{enough}MiB")["host_fits"]
     with pytest.raises(SystemExit):
         main(["plan", *MODEL, *asked, f"{int(enough) - 1}MiB"])

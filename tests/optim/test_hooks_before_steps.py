@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from sp_lightning.device.torch_private import step_pre_hooks
+from sp_lightning.weights.device_parameter import DeviceParameter
+from tests.support.mixed import scaled
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_same, fit, superpipeline
 
@@ -33,9 +37,9 @@ class TwoSteps(Module):
         self.seen: list[Tensor] = []
 
     def look(self) -> None:
-        weights = self.taken if self.how == "taken in the step" else list(self.parameters())
+        weights = self.taken if self.how.startswith("taken in the step") else list(self.parameters())
         for weight in weights:
-            if self.how == "written":
+            if self.how.endswith("written"):
                 weight.data.mul_(0.9)
             elif self.how == "kept":
                 self.seen.append(weight.detach())
@@ -84,7 +88,9 @@ class Raw(TwoSteps):
     raw = True
 
 
-@pytest.mark.parametrize("how", ["detached", "data", "written", "taken in the step", "kept"])
+@pytest.mark.parametrize(
+    "how", ["detached", "data", "written", "taken in the step", "taken in the step and written", "kept"]
+)
 @pytest.mark.parametrize(
     ("kind", "when"),
     [
@@ -134,3 +140,132 @@ class StepsInSteps(TwoSteps):
 def test_a_weight_that_host_and_device_write_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"Parameter 'net\..*' was written on the host.*one of both would be lost"):
         fit(lambda: StepsInSteps("never", "detached"), vectors(3), superpipeline(k=1, k_prime=1))
+
+
+class Holds(TwoSteps):
+    """Notes whether the modules hold the device's weights."""
+
+    def note(self) -> None:
+        self.held.append(all(isinstance(weight, DeviceParameter) for weight in self.net.parameters()))
+
+    def __init__(self) -> None:
+        super().__init__("closure", "detached")
+        self.held: list[bool] = []
+
+    look = note
+
+    def closure(self, batch: Any) -> Any:
+        evaluate = super().closure(batch)
+
+        def noted() -> Any:
+            self.note()
+            return evaluate()
+
+        return noted
+
+
+def test_a_closure_finds_the_device_s_weights() -> None:
+    """As it begins, and after a forward."""
+    assert fit(Holds, vectors(2), superpipeline(k=1)).module.held == [True] * 4
+
+
+class Skipped(Holds):
+    """The second optimizer's step is skipped, because its gradients are not finite."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, second = self.optimizers()  # type: ignore[misc]
+        self.manual_backward(self.loss(batch))
+        second.param_groups[0]["params"][0].grad.fill_(torch.inf)
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+            self.note()
+        return self.loss(batch).detach()
+
+
+def test_a_skipped_step_leaves_the_device_s_weights_in_modules() -> None:
+    streamed = fit(Skipped, vectors(2), superpipeline(k=1), recorded="losses", **scaled())
+    assert streamed.module.held == [True] * 4
+    assert_same(streamed, fit(Skipped, vectors(2), recorded="losses", **scaled()))
+
+
+class StepsByItself(Holds):
+    """Automatic optimization with an optimizer of one's own, which steps before the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = True
+
+    def configure_optimizers(self) -> Any:
+        self.own = torch.optim.SGD(list(self.net.parameters())[:2], lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for weight in self.own.param_groups[0]["params"]:
+            weight.grad = torch.ones_like(weight)
+        self.note()
+        self.own.step()
+        self.note()
+        self.own.zero_grad()
+        return self.loss(batch)
+
+
+def test_an_optimizer_of_one_s_own_leaves_the_device_s_weights_in_modules() -> None:
+    streamed = fit(StepsByItself, vectors(2), superpipeline(k=1))
+    assert streamed.module.held == [True] * 4
+    assert_same(streamed, fit(StepsByItself, vectors(2)))
+
+
+class StepsInBackward(Holds):
+    """Each weight has an optimizer that steps as soon as its gradient is there, while checkpointed code runs again."""
+
+    def configure_optimizers(self) -> Any:
+        self.own = {weight: torch.optim.SGD([weight], lr=0.1) for weight in self.net.parameters()}
+        for weight in self.net.parameters():
+            weight.register_post_accumulate_grad_hook(self.stepped)
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def stepped(self, weight: Tensor) -> None:
+        self.own[weight].step()
+        self.own[weight].zero_grad()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def noted(block: Any, x: Tensor) -> Tensor:
+            self.note()
+            out: Tensor = block(x)
+            return out
+
+        for block in self.net.blocks:  # type: ignore[union-attr]
+            batch = checkpoint(noted, block, batch, use_reentrant=False)
+        loss = batch.square().mean()
+        self.manual_backward(loss)
+        return loss.detach()
+
+
+def test_a_step_in_backward_leaves_the_device_s_weights_in_modules() -> None:
+    streamed = fit(StepsInBackward, vectors(2), superpipeline(k=1))
+    assert streamed.module.held == [True] * len(streamed.module.held) != []
+    assert_same(streamed, fit(StepsInBackward, vectors(2)))
+
+
+def test_no_hook_stays_with_an_optimizer() -> None:
+    """Nor with all of them."""
+    before = step_pre_hooks(torch.optim.SGD([torch.zeros(1)]))
+    ours = fit(lambda: TwoSteps("closure", "data"), vectors(2), superpipeline())
+    assert [step_pre_hooks(each) for each in ours.trainer.optimizers] == [before, before]
+
+
+class Counts(TwoSteps):
+    """Counts the hooks of the second optimizer before each step."""
+
+    def __init__(self) -> None:
+        super().__init__("never", "detached")
+        self.counts: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.counts.append(len(step_pre_hooks(self.trainer.optimizers[1]) or []))
+
+
+def test_no_hook_stays_with_an_optimizer_between_steps() -> None:
+    counts = fit(Counts, vectors(3), superpipeline()).module.counts
+    assert counts == [counts[0]] * 3

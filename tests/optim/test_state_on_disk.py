@@ -15,10 +15,8 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.optim.state_on_disk import StateOnDisk
 from sp_lightning.plan.state_placement import StatePlacement, place_state
 from sp_lightning.store.away import save
-from sp_lightning.store.scratch import ScratchFile
 from sp_lightning.trainer import disk_tier
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_disk import Unfreezes, away, on_disk, without_room
@@ -271,27 +269,6 @@ def test_parameters_that_are_exchanged(tmp_path: Path) -> None:
     assert_same(ours, fit(lambda: Module(Stack()), vectors(), callbacks=[Exchanges()]))
 
 
-@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
-def test_the_first_step_reads_nothing(overlap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no state yet; what was read ahead would take the memory in which the optimizer makes it."""
-    read, asked, steps = ScratchFile.read, list[int](), list[int]()
-
-    def noted(self: Any, offset: int, memory: Any) -> Any:
-        asked.append(memory.nbytes)
-        return read(self, offset, memory)
-
-    monkeypatch.setattr(ScratchFile, "read", noted)
-
-    class Counts(Callback):
-        def on_train_batch_start(self, *_: Any) -> None:
-            steps.append(len(asked))
-
-    make = made_with(OPTIMIZERS["AdamW"]) if overlap == "off" else fused(made_with(OPTIMIZERS["AdamW"]))
-    fit(make, vectors(4), on_disk(tmp_path, optimizer_overlap=overlap), recorded="nothing", callbacks=[Counts()])
-    assert steps[:2] == [0, 0]
-    assert steps[-1] > 0
-
-
 # ---------------------------------------------------------------------- checkpoints
 
 
@@ -414,10 +391,23 @@ def test_momentum_that_some_layers_lack_is_refused_with_a_remedy(tmp_path: Path)
     train("forward")
 
 
-def test_host_memory_that_does_not_suffice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_tier, "place_state", lambda sizes, *_: place_state(sizes, 2**10))
-    with pytest.raises(MemoryError, match=r"Host memory is .* too small for the process"):
-        fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path))
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [("64GiB", 'host_memory="65537MiB" is enough'), (None, "free that much")],
+)
+def test_host_memory_that_does_not_suffice_is_refused(
+    given: Any, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_tier, "place_state", lambda sizes, _, given: place_state(sizes, 2**10, given))
+    with pytest.raises(MemoryError, match=r"Host memory is 69.3 KiB too small for the process") as raised:
+        fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path, host_memory=given))
+    assert f": {remedy}." in str(raised.value)
+
+
+def test_optimizers_without_state_have_nothing_on_the_disk(tmp_path: Path) -> None:
+    strategy = on_disk(tmp_path)
+    fit(made_with(lambda p: torch.optim.SGD(p, lr=0.1)), vectors(), strategy, recorded="nothing")
+    assert "The optimizers have no state that could be on the disk." in "".join(strategy.remarks())
 
 
 def test_the_plan_says_what_is_where(tmp_path: Path) -> None:
@@ -445,24 +435,6 @@ def test_the_ledger_has_the_disk_s_traffic(tmp_path: Path) -> None:
     assert 1 < pages < 6
     assert "of the optimizer state are on a disk" in str(ledger)
     assert "in each step but the first: " in str(ledger)
-
-
-def test_nothing_is_read_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step reads and writes each layer's state once."""
-    made: list[StateOnDisk] = []
-    of = disk_tier.DiskTier.of
-
-    def noted(self: Any, optimizer: Any) -> Any:
-        made.append(of(self, optimizer))
-        return made[-1]
-
-    monkeypatch.setattr(disk_tier.DiskTier, "of", noted)
-    fit(made_with(OPTIMIZERS["AdamW"]), vectors(), on_disk(tmp_path), recorded="nothing")
-    state = made[-1]
-    whole = sum(stored.extent.nbytes for stored in state._stored.values())
-    steps = len(vectors())
-    assert state._file.written_bytes == whole * steps
-    assert whole * (steps - 1) <= state._file.read_bytes <= whole * steps  # and what was read ahead for a next step
 
 
 class RollsBack(Callback):

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from sp_lightning.device.host_allocator import free_garbage
 from sp_lightning.observe.messages import less_host_memory
-from sp_lightning.plan.host_memory import available_bytes, resident_bytes, spare_bytes
+from sp_lightning.plan import host_memory
+from sp_lightning.plan.host_memory import available_bytes, check_host, resident_bytes, spare_bytes
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, superpipeline
 
@@ -166,3 +169,49 @@ def test_pages_of_data_that_only_a_file_has_are_not_taken(tmp_path: Path) -> Non
     (tmp_path / "proc/self/smaps").write_text(MAPPINGS)
     assert resident_bytes(tmp_path) == (1000 - 200 - 40) * 1024
     assert 2**24 < resident_bytes() < 2**40
+
+
+class Over:
+    """A run that is over, which nothing but a cycle of references holds, as a Trainer and its loops are."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_what_only_cycles_hold_is_freed_before_memory_is_measured() -> None:
+    run = Over()
+    there = weakref.ref(run)
+    del run
+    free_garbage()
+    assert there() is None
+
+
+def test_a_run_that_is_over_does_not_have_the_next_one_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Over()
+    there = weakref.ref(run)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: GIB if there() is not None else 2 * GIB)
+    del run
+    check_host({"for weights": 2 * GIB}, "Use less.")
+    with pytest.raises(MemoryError, match=r"3\.0 GiB more .* and 2\.0 GiB can be had"):
+        check_host({"for weights": 3 * GIB}, "Use less.")
+
+
+@pytest.mark.rest("processes that train twice")
+def test_two_runs_of_one_process_have_the_memory_of_one(tmp_path: Path) -> None:
+    """The first one's model is garbage when the second one begins, and may not count as the process's."""
+    script = (
+        "import torch, sys\n"
+        "from sp_lightning import SuperpipelineStrategy\n"
+        "from sp_lightning.plan.host_memory import resident_bytes\n"
+        "from tests.support.models import Module\n"
+        "from tests.support.runs import loader, trainer_for\n"
+        "def run(memory):\n"
+        "    module = Module(torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(24))))\n"
+        "    strategy = SuperpipelineStrategy(disk=sys.argv[1], host_memory=memory, optimizer_overlap='off')\n"
+        "    trainer_for(strategy).fit(module, loader([torch.ones(1, 1024)] * 2))\n"
+        "run(limit := resident_bytes() + 520 * 2**20)\n"
+        "run(limit)\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-1500:]

@@ -118,3 +118,16 @@ def test_state_of_the_largest_layers_stays() -> None:
     placement = place_state(sizes, 8 * 2**20 + 2 * 2**20)
     assert list(placement.in_memory) == ["large"]
     assert placement.staging == 2 * 2**20
+
+
+def test_a_placement_says_what_is_where_and_why() -> None:
+    sizes = {"a": 2**20, "b": 2**20, "c": 2**20, "d": 2**20}
+    assert str(place_state(sizes, 3 * 2**20)) == (
+        "4.0 MiB of optimizer state, of 4 layers, are on the disk and pass through 3.0 MiB of host memory; 0 B stay in memory, "
+        "because 3.0 MiB of host memory are left for both."
+    )
+    assert str(place_state(sizes, 2**22)) == (
+        "All 4.0 MiB of optimizer state are in host memory; nothing is on the disk, because 4.0 MiB of host memory are left "
+        "for it."
+    )
+    assert str(place_state(sizes, None)) == "All 4.0 MiB of optimizer state are in host memory; nothing is on the disk."

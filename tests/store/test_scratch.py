@@ -177,3 +177,15 @@ def test_the_ring_lends_one_buffer_that_is_larger_than_its_limit() -> None:
     ring = StagingRing(4096)
     assert ring.take(3 * 4096) is not None
     assert ring.take(1) is None
+
+
+def test_what_the_ring_has_lent_beyond_its_limit_is_freed() -> None:
+    ring = StagingRing(2 * 4096)
+    buffers = [ring.take(4096), ring.take(4096), ring.take_more(4096)]
+    assert ring.nbytes == ring.peak_bytes == 3 * 4096
+    for buffer in buffers:
+        assert buffer is not None
+        ring.give_back(buffer)
+    assert ring.nbytes == 2 * 4096
+    ring.free()
+    assert ring.nbytes == 0

@@ -76,7 +76,9 @@ def test_a_fault_ends_the_step_with_one_error(
 
 
 @pytest.mark.parametrize("call", first(["pwritev", "preadv"], "pwritev", why="reads that fail"))
-def test_a_disk_that_fails_at_any_moment(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_at_any_moment(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """From the first transfer on; the weights are ordinary ones again, and nothing is left."""
     errors = []
     for at in range(0, 40, 3):
@@ -93,6 +95,8 @@ def test_a_disk_that_fails_at_any_moment(call: str, tmp_path: Path, monkeypatch:
         assert list(tmp_path.iterdir()) == []
     assert set(errors) == {errno.ENOSPC}
     assert len(errors) >= 11
+    # It logs what its threads have raised.
+    assert "concurrent.futures" not in {record.name for record in caplog.records}
 
 
 @pytest.mark.parametrize("how", ["cut off", "removed"])
@@ -150,7 +154,7 @@ def test_memory_that_is_called_a_disk_is_named(
     log = logging.getLogger("lightning.pytorch.superpipeline")
     with caplog.at_level(logging.INFO, logger=log.name):
         fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path))
-    assert "is on a tmpfs, which is host memory and no disk" in caplog.text
+    assert "is on a tmpfs, which is host memory and no disk. It saves none: name a folder on a drive." in caplog.text
 
 
 def test_host_memory_without_a_disk_is_refused() -> None:

@@ -126,6 +126,10 @@ def test_one_strategy_has_one_trainer_and_a_name_as_many_as_it_likes() -> None:
         ({"resident": [3]}, TypeError, r"resident= takes names or glob patterns"),
         ({"fused_optimizer": None}, TypeError, r'fused_optimizer must be "auto", True or False, found None'),
         ({"pin_memory": "no"}, TypeError, r"pin_memory must be True or False, found 'no'"),
+        ({"disk": ""}, TypeError, r'disk must be the path of .*, found \'\'\. For example disk="'),
+        ({"disk": "/tmp", "host_memory": 64}, ValueError, r'64 is too small\. With a unit: "64GiB"'),
+        ({"disk": "/tmp", "host_memory": 0}, ValueError, r'0 is too small\. With a unit: "8GiB"'),
+        ({"memory_budget": 1023}, ValueError, r'1023 is too small\. With a unit: "1023GiB"'),
         ({"callback": None}, TypeError, r"callback must be True or False, found None"),
     ],
 )

@@ -17,6 +17,7 @@ from sp_lightning.plan.plan import make_plan
 from sp_lightning.tune.dry_run import Work, estimate, on_paper
 from sp_lightning.tune.simulator import Walk, predict
 from sp_lightning.tune.visits import Rates, Visit, schedule_visits
+from sp_lightning.weights.trace import Trace
 from tests.support.engine import events, step, streamed
 from tests.support.simdevice import SimDevice
 from tests.support.tiers import first
@@ -137,3 +138,23 @@ def test_the_hosts_own_time_is_hidden_under_computing_and_binds_where_that_is_le
     assert (
         long.busy["compute"] < long.seconds < long.busy["compute"] + 4
     )  # before the first work there is nothing to hide it
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_hundreds_of_layers_that_all_fit_are_not_compared_with_each_other(
+    training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host's time for each stays what it is: an empty slot is the best, whatever is in the others."""
+    asked = []
+    next_uses = Trace.next_uses
+
+    def counted(self: Any, layer: Any) -> Any:
+        asked.append(layer)
+        return next_uses(self, layer)
+
+    monkeypatch.setattr(Trace, "next_uses", counted)
+    plan = make_plan(find_layers(nn.Sequential(*(nn.Linear(8, 8) for _ in range(200)))), k=200, k_prime=1)
+    walk = Walk(plan, schedule_visits(plan, [1e-3] * 200, training=training), SLOW)
+    for _ in range(2):
+        walk.batch()
+    assert 0 < len(asked) < 4 * 2 * 200

@@ -9,7 +9,7 @@ from sp_lightning.weights.trace import Trace
 
 def upcoming(trace: Trace) -> list[int]:
     """The layers that come, nearest first; their distances are those that ``next_use`` tells."""
-    coming = trace.coming(lambda layer: True, 99)
+    coming = trace.coming(lambda layer: False, lambda layer: True, 99)
     assert all(trace.next_use(layer) == distance for layer, distance in coming)
     return [layer for layer, _ in coming]
 
@@ -66,3 +66,10 @@ def test_a_batch_that_goes_on_begins_the_order_anew() -> None:
     for layer in (0, 1, 0):  # not at the end: a layer that is used again
         trace.visit(layer)
     assert upcoming(trace) == [2]
+
+
+def test_what_is_there_is_passed_over() -> None:
+    trace = Trace([0, 1, 2, 3, 2, 4])
+    trace.visit(0)
+    assert trace.coming({1: True}.get, lambda layer: layer != 3, 2) == [(2, 1), (4, 4)]
+    assert trace.coming(lambda layer: layer < 5, lambda layer: True, 1) == []

@@ -1,0 +1,209 @@
+"""The bytes of an optimizer's state between a disk and host memory: read ahead, in use, and written behind."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from sp_lightning.device.layout import Span
+from sp_lightning.store.scratch import Extent, ScratchFile, Transfer
+from sp_lightning.store.staging_ring import StagingRing
+
+
+@dataclass(eq=False)
+class Stored:
+    """The state of one layer on the disk.
+
+    Attributes:
+        extent: where it is.
+        spans: where each tensor is in it.
+        tensors: those that are there. Users may have given them to another layer's parameters.
+        buffer: memory with the same bytes, as long as they are read or written.
+        transfer: of those bytes.
+    """
+
+    extent: Extent
+    spans: tuple[Span, ...]
+    tensors: list[weakref.ref[Tensor]] = field(default_factory=list)
+    buffer: Tensor | None = None
+    transfer: Transfer | None = None
+
+
+class StateTransfers:
+    """The transfers of one optimizer's state, through the memory of a ring that several may share.
+
+    Whoever calls a method has the ring's lock, but for :meth:`settle`. A disk's thread has it, too, when it goes on by itself.
+
+    Args:
+        file: where state is written.
+        ring: the memory that state passes through.
+        coming: returns what updates will probably ask for next, in that order.
+
+    Attributes:
+        file, ring: as given.
+        ahead: what was read ahead, or is being read.
+        behind: what is being written.
+    """
+
+    def __init__(self, file: ScratchFile, ring: StagingRing, coming: Callable[[], Iterable[Stored]]) -> None:
+        self.file = file
+        self.ring = ring
+        self._coming = coming
+        self.ahead: list[Stored] = []
+        self.behind: list[Stored] = []
+        ring.users.add(self)
+
+    def load(self, stored: Stored) -> None:
+        """Has a layer's bytes in its buffer.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        if stored in self.behind:
+            assert stored.transfer is not None
+            stored.transfer.wait()  # the bytes are still there
+            self.behind.remove(stored)
+        elif stored.buffer is None:
+            self._read(stored, self.take(stored.extent.nbytes))
+        try:
+            if stored.transfer is not None:
+                stored.transfer.wait()
+        except OSError:
+            self.release(stored)
+            raise
+        if stored in self.ahead:
+            self.ahead.remove(stored)
+        stored.transfer = None
+
+    def write(self, stored: Stored) -> None:
+        """Begins to write a layer's buffer. Once it is written, what is coming is read into its memory."""
+        assert stored.buffer is not None
+        stored.transfer = self.file.write(stored.extent.offset, stored.buffer)
+        self.behind.append(stored)
+        stored.transfer.then(self._go_on)
+
+    def read_ahead(self) -> None:
+        """Reads what is coming, as far as the ring has memory for it: for others that share it, too.
+
+        Theirs may have been written while this one had the lock, so that nobody else would go on.
+
+        Raises:
+            OSError: a write that has ended failed.
+        """
+        for each in self._sharing():
+            each._read_ahead()
+
+    def _sharing(self) -> tuple[StateTransfers, ...]:
+        """All that pass through the ring, this one first."""
+        return (self, *(each for each in self.ring.users if each is not self))
+
+    def _read_ahead(self) -> None:
+        """One layer's alone where optimizers share the ring: more would keep it from the others until the next step."""
+        self._collect()
+        for stored in self._coming() if not forking else ():
+            if stored.buffer is None:
+                if self.ahead and len(self.ring.users) > 1:
+                    return
+                buffer = self.ring.take(stored.extent.nbytes)
+                if buffer is None:
+                    return
+                self._read(stored, buffer)
+                self.ahead.append(stored)
+
+    def _read(self, stored: Stored, buffer: Tensor) -> None:
+        stored.transfer = self.file.read(stored.extent.offset, buffer)
+        stored.buffer = buffer  # only now, because a process that ends begins no read
+
+    def _go_on(self) -> None:
+        """Reads ahead into the memory of what was written. Runs in a thread of the disk.
+
+        It never waits: whoever has the lock may wait for this thread, and goes on by itself.
+        """
+        if self.ring.lock.acquire(blocking=False):
+            try:
+                # Whoever needs the memory has the error of a write. There is another one if the process ends.
+                with suppress(OSError, RuntimeError):
+                    self.read_ahead()
+            finally:
+                self.ring.lock.release()
+
+    def make_room(self) -> None:
+        """Leaves all memory of the ring to state that an optimizer is about to make, in memory of its own.
+
+        Raises:
+            OSError: a write failed.
+        """
+        while self.behind:
+            self.written(self.behind[0])
+        while self.ahead:
+            self.release(self.ahead[-1])
+        self.ring.free()
+
+    def take(self, nbytes: int) -> Tensor:
+        """Takes memory of the ring. If there is none, it waits for what is written, or drops what was read ahead last.
+
+        Raises:
+            OSError: a write failed.
+        """
+        self._collect()
+        while (buffer := self.ring.take(nbytes)) is None:
+            holder = next((each for each in self._sharing() if each.behind or each.ahead), None)
+            if holder is None:  # one update has all of it: users have exchanged tensors of several layers
+                return self.ring.take_more(nbytes)
+            if holder.behind:
+                holder.written(holder.behind[0])
+            else:
+                holder.release(holder.ahead[-1])
+        return buffer
+
+    def _collect(self) -> None:
+        """Takes back the buffers of writes that are done."""
+        for stored in [each for each in self.behind if each.transfer is not None and each.transfer.done]:
+            self.written(stored)
+
+    def written(self, stored: Stored) -> None:
+        """Waits until a layer is written, and gives its buffer back.
+
+        Raises:
+            OSError: the write failed. The bytes stay in the buffer.
+        """
+        assert stored.transfer is not None
+        stored.transfer.wait()
+        self.behind.remove(stored)
+        self.release(stored)
+
+    def release(self, stored: Stored) -> None:
+        """Gives a buffer back, once nobody writes to it any more."""
+        if stored in self.ahead:
+            self.ahead.remove(stored)
+        if stored.transfer is not None:
+            stored.transfer.settle()
+        if stored.buffer is not None:
+            self.ring.give_back(stored.buffer)
+        stored.buffer = stored.transfer = None
+
+    def settle(self) -> None:
+        """Waits until all that is on its way has arrived, or has failed."""
+        with self.ring.lock:  # a disk's thread may be about to read ahead
+            transfers = [stored.transfer for stored in (*self.ahead, *self.behind) if stored.transfer is not None]
+        for transfer in transfers:
+            transfer.settle()
+
+
+forking: set[int] = set()
+"""The threads that fork this process just now. Nothing is read ahead meanwhile: no bytes may be on their way in a fork."""
+
+
+def begin_fork() -> None:
+    """Has nothing read ahead until this thread has forked."""
+    forking.add(threading.get_ident())
+
+
+def end_fork() -> None:
+    """Has state read ahead again, with the next update."""
+    forking.discard(threading.get_ident())
