@@ -66,7 +66,7 @@ class Activations:
         volatile: dict[str, set[str]] = {}
         self.offload = Offload(device, ring, stays, log)
         self.ring = ring
-        self.modes = dict(modes)
+        self.choose(modes)
         self._first_runs = FirstRuns()
         self.trial = RecomputeTrial(volatile, elsewhere, self._first_runs)
         self._record = CallRecord(len(units))
@@ -83,14 +83,11 @@ class Activations:
         """The unit calls of the last step's forward. If it ran several, those of the one that saved the most bytes."""
         return self._record.calls
 
-    @property
-    def idle(self) -> bool:
-        """Whether every unit keeps what it saves, so that nothing is to be done."""
-        return all(mode == "keep" for mode in self.modes.values())
-
     def choose(self, modes: Mapping[str, Mode]) -> None:
         """Takes other modes, for the calls from now on. To be called between two steps."""
         self.modes = dict(modes)
+        self.idle = all(mode == "keep" for mode in modes.values())
+        """Whether every unit keeps what it saves, so that nothing is to be done."""
 
     def begin(self) -> None:
         """A training step begins."""

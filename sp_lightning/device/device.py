@@ -7,7 +7,7 @@ receives one of the two and does not ask which.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
@@ -140,8 +140,10 @@ class Device:
         finally:
             self._stalled[why] += perf_counter() - start
 
-    def access(self, memory: Tensor, by: Stream | None, *, write: bool) -> None:
-        """Declares that ``by`` (None: the host) reads or writes ``memory`` at this point of its order. Does nothing.
+    def access(self, memory: Tensor | Iterable[Tensor], by: Stream | None, *, write: bool) -> None:
+        """Declares that ``by`` (None: the host) reads or writes ``memory``, one tensor or several, at this point of its order.
+
+        Does nothing.
 
         The simulated device of the tests checks that accesses to the same memory are ordered by waits. :meth:`copy`
         declares its accesses itself.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.device.lease import Lease
+from sp_lightning.device.lease import SavedView
 from sp_lightning.device.modes import held
 from sp_lightning.device.torch_private import (
     DIFFERENTIATING,
@@ -181,12 +181,17 @@ class Access:
         """Has these hooks pack what autograd saves in calls from now on."""
         self.saved_tensors = saved_tensors
 
-    def unpack(self, layer: StreamedLayer, view: Callable[[Lease], Tensor], rows: Rows) -> Tensor:
+    def unpack(self, layer: StreamedLayer, at: SavedView | int, rows: Rows) -> Tensor:
         """Brings a layer, or rows of it, for autograd, which unpacks a weight.
 
-        The view is made under the lock and holds the slot.
+        Args:
+            at: the place of the tensor that was saved, or the index of a weight that was saved itself.
+
+        Returns:
+            The tensor. It was made under the lock and holds the slot.
         """
-        self._backward.join()
+        if current_graph_task() not in self._backward.tasks:
+            self._backward.join()
         residency = self._residency
         with held(self._lock, leaves_inference_mode=True):
             slot = residency.used.get(layer)
@@ -195,7 +200,10 @@ class Access:
                 if layer.experts is not None:
                     layer.experts.need(rows)
                 slot = residency.unpack(layer)
-            saved = view(slot.lease)  # (6)
+            if isinstance(at, int):
+                saved = layer.parameters.follow(at, slot.lease.views(layer.layout, layer.spans))
+            else:
+                saved = slot.lease.saved(at)  # (6)
         if new:
             self._backward.sink.make_room((layer,))
         return saved

@@ -13,7 +13,7 @@ from sp_lightning.device.torch_private import current_graph_task, queue_callback
 from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.residency import Residency, needed_again
 from sp_lightning.engine.step import Step, StepKind
-from sp_lightning.weights.device_parameter import take_gradient
+from sp_lightning.weights.device_parameter import Untouched, tensor_grad
 from sp_lightning.weights.gradient_sink import GradientSink, Wanted
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.source import BlockSource
@@ -123,7 +123,9 @@ class Backward:
         Raises:
             RuntimeError: the running backward has updated the layer already.
         """
-        gradient = take_gradient(parameter)
+        with Untouched():
+            gradient = tensor_grad.__get__(parameter)
+            tensor_grad.__set__(parameter, None)
         group = layer.parameters
         host = group.hosts[index]
         # The user may have frozen the host's parameter since the forward. Once it has arrived, a gradient counts as one that
@@ -135,7 +137,8 @@ class Backward:
             self._lent.take_back(layer)
         if group.autocast is not None and group.lossless(index, gradient):
             gradient = gradient.to(group.autocast)
-        self.join()
+        if current_graph_task() not in self.tasks:
+            self.join()
         self._accumulates = True
         if layer.owner.updated_early:
             raise RuntimeError(needed_again(layer, "another gradient arrived for it"))

@@ -61,7 +61,8 @@ class Exchange:
             self._swap.hold_device()
             self._pruned.hold_device()
         self._residents.refresh()
-        self._lent.suspect(self._residents.group)
+        if self._watch is not None:
+            self._lent.suspect(self._residents.group)
         return was_away
 
     def to_host(self) -> None:

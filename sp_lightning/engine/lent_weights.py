@@ -104,7 +104,8 @@ class LentWeights:
         group = layer.parameters
         if not group.attached:
             # Only autograd has used the layer. A view that had outlived an earlier use may have been written meanwhile.
-            self._take_back_escaped(slot)
+            if slot.escaped:
+                self._take_back_escaped(slot)
             return
         outside: dict[int, Tensor] = {}
         if indices := group.take_written():
@@ -167,12 +168,12 @@ class LentWeights:
     def take_back_late(self, slots: Iterable[Slot]) -> None:
         """Takes back what was written since their layers' release through views that outlived it."""
         for slot in slots:
-            if not slot.lent:
+            if slot.escaped and not slot.lent:
                 self._take_back_escaped(slot)
 
     def _take_back_escaped(self, slot: Slot) -> None:
         layer = slot.layer
-        if layer is None or not slot.escaped:
+        if layer is None:
             return
         group = layer.parameters
         written = group.take_written()

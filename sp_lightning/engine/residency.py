@@ -195,7 +195,7 @@ class Residency:
 
     def release_unpinned(self, keep: Collection[StreamedLayer] = ()) -> bool:
         """Releases the layers that no running call pins, but for ``keep``. Returns whether any memory became free."""
-        loose = [layer for layer in self.used if not layer.pins and layer not in keep]
+        loose = [layer for layer in self.used if not layer.pins and layer not in keep] if self.used else ()
         for layer in loose:
             self._leave(layer)
         return self._tenants.let_go() or bool(loose)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -19,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from sp_lightning.activations.offload import Offload
 from sp_lightning.activations.offloaded_storage import SavedReference
 from sp_lightning.device.device import Device
-from sp_lightning.device.lease import Lease, SavedView, SavedViews
+from sp_lightning.device.lease import SavedView, SavedViews
 from sp_lightning.device.modes import never_compiled
 from sp_lightning.device.torch_private import top_saved_tensors_hooks
 from sp_lightning.weights.device_parameter import DeviceParameter
@@ -29,47 +28,27 @@ from sp_lightning.weights.saved_values import SavedValues
 from sp_lightning.weights.slots import Slot
 
 
-@dataclass(eq=False, slots=True)
-class _Packed:
+class _Packed(tuple[StreamedLayer, int | None, int, SavedView | None, SavedValues | None, Rows]):
     """The place of a saved tensor that lay in a slot, in place of its values.
 
-    Attributes:
-        which: the index of the weight that the tensor is, or is a view of; None for a cast, and for a view of ``.data``.
-        version: the version of that weight when the tensor was saved; -1 for a cast.
-        place: where it lies in the slot; None for a weight itself.
-        values: the values of a view of a weight, or of a cast. None for a weight itself, which plain autograd follows if it
-            is given other memory (``param.data = other``), whereas a view keeps the old memory.
-        rows: the experts that it needs, if they are stacked; None for all of them.
+    - layer.
+    - which: the index of the weight that the tensor is, or is a view of; None for a cast, and for a view of ``.data``.
+    - version: the version of that weight when the tensor was saved; -1 for a cast.
+    - place: where it lies in the slot; None for a weight itself.
+    - values: the values of a view of a weight, or of a cast. None for a weight itself, which plain autograd follows if it
+      is given other memory (``param.data = other``), whereas a view keeps the old memory.
+    - rows: the experts that it needs, if they are stacked; None for all of them.
     """
 
-    layer: StreamedLayer
-    which: int | None
-    version: int
-    place: SavedView | None
-    values: SavedValues | None
-    rows: Rows = None
-
-    def view(self, lease: Lease) -> Tensor:
-        """The saved tensor, in the memory that its layer has now."""
-        assert self.place is not None
-        return lease.saved(self.place)
-
-    def follow(self, lease: Lease) -> Tensor:
-        """The present weight, which may lie outside of the slot."""
-        assert self.which is not None
-        layer, group = self.layer, self.layer.parameters
-        # Either is an alias that counts as use of the slot, before the lock is given back.
-        return (
-            group.value(self.which) if group.attached else lease.views(layer.layout, layer.spans)[self.which].detach()
-        )
+    __slots__ = ()
 
 
 _Kept = tuple[Tensor, int]
 """Any other saved tensor, and its version.
 
 A leaf is kept itself, as autograd keeps it, and so follows an assignment to its ``.data``. Other tensors are detached, because
-a node that kept its own output, and with it itself, would never be freed. This is a plain tuple, because there are many of
-them and each costs the host time."""
+a node that kept its own output, and with it itself, would never be freed. This and what stands for weights are plain tuples,
+because there are many of them, and a class with a constructor of Python's own costs the host a call for each."""
 
 
 class _Outer(NamedTuple):
@@ -95,7 +74,7 @@ class SavedTensors:
         slots: the slots by the address of their memory.
         offload: stores other saved tensors on the host, if it is active.
         device: brings kept values back.
-        reach: brings a layer and returns what a function makes of its memory there; it calls the function outside of all modes.
+        reach: brings a layer, or rows of it, and returns the view of a place there; of a weight itself the present weight.
     """
 
     def __init__(
@@ -103,7 +82,7 @@ class SavedTensors:
         slots: Mapping[int, Slot],
         offload: Offload,
         device: Device,
-        reach: Callable[[StreamedLayer, Callable[[Lease], Tensor], Rows], Tensor],
+        reach: Callable[[StreamedLayer, SavedView | int, Rows], Tensor],
     ) -> None:
         self._slots = slots
         self._offload = offload
@@ -144,11 +123,11 @@ class SavedTensors:
         if which is None:
             version, values = -1, layer.casts.saved_values(offset) if layer.casts is not None else None
         else:
-            version, values = group.version(which), group.present_values[which].now
+            version, values = group.counters[which]._version, group.present_values[which].now
             if tensor._version != version:  # a view of .data, for example, whose writes autograd does not check
                 which = None
         rows = None if layer.experts is None else layer.experts.saved_rows(index, tensor, offset)
-        return _Packed(layer, which, version, self._views[layer.layout].find(tensor, offset), values, rows)
+        return _Packed((layer, which, version, self._views[layer.layout].find(tensor, offset), values, rows))
 
     @never_compiled
     def _pack_weight(self, weight: Any) -> _Packed | _Kept:
@@ -160,15 +139,23 @@ class SavedTensors:
         if weight.dtype is not group.spans[index].dtype:  # param.data = other, for which the slot has no place
             return weight.detach(), weight._version
         rows = None if group.experts is None else group.experts.saved_stack_rows()
-        return _Packed(group.layer, index, version, None, None, rows)
+        return _Packed((group.layer, index, version, None, None, rows))
 
     def _unpack(self, packed: Any) -> Tensor:
         if type(packed) is tuple:  # most saved tensors are of this kind
             tensor, expected = packed
             version = tensor._version
         elif type(packed) is _Packed:
-            expected = packed.version
-            tensor, version = self._unpack_weight(packed)
+            layer, which, expected, place, values, rows = packed
+            group = layer.parameters
+            if which is not None and (group.exposed or group.apart):
+                group.refuse_exchanged(which)
+            # Of a weight itself there is no place.
+            tensor = self._reach(layer, which if place is None else place, rows)  # type: ignore[arg-type]
+            version = expected if which is None else group.counters[which]._version
+            if values is not None and values.kept is not None:  # the layer has other values by now
+                assert place is not None
+                tensor = values.recall(self._device, place)
         elif isinstance(packed, SavedReference):
             tensor, expected, version = self._offload.load(packed), packed.version, packed.storage.version
         else:
@@ -177,19 +164,6 @@ class SavedTensors:
         if version != expected:
             raise RuntimeError(_modified(tensor, expected, version))
         return tensor
-
-    def _unpack_weight(self, packed: _Packed) -> tuple[Tensor, int]:
-        """Returns a tensor that lay in a slot from wherever its layer is now, and its version there."""
-        which, values, group = packed.which, packed.values, packed.layer.parameters
-        if which is not None and (group.exposed or group.apart):
-            group.refuse_exchanged(which)
-        follows = values is None and which is not None
-        tensor = self._reach(packed.layer, packed.follow if follows else packed.view, packed.rows)
-        version = packed.version if which is None else group.version(which)
-        if values is not None and values.kept is not None:  # the layer has other values by now
-            assert packed.place is not None
-            tensor = values.recall(self._device, packed.place)
-        return tensor, version
 
 
 def _modified(tensor: Tensor, expected: int, version: int) -> str:

@@ -191,8 +191,9 @@ def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
         The result; None if the function needs the masters themselves.
     """
     casts: dict[ParameterGroup, Any] = {}
-    for argument in (*args, *kwargs.values()):
-        if issubclass(type(argument), StandIn) and argument._of not in casts:
+    for argument in (*args, *kwargs.values()) if kwargs else args:
+        # issubclass, because isinstance is slow: the metaclass of Parameter checks in Python.
+        if type(argument) is not Tensor and issubclass(type(argument), StandIn) and argument._of not in casts:
             group = argument._of
             if group.autocast is None or not autocast_would_cast(group.autocast, group.device):
                 return None
@@ -223,6 +224,9 @@ def _compute_by_rows(func: Callable[..., Any], types: Any, args: Sequence[Any], 
 
 
 def _call(casts: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    if not (kwargs or torch.is_grad_enabled()):  # the same in one go, for inference, where it counts most
+        given = [casts[each._of][each._index] if issubclass(type(each), StandIn) else each for each in args]
+        return func(*given)
     # Autocast casts the last argument first, so that gradients come in the order of the arguments in backward. So does
     # this; sorted, the names have the bias before the weight.
     last = {name: _cast(kwargs[name], casts) for name in sorted(kwargs)} if kwargs else kwargs
@@ -259,14 +263,6 @@ def set_requires_grad(parameter: Tensor, value: bool) -> None:
     """Sets whether the device parameter itself requires a gradient."""
     with Untouched():
         tensor_requires_grad.__set__(parameter, value)
-
-
-def take_gradient(parameter: Tensor) -> Tensor | None:
-    """Takes the gradient that autograd put on the device parameter itself away from it."""
-    with Untouched():
-        gradient = tensor_grad.__get__(parameter)
-        tensor_grad.__set__(parameter, None)
-    return gradient
 
 
 def hides_stand_ins(inputs: Any) -> bool:

@@ -56,15 +56,10 @@ class GradientSink(Protocol):
         """Drops the gradients that did not get there, after a backward that failed."""
 
 
-def refuse_graph(layer: StreamedLayer, index: int, gradient: Tensor) -> None:
-    """Refuses a gradient that could be differentiated itself.
-
-    Raises:
-        RuntimeError: it has a graph of its own (``backward(create_graph=True)``).
-    """
-    if gradient.requires_grad:
-        name = layer.planned.spans[index].name
-        raise RuntimeError(
-            f"The gradient of {name!r} has a graph of its own (backward(create_graph=True)); it would be lost on "
-            f"the way to the host. Use torch.autograd.grad(loss, parameters, create_graph=True), which keeps it."
-        )
+def has_graph(layer: StreamedLayer, index: int) -> str:
+    """The error message for a gradient that could be differentiated itself (``backward(create_graph=True)``)."""
+    name = layer.planned.spans[index].name
+    return (
+        f"The gradient of {name!r} has a graph of its own (backward(create_graph=True)); it would be lost on "
+        f"the way to the host. Use torch.autograd.grad(loss, parameters, create_graph=True), which keeps it."
+    )

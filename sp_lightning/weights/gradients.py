@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -22,27 +23,19 @@ from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import accumulation_hooks, coalesced, sparse_indices, sparse_values
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.gradient_memory import Memory, Staging
-from sp_lightning.weights.gradient_sink import Wanted, refuse_graph
+from sp_lightning.weights.gradient_sink import Wanted, has_graph
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.narrow_gradient import keep_narrow
 
+_Landing = tuple[nn.Parameter, Tensor, Tensor | None, bool]
+"""One gradient's memory on the host; a plain tuple, because there is one for each gradient, and each costs the host time.
 
-@dataclass(slots=True)  # one for each gradient
-class _Landing:
-    """One gradient's memory on the host.
-
-    Attributes:
-        parameter: the user's parameter.
-        memory: the gradient.
-        own: memory that may become ``param.grad``: ``memory`` itself or, if that is in staging memory, the memory that the
-            gradient is converted into. None if there is none.
-        compacted: whether ``memory`` is sparse although ``param.grad`` is to be dense.
-    """
-
-    parameter: nn.Parameter
-    memory: Tensor
-    own: Tensor | None
-    compacted: bool = False
+- the user's parameter.
+- the gradient.
+- memory that may become ``param.grad``: the gradient's itself or, if that is in staging memory, the memory that the gradient is
+  converted into. None if there is none.
+- whether the gradient is sparse although ``param.grad`` is to be dense.
+"""
 
 
 @dataclass
@@ -51,13 +44,17 @@ class _Drain:
 
     Attributes:
         gradients: the gradients on the device, which are kept alive until compute has waited for the copy.
+        nbytes: their bytes.
+        adds: whether some of them are added to others.
         landed: the event after the copy.
     """
 
     layer: StreamedLayer
     gradients: list[Tensor]
+    nbytes: int
     landings: deque[_Landing]
     staging: Memory | None
+    adds: bool
     landed: Any
 
 
@@ -67,12 +64,14 @@ class _Received:
 
     Attributes:
         gradients: the gradients that have not left yet, by layer and index of the parameter.
+        nbytes: their bytes on the device.
         expected: how many parameters are to get a gradient.
         applied: the parameters, by identity, whose gradient is in ``param.grad``.
     """
 
     expected: int = 0
     gradients: dict[tuple[StreamedLayer, int], Tensor] = field(default_factory=dict)
+    nbytes: int = 0
     applied: set[int] = field(default_factory=set)
 
 
@@ -178,7 +177,8 @@ class Gradients:
         Raises:
             RuntimeError: the gradient has a graph of its own (``backward(create_graph=True)``).
         """
-        refuse_graph(layer, index, gradient)
+        if gradient.requires_grad:
+            raise RuntimeError(has_graph(layer, index))
         owner, place = layer.owner, (layer, index)
         received = self._received.get(owner)
         if received is None:
@@ -187,12 +187,12 @@ class Gradients:
             self.drain(owner)
         if not received.gradients:
             self._waiting[owner] = None
-            received.expected = sum(
-                parameter.requires_grad for member in owner.family for parameter in member.block.parameters
-            )
+            received.expected = sum(sum(map(_requires_grad, member.block.parameters)) for member in owner.family)
         received.gradients[place] = gradient
-        self._device.access(gradient, Stream.COMPUTE, write=True)
-        self.device_bytes += _bytes_on_device(gradient)
+        # A sparse one's bytes are few, and are not known without a wait.
+        nbytes = gradient.nbytes if gradient.layout is torch.strided else 0
+        received.nbytes += nbytes
+        self.device_bytes += nbytes
         return len(received.gradients) == received.expected and owner.kind is not Kind.RESIDENTS
 
     def drain(self, layer: StreamedLayer) -> None:
@@ -202,26 +202,30 @@ class Gradients:
         if received is None or not received.gradients:
             return
         gradients, received.gradients = received.gradients, {}
+        on_device, received.nbytes = received.nbytes, 0
         del self._waiting[owner]
+        self._device.access(gradients.values(), Stream.COMPUTE, write=True)
         self._device.wait(Stream.DOWNLOAD, self._device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
-        landings, staging, targets, sources = self._place(gradients)
+        landings, staging, adds, targets, sources = self._place(gradients)
         self.compacted -= {owner}  # the layer's next gradient says anew whether it is compacted
         begun = self._device.mark(Stream.DOWNLOAD)
         self._device.copy(targets, sources, Stream.DOWNLOAD)  # (8)
-        nbytes = sum(source.nbytes for source in sources)
+        nbytes = sum(map(_nbytes, sources))
         self._device.note("drain", owner.index, begun, Stream.DOWNLOAD, nbytes)
         self.drained_bytes += nbytes
         landed = self._device.record(Stream.DOWNLOAD)
-        self._drains.add(_Drain(owner, list(gradients.values()), landings, staging, landed))
+        self._drains.add(_Drain(owner, list(gradients.values()), on_device, landings, staging, adds, landed))
 
     def _place(
         self, gradients: dict[tuple[StreamedLayer, int], Tensor]
-    ) -> tuple[deque[_Landing], Memory | None, list[Tensor], list[Tensor]]:
+    ) -> tuple[deque[_Landing], Memory | None, bool, list[Tensor], list[Tensor]]:
         """Decides where each gradient goes on the host.
 
         Returns:
-            The landings, the staging memory if they need any, and the targets and sources of the copies.
+            The landings, the staging memory if they need any, whether some are added to others, and the targets and sources
+            of the copies.
         """
+        adds = False
         used = 0  # bytes of the staging memory
         staging: Memory | None = None
         landings: deque[_Landing] = deque()
@@ -231,7 +235,8 @@ class Gradients:
             block = layer.block
             parameter = block.parameters[index]
             if gradient.layout is not torch.strided:
-                landings.append(self._bring_sparse(layer, index, gradient))
+                landings.append(landing := self._bring_sparse(layer, index, gradient))
+                adds = adds or landing[2] is None
                 continue
             own = target = None
             if index in block.apart:
@@ -240,8 +245,9 @@ class Gradients:
                 stays = self.keep_narrow and not self._looked_at and not accumulation_hooks(parameter)
                 own = target = block.gradients.target(index, gradient.dtype if stays else parameter.dtype)
             if target is None or target.dtype is not gradient.dtype:
-                dense = (value for value in gradients.values() if value.layout is torch.strided)
-                staging = staging or self._staging.take(sum(aligned(value.nbytes) for value in dense))
+                if staging is None:
+                    dense = (value for value in gradients.values() if value.layout is torch.strided)
+                    staging = self._staging.take(sum(aligned(value.nbytes) for value in dense))
                 span = block.planned.spans[index]
                 target = strided(staging.bytes, used, gradient.dtype, span.shape, span.stride)
                 used += aligned(gradient.nbytes)
@@ -254,8 +260,9 @@ class Gradients:
                 target.zero_()
                 targets += [target[row] for row in sorted(rows)]
                 sources += [gradient[row] for row in sorted(rows)]
-            landings.append(_Landing(parameter, target, own))
-        return landings, staging, targets, sources
+            landings.append((parameter, target, own, False))
+            adds = adds or own is None
+        return landings, staging, adds, targets, sources
 
     def _bring_sparse(self, layer: StreamedLayer, index: int, gradient: Tensor) -> _Landing:
         """Copies a sparse gradient, as ``nn.Embedding(sparse=True)`` makes it.
@@ -267,11 +274,11 @@ class Gradients:
         self.drained_bytes += sparse_values(sparse).nbytes
         parameter = layer.block.parameters[index]
         if layer not in self.compacted:
-            return _Landing(parameter, sparse, own=sparse)
+            return parameter, sparse, sparse, False
         own = None
         if parameter.grad is None and index not in layer.block.apart:
             own = layer.block.gradients.target(index, parameter.dtype)
-        return _Landing(parameter, each_row_once(sparse), own, compacted=True)
+        return parameter, each_row_once(sparse), own, True
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Sends off what is left of other layers' gradients, because the backward of ``layers`` begins.
@@ -299,8 +306,7 @@ class Gradients:
         """Drops the gradients that did not reach ``param.grad``, after a backward that failed."""
         for drain in self._drains.take():
             self._device.synchronize(drain.landed, Wait.DROP_AFTER_DRAIN)
-            for landing in drain.landings:
-                self._device.access(landing.memory, None, write=True)
+            self._device.access(map(_memory, drain.landings), None, write=True)
             if drain.staging is not None:
                 self._staging.give_back(drain.staging)
         self._received.clear()
@@ -309,19 +315,20 @@ class Gradients:
         self.device_bytes = 0
 
     def _free(self, drain: _Drain) -> None:
-        for gradient in drain.gradients:
-            self._device.access(gradient, Stream.COMPUTE, write=True)  # compute may put anything there next
-            self.device_bytes -= _bytes_on_device(gradient)  # of stacked experts fewer bytes left than these
+        self._device.access(drain.gradients, Stream.COMPUTE, write=True)  # compute may put anything there next
+        self.device_bytes -= drain.nbytes  # of stacked experts fewer bytes left than these
         drain.gradients.clear()
 
     def _apply(self, drain: _Drain) -> None:
         received = self._received[drain.layer]
         try:
-            if any(landing.own is None for landing in drain.landings):  # these are added to others
+            # They may become param.grad, which the user writes.
+            self._device.access(map(_memory, drain.landings), None, write=True)
+            if drain.adds:
                 drain.layer.use_gradients()
             # Landings are taken out, so that nobody but its parameters holds a layer's gradients once it is complete.
             while drain.landings:
-                received.applied.add(self._land(drain.landings.popleft()))
+                received.applied.add(self._land(*drain.landings.popleft()))
         finally:
             if drain.staging is not None:
                 self._staging.give_back(drain.staging)
@@ -331,30 +338,31 @@ class Gradients:
     def _look(self) -> None:
         self._looked_at = True
 
-    def _land(self, landing: _Landing) -> int:
+    def _land(self, parameter: nn.Parameter, gradient: Tensor, own: Tensor | None, compacted: bool) -> int:
         """Makes one gradient ``param.grad``, or adds it to that. Returns the parameter's identity."""
-        gradient = landing.memory
-        self._device.access(gradient, None, write=True)  # it may become param.grad, which the user writes
-        if landing.compacted and landing.own is None and landing.parameter.grad is None:
+        first = parameter.grad is None
+        if compacted and own is None and first:
             gradient = gradient.to_dense()  # the block's memory for it is held by somebody
-        elif landing.own is not None and landing.own is not gradient and landing.parameter.grad is None:
+        elif own is not None and own is not gradient and first:
             with no_inference_mode():
                 if gradient.layout is torch.strided:
-                    gradient = landing.own.copy_(gradient)
+                    gradient = own.copy_(gradient)
                 else:
-                    gradient = landing.own.zero_().index_copy_(0, sparse_indices(gradient)[0], sparse_values(gradient))
-        parameter, own = landing.parameter, gradient is landing.own
-        narrow = own and gradient.dtype is not parameter.dtype
-        if narrow and parameter.grad is None and not accumulation_hooks(parameter):
-            keep_narrow(parameter, gradient, self._look)
+                    gradient = own.zero_().index_copy_(0, sparse_indices(gradient)[0], sparse_values(gradient))
+        narrow = own is gradient and gradient.dtype is not parameter.dtype
+        if first and own is gradient and not accumulation_hooks(parameter):  # nearly always
+            if narrow:
+                keep_narrow(parameter, gradient, self._look)
+            else:
+                parameter.grad = gradient  # (9)
         else:
-            accumulate(parameter, gradient, own=own and not narrow)  # (9)
+            accumulate(parameter, gradient, own=own is gradient and not narrow)  # (9)
         return id(parameter)
 
 
-def _bytes_on_device(gradient: Tensor) -> int:
-    """The bytes that count as a gradient's on the device. A sparse one's are few, and are not known without a wait."""
-    return gradient.nbytes if gradient.layout is torch.strided else 0
+_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
+_nbytes: Callable[[Tensor], int] = attrgetter("nbytes")
+_memory: Callable[[_Landing], Tensor] = itemgetter(1)
 
 
 def each_row_once(gradient: Tensor) -> Tensor:

@@ -83,6 +83,7 @@ class ParameterGroup:
         exposed: indices of the weights whose ``.data`` was handed out. Nobody knows when they are written.
         apart: by index, the weights that were given another dtype; they have device memory of their own.
         outside: by index, the weights that were given other memory (``param.data = other``). Others may hold and write it.
+        counters: tensors that have the weights' versions, and can be asked for them without a call of Python's own.
         unversioned_writes: how often each weight was found to have been written without a change of its version.
         steps: a number that rises with each step of an optimizer, because a fused step changes no version.
     """
@@ -126,9 +127,9 @@ class ParameterGroup:
         self._synced: list[bool] | None = None
         self._references: dict[int, int] = {}  # references to each parameter when its layer's forward began
         self._kept: dict[int, int] = {}  # the same, for those that somebody has kept since then
-        with no_inference_mode(), Untouched():  # these share the parameters' versions, and are read without a call
-            self._counters = [parameter.detach() for parameter in self.all]
-        self._versions, self._host_versions = versions(self._counters), versions(hosts)
+        with no_inference_mode(), Untouched():
+            self.counters = [parameter.detach() for parameter in self.all]
+        self._versions, self._host_versions = versions(self.counters), versions(hosts)
         self._addresses = addresses(hosts)
 
     def come_by_rows(self, experts: ExpertRows) -> None:
@@ -141,27 +142,35 @@ class ParameterGroup:
         """Sets the layer, and the engine that is asked for it. The parameters can be used from now on."""
         self.layer = layer
         self.doors = doors
+        for index, host in enumerate(self.hosts):
+            if host.is_floating_point() or host.is_complex():
+                self._follow_gradients(index)
 
     def _make(self, index: int) -> DeviceParameter:
         host = self.hosts[index]
-        takes_gradient = host.is_floating_point() or host.is_complex()
         # The data is set afterwards, because a parameter that was made of _away would share its version.
         away = self._away[index].new_empty(()).expand_as(self._away[index])
-        parameter: Any = nn.Parameter(away, requires_grad=takes_gradient)
+        parameter: Any = nn.Parameter(away, requires_grad=host.requires_grad)
         tensor_data.__set__(parameter, self._away[index])
-        if takes_gradient:
-            # The user's hooks run where they do on a plain parameter, with torch.autograd.grad as well.
-            self._handles.append(parameter.register_hook(partial(self._hooked, index)))
-            self._handles.append(
-                parameter.register_post_accumulate_grad_hook(
-                    lambda filled: self.doors.gradient_arrived(self.layer, index, filled)
-                )
-            )
-            parameter.requires_grad_(host.requires_grad)
         object.__setattr__(parameter, "_of", self)
         object.__setattr__(parameter, "_index", index)
         parameter.__class__ = _with_user_class(StandIn, type(host))
         return parameter
+
+    def _follow_gradients(self, index: int) -> None:
+        """Has autograd call the engine for each gradient of a parameter. A frozen one, which takes no hooks, may thaw later."""
+        parameter: Any = self.all[index]
+        arrived = partial(
+            self.doors.gradient_arrived, self.layer, index
+        )  # called for each gradient, so no frame is between
+        kind = type(parameter)
+        set_class(parameter, nn.Parameter)  # a device parameter's own hooks are those of the host's
+        parameter.requires_grad_(True)
+        # The user's hooks run where they do on a plain parameter, with torch.autograd.grad as well.
+        self._handles.append(parameter.register_hook(partial(self._hooked, index)))
+        self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
+        parameter.requires_grad_(self.hosts[index].requires_grad)
+        set_class(parameter, kind)
 
     def _hooked(self, index: int, gradient: Tensor) -> Tensor | None:
         hooks = gradient_hooks(self.hosts[index])  # they may write the gradient without a change of its version
@@ -270,7 +279,7 @@ class ParameterGroup:
 
     def version(self, index: int) -> int:
         """The version of a weight: how often it was written on the host or on the device, as far as torch counts."""
-        return self._counters[index]._version
+        return self.counters[index]._version
 
     def version_once_fetched(self, index: int) -> int:
         """What :meth:`version` will be once :meth:`fetched` has counted what was written on the host since."""
@@ -287,20 +296,20 @@ class ParameterGroup:
 
     def host_writes(self) -> tuple[list[int], list[int]]:
         """Two numbers for each weight, which rise if the host gets other values. The device's writes are taken back first."""
-        if self.exposed or versions(self._counters) != self._versions:
+        if self.exposed or versions(self.counters) != self._versions:
             self.doors.take_back_writes(self.layer)
         return versions(self.hosts), list(self.unversioned_writes)
 
     def written(self) -> bool:
         """Whether :meth:`take_written` would return any, or a weight has other memory than the layer's."""
-        return bool(self.exposed or self.apart) or versions(self._counters) != self._versions
+        return bool(self.exposed or self.apart) or versions(self.counters) != self._versions
 
     def take_written(self) -> list[int]:
         """The indices of the weights that were written on the device since the last call, or may have been by ``.data``.
 
         They were written while the layer was there, or afterwards through a view that somebody still holds.
         """
-        now = versions(self._counters)
+        now = versions(self.counters)
         before, self._versions = self._versions, now
         if now == before:
             return sorted(self.exposed)
@@ -316,6 +325,10 @@ class ParameterGroup:
         """The data of a device parameter, while the layer is attached."""
         with Untouched():
             return tensor_data.__get__(self.all[index])
+
+    def follow(self, index: int, views: Sequence[Tensor]) -> Tensor:
+        """The present weight, which may lie outside of its layer's slot. ``views`` are the slot's. What is returned holds the slot."""
+        return self.value(index) if self.attached else views[index].detach()
 
     def sync_requires_grad(self) -> None:
         """Follows the host's parameters, which the user may freeze and unfreeze between two forwards."""

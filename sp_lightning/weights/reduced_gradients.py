@@ -24,7 +24,7 @@ from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.weights.gradient_places import Family, GradientPlaces, Place, compare_trained, present
-from sp_lightning.weights.gradient_sink import Wanted, refuse_graph
+from sp_lightning.weights.gradient_sink import Wanted, has_graph
 from sp_lightning.weights.gradients import Drains, each_row_once
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.rank_sum import RankSum, is_narrow, sum_over_ranks
@@ -103,7 +103,8 @@ class ReducedGradients:
             RuntimeError: it cannot be summed over ranks, or its layer's gradients have left already.
         """
         name = layer.planned.spans[index].name
-        refuse_graph(layer, index, gradient)
+        if gradient.requires_grad:
+            raise RuntimeError(has_graph(layer, index))
         self.expect()
         family, place = self._families[layer.owner], (layer, index)
         if family.reduced:

@@ -187,7 +187,8 @@ class Slots:
         and until each layer's bytes are staged.
         """
         for layer, slot, (source, staged) in transfer:
-            self._arrive(slot)
+            if slot.coming is not None:
+                self._arrive(slot)
             if slot.layer is not None and slot.layer.slot is slot:
                 slot.layer.slot = None
             # A slot that was held after its release has no event of its own, because its last view may be dropped at any
@@ -262,7 +263,8 @@ class Slots:
         Raises:
             RankError: another rank has failed, with which the layer was to come.
         """
-        self._arrive(slot)
+        if slot.coming is not None:
+            self._arrive(slot)
         self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
         if slot.layer is not None and slot.layer.experts is not None:

@@ -13,8 +13,8 @@ from sp_lightning.model.wrapped import StandInForWrapped, parts
 from sp_lightning.weights.device_parameter import DeviceParameter
 from sp_lightning.weights.layer import StreamedLayer
 
-_Exchange = tuple[nn.Module, str, Any, Any]
-"""A module, its attribute, what is put there and what is there before that."""
+_Exchange = tuple[nn.Module, bool, str, Any, Any]
+"""A module, whether its ``__setattr__`` is to be called, its attribute, what is put there and what is there before that."""
 
 
 class Swap:
@@ -38,7 +38,12 @@ class Swap:
         self._module = module
         self._modules = list(module.modules())
         plain = [pair for layer in layers for pair in zip(layer.block.parameters, layer.parameters.all, strict=True)]
-        pairs = [(place, *pair) for pair in (*plain, *wrapped.items()) for place in places.get(pair[0], ())]
+        # nn.RNNBase keeps a list of its weights, which its __setattr__ renews.
+        pairs = [
+            ((place[0], isinstance(place[0], nn.RNNBase), place[1]), *pair)
+            for pair in (*plain, *wrapped.items())
+            for place in places.get(pair[0], ())
+        ]
         self._to_device: list[_Exchange] = [(*place, device, host) for place, host, device in pairs]
         self._to_host: list[_Exchange] = [(*place, host, device) for place, host, device in pairs]
         self._wrapped = list(wrapped)
@@ -100,9 +105,9 @@ def _describe(root: nn.Module) -> list[object]:
 
 def _swap(exchanges: Iterable[_Exchange]) -> None:
     """Puts ``new`` into every place that holds ``old``. User code has put something else into the other places."""
-    for module, attribute, new, old in exchanges:
+    for module, keeps_list, attribute, new, old in exchanges:
         parameters = module._parameters
         if parameters.get(attribute) is old:
             parameters[attribute] = new
-            if isinstance(module, nn.RNNBase):  # it keeps a list of its weights, which its __setattr__ renews
+            if keeps_list:
                 setattr(module, attribute, new)

@@ -143,7 +143,7 @@ def test_weights_of_the_host_in_the_model_are_noticed() -> None:
 
     def forgetful(self: Exchange) -> bool:
         was_away = to_device(self)
-        for module, attribute, _, host in self._swap._to_device:
+        for module, _, attribute, _, host in self._swap._to_device:
             if host.shape == (16, 32):
                 module._parameters[attribute] = host
         return was_away

@@ -8,7 +8,7 @@ use of memory that it is given, so that copies come too early.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -56,7 +56,7 @@ class Delayed(Accelerator):
                     spoil(target, source)
         super().copy(targets, sources, stream, why=why)
 
-    def access(self, memory: Tensor, by: Stream | None, *, write: bool) -> None:
+    def access(self, memory: Tensor | Iterable[Tensor], by: Stream | None, *, write: bool) -> None:
         if self.slow == "compute" and by is Stream.COMPUTE:
             torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -204,11 +204,12 @@ class SimDevice(Device):
         self._learn(self._runs, event.clock)
         self._run(event)
 
-    def access(self, memory: Tensor, by: Stream | None, *, write: bool) -> None:
+    def access(self, memory: Tensor | Iterable[Tensor], by: Stream | None, *, write: bool) -> None:
         agent: Agent = HOST if by is None else by
-        if by is not None and by is not Stream.UPDATE:
-            self._issue(by)
-        self._check(memory, agent, write=write, what="written" if write else "read")
+        for each in (memory,) if isinstance(memory, Tensor) else memory:
+            if by is not None and by is not Stream.UPDATE:
+                self._issue(by)
+            self._check(each, agent, write=write, what="written" if write else "read")
 
     def later(self, work: Callable[[], None]) -> Future[None]:
         future: Future[None] = Future()
