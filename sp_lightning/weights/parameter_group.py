@@ -327,7 +327,7 @@ class ParameterGroup:
             return tensor_data.__get__(self.all[index])
 
     def follow(self, index: int, views: Sequence[Tensor]) -> Tensor:
-        """The present weight, which may lie outside of its layer's slot. ``views`` are the slot's. What is returned holds the slot."""
+        """The present weight, which may lie outside of the slot that has these views. What is returned holds the slot."""
         return self.value(index) if self.attached else views[index].detach()
 
     def sync_requires_grad(self) -> None:
