@@ -286,9 +286,10 @@ class Streamer:
     def thawed(self) -> bool:
         """Whether gradients are expected that the plan does not count, because layers were unfrozen."""
         planned_layers = (*self.plan.moving, self.plan.residents)
-        counted = [planned.gradient_bytes for planned in planned_layers]
-        trained = [any(parameter.requires_grad for parameter in layer.block.parameters) for layer in self._layers]
-        return any(now and not before for now, before in zip(trained, counted, strict=True))
+        uncounted = [
+            layer for layer, planned in zip(self._layers, planned_layers, strict=True) if not planned.gradient_bytes
+        ]
+        return any(parameter.requires_grad for layer in uncounted for parameter in layer.block.parameters)
 
     # ------------------------------------------------------------------ what it has done
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import part
+from sp_lightning.device.layout import addresses, part, versions
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import transforms_active
 from sp_lightning.device.waits import Stream
@@ -104,7 +104,7 @@ class Casts:
         self._spans = list(zip(block.planned.casts, masters.planned.spans, strict=True))
         self._begin = block.planned.casts[0].offset
         self._present_values = PresentValues(self._begin)
-        self._made_of: list[tuple[int, int]] | None = None
+        self._made_of: tuple[list[int], list[int]] | None = None
         self._given = False  # whether the places were given to the update that is under way
 
     @property
@@ -171,5 +171,6 @@ class Casts:
             if id(master) not in but:
                 part(wire, cast).copy_(part(self._masters.weights, span))
 
-    def _state(self) -> list[tuple[int, int]]:
-        return [(master._version, master.data_ptr()) for master in self._masters.parameters]
+    def _state(self) -> tuple[list[int], list[int]]:
+        masters = self._masters.parameters
+        return versions(masters), addresses(masters)

@@ -47,7 +47,12 @@ class Swap:
         self._to_device: list[_Exchange] = [(*place, device, host) for place, host, device in pairs]
         self._to_host: list[_Exchange] = [(*place, host, device) for place, host, device in pairs]
         self._wrapped = list(wrapped)
-        self._fingerprint = self._take_fingerprint()
+        # What changed() compares. It is asked before each batch, so it walks along lists, and calls no function of Python's own.
+        self._children = [(each, dict(each._modules), len(each._parameters)) for each in self._modules]
+        held = [(each, name, p) for each in self._modules for name, p in each._parameters.items()]
+        self._held = [(each, name, p, p.dtype, p.shape, strides(p)) for each, name, p in held if p is not None]
+        self._nothing = [(each, name) for each, name, p in held if p is None]
+        self._parts = self._parts_of_wrapped()
         self.on_device = False
         """Whether the modules hold device parameters now."""
 
@@ -70,37 +75,26 @@ class Swap:
 
     def changed(self) -> bool:
         """Whether modules or parameters were replaced or renamed, or parameters changed their dtype, shape or strides."""
-        return self._take_fingerprint() != self._fingerprint
+        # Updates may be under way. Neither weights nor gradients are read here, so nothing is to wait for them.
+        with DisableTorchFunctionSubclass():
+            for module, children, count in self._children:
+                if module._modules != children or len(module._parameters) != count:
+                    return True
+            for module, name, p, dtype, shape, stride in self._held:
+                if module._parameters.get(name) is not p or p.dtype is not dtype or p.shape != shape:
+                    return True
+                if (p.stride() if type(p) is nn.Parameter else strides(p)) != stride:
+                    return True
+            missing = any(module._parameters.get(name, self) is not None for module, name in self._nothing)
+            return missing or self._parts_of_wrapped() != self._parts
 
     def close(self) -> None:
         """Drops the device parameters."""
         self._to_device.clear()
         self._to_host.clear()
 
-    def _take_fingerprint(self) -> list[object]:
-        # Updates may be under way. Neither weights nor gradients are read here, so nothing is to wait for them.
-        with DisableTorchFunctionSubclass():
-            return _describe(self._module) + [
-                (p.requires_grad, *(id(part) for _, part in parts("", p))) for p in self._wrapped
-            ]
-
-
-def _describe(root: nn.Module) -> list[object]:
-    """Each module of a tree, and what each parameter is like. ``root.modules()`` takes the host several times longer."""
-    found: list[object] = []
-    seen: set[nn.Module | None] = {None}
-    waiting: list[nn.Module | None] = [root]
-    while waiting:
-        module = waiting.pop()
-        if module not in seen:
-            seen.add(module)
-            assert module is not None
-            waiting += module._modules.values()
-            found.append(id(module))
-            for name, p in module._parameters.items():
-                if p is not None:
-                    found += name, id(p), p.dtype, p.shape, p.stride() if type(p) is nn.Parameter else strides(p)
-    return found
+    def _parts_of_wrapped(self) -> list[object]:
+        return [(p.requires_grad, *(id(part) for _, part in parts("", p))) for p in self._wrapped]
 
 
 def _swap(exchanges: Iterable[_Exchange]) -> None:
