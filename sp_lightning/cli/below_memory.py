@@ -70,7 +70,8 @@ class BelowMemory:
             return [f"disk: {self.why_not}"]
         nbytes = self.placement.disk_bytes
         if not nbytes:
-            return ["disk: nothing, because everything is in host memory"]
+            limit = "" if self.placement.room is not None else ", to which --host-memory sets no limit"
+            return [f"disk: nothing, because everything is in host memory{limit}"]
         what = "optimizer state" if self.training else "weights"
         each = nbytes / max(parameters, 1)
         moved = (

@@ -184,11 +184,7 @@ class Access:
     def unpack(self, layer: StreamedLayer, at: SavedView | int, rows: Rows) -> Tensor:
         """Brings a layer, or rows of it, for autograd, which unpacks a weight.
 
-        Args:
-            at: the place of the tensor that was saved, or the index of a weight that was saved itself.
-
-        Returns:
-            The tensor. It was made under the lock and holds the slot.
+        It returns a tensor that holds the slot: the one at a place, or a weight itself, whose index ``at`` is then.
         """
         if current_graph_task() not in self._backward.tasks:
             self._backward.join()
@@ -200,10 +196,12 @@ class Access:
                 if layer.experts is not None:
                     layer.experts.need(rows)
                 slot = residency.unpack(layer)
-            if isinstance(at, int):
-                saved = layer.parameters.follow(at, slot.lease.views(layer.layout, layer.spans))
-            else:
+            if not isinstance(at, int):
                 saved = slot.lease.saved(at)  # (6)
+            elif layer.parameters.attached:  # the weight itself, which may lie outside of the slot
+                saved = layer.parameters.value(at)
+            else:
+                saved = slot.lease.views(layer.layout, layer.spans)[at].detach()
         if new:
             self._backward.sink.make_room((layer,))
         return saved

@@ -60,6 +60,9 @@ class Placement:
     on_disk = OnDisk()
     sliced = False
 
+    def __init__(self, remark: str = "") -> None:
+        self.remark = remark
+
     def leave(self) -> None:
         """Has weights leave memory that were absorbed and are on a disk."""
 

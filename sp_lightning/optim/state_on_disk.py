@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -71,6 +72,7 @@ class StateOnDisk(OptimizerState):
         self._last: StreamedLayer | None = None
         self._roomy: set[StreamedLayer] = set()  # those for whose new state there was room, whether it came or not
         self._seen: list[tuple[Tensor, Stored, Span]] = []  # what users have looked at, and where it was
+        self._looking: set[int] = set()  # the threads that have
         _all.add(self)
 
     # ------------------------------------------------------------------ around an update
@@ -78,7 +80,8 @@ class StateOnDisk(OptimizerState):
     def bring(self, layer: StreamedLayer, optimizer: Any) -> None:
         tensors = _tensors(optimizer)
         away = [tensor for tensor in tensors if type(tensor) is Away]
-        give([tensor for tensor in away if tensor.home.keeper is not self])  # another optimizer had them
+        # Another optimizer had them, or they were given to a layer whose state stays in memory, where nothing writes them.
+        give([tensor for tensor in away if tensor.home.keeper is not self or layer.name in self._stay])
         away = [tensor for tensor in away if type(tensor) is Away]
         with self._lock:
             if not tensors and layer.name not in self._stay and layer not in self._roomy and _trains(optimizer):
@@ -165,7 +168,7 @@ class StateOnDisk(OptimizerState):
             spans.append(Span("", end, tensor.nbytes, tensor.shape, tuple(stride), tensor.dtype))
             end += whole_pages(tensor.nbytes)
         found = self._stored.get(layer)
-        if found is None or found.spans != tuple(spans) or _others(found, tensors):
+        if found is None or found.spans != tuple(spans) or _others(found, tensors) or _moved(found, tensors, spans):
             found = self._stored[layer] = Stored(self._transfers.file.allocate(end), tuple(spans))
         elif found in self._transfers.behind:  # all of it was looked at since
             self._transfers.written(found)
@@ -185,11 +188,22 @@ class StateOnDisk(OptimizerState):
         """Gives tensors that somebody looks at memory of their own, until their next update or until others need the room."""
         with self._still(), self._lock, no_dispatch_modes(), torch.no_grad():
             tensors = [tensor for tensor in tensors if type(tensor) is Away]  # another thread may have been first
-            self._make_room(sum(tensor.span.nbytes for tensor in tensors), set(map(id, beside)))
+            self._looking.add(threading.get_ident())
+            if self._alone():
+                self._make_room(sum(tensor.span.nbytes for tensor in tensors), set(map(id, beside)))
             for tensor in dict.fromkeys(tensors):
                 stored, span = _stored(tensor), tensor.span
                 self.give(tensor)
                 self._seen.append((tensor, stored, span))
+
+    def _alone(self) -> bool:
+        """Whether no other thread may be computing with what was looked at: its memory would be freed under an operator.
+
+        Nobody is told that a thread reads what another one has brought, so any that may be a user's counts.
+        """
+        others = [each for each in threading.enumerate() if each is not threading.current_thread()]
+        ours = "superpipeline"  # how our threads' names begin
+        return all((each.daemon and each.ident not in self._looking) or each.name.startswith(ours) for each in others)
 
     def give(self, tensor: Away) -> None:
         memory, span = memory_for(tensor.span), replace(tensor.span, offset=0)
@@ -217,7 +231,7 @@ class StateOnDisk(OptimizerState):
                 self._transfers.release(stored)
                 self._transfers.file.write(stored.extent.offset + span.offset, memory).wait()
                 send_away(tensor, _Place(self, stored), span)
-                self._seen.remove(seen)
+                self._seen = [each for each in self._seen if each is not seen]  # "==" would look at the tensors
 
     def read_for_user(self, tensor: Away) -> Tensor:
         """Returns the bytes of one tensor, from the disk or from the buffer that they are in just now."""
@@ -263,6 +277,17 @@ def _others(stored: Stored, tensors: Sequence[Tensor]) -> bool:
     own = set(map(id, tensors))
     there = [tensor for each in stored.tensors if (tensor := each()) is not None and id(tensor) not in own]
     return any(type(tensor) is Away and _stored(tensor) is stored for tensor in there)
+
+
+def _moved(stored: Stored, tensors: Sequence[Tensor], spans: Sequence[Span]) -> bool:
+    """Whether some of these tensors are at another place there than they would get. To copy one would overwrite another.
+
+    Users exchange tensors of one layer's parameters, and parameters get other places in their groups.
+    """
+    pairs = zip(tensors, spans, strict=True)
+    return any(
+        type(each) is Away and _stored(each) is stored and each.span.offset != span.offset for each, span in pairs
+    )
 
 
 def _places(tensors: Iterable[Any]) -> list[Stored]:

@@ -113,18 +113,20 @@ def room_for(host_memory: int | float | None, elsewhere: int = 0) -> int | None:
     return None if available is None else int(available * (host_memory or 1) * (1 - MARGIN))
 
 
-def remedy_for(missing: int, given: int | float | None) -> tuple[int, str]:
-    """What is enough where host memory is too small by so many bytes.
+def remedy_for(missing: int, given: int | float | None) -> str:
+    """What is enough where host memory is too small by so many bytes, in words.
 
     Args:
         missing: bytes.
-        given: ``host_memory``.
-
-    Returns:
-        How many bytes more have to be given, of which a share is left to the process; and what to do, in words.
+        given: ``host_memory``, of which a share is left to the process.
     """
-    more = int(1.1 * missing)
-    return more, f'host_memory="{enough_bytes(given + more)}" is enough' if isinstance(given, int) else "free that much"
+    if not isinstance(given, int):
+        return "free that much"
+    return f'host_memory="{enough_bytes(given + int(missing / (1 - MARGIN)) + _DIFFERS)}" is enough'
+
+
+_DIFFERS = 16 * 2**20
+"""What a process takes more in one run than in another (4 MiB were measured)."""
 
 
 def _of_groups(root: Path) -> list[int]:

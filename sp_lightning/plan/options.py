@@ -68,7 +68,7 @@ def checked_budget(option: str, value: Any) -> int | float | None:
     if isinstance(value, str):
         return parse_bytes(option, value)
     if isinstance(value, float) and value > 1 and value.is_integer():
-        return int(value)  # YAML reads 1e9 as a float
+        value = int(value)  # YAML reads 1e9 as a float
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{option} takes {wanted}; found {value!r}.")
     if isinstance(value, float) and not 0 < value <= 1:
@@ -89,7 +89,7 @@ def checked_path(option: str, what: str, example: str, value: Any) -> Path | Non
     """The path of a file or a folder, or None."""
     if value is not None and (not isinstance(value, (str, PathLike)) or value == ""):
         raise TypeError(f'{option} must be the path of {what}, found {value!r}. For example {option}="{example}".')
-    return None if value is None else Path(value)
+    return None if value is None else Path(value).expanduser()  # "~/scratch" in a config was seen by no shell
 
 
 def checked_fused(value: Any) -> Fused:

@@ -88,11 +88,10 @@ def place_state(sizes: Mapping[str, int], room: int | None, given: int | float |
     least, names = _fewest(sizes)
     if least > room:
         least = least_room(sizes)
-        more, enough = remedy_for(least - room, given)
         raise MemoryError(
-            f"Host memory is {human_bytes(more)} too small for the process, for what cannot be on the disk, and for "
-            f"optimizer state on its way from and to it ({human_bytes(least)}): {enough}. Less is needed where layers= names "
-            'smaller layers, and with optimizer_overlap="backward", which holds few gradients where nothing clips or accumulates.'
+            f"Host memory is {human_bytes(least - room)} too small for the process, for what cannot be on the disk, and for "
+            f"optimizer state on its way from and to it ({human_bytes(least)}): {remedy_for(least - room, given)}. Less is "
+            'needed where layers= names smaller layers, with precision="bf16-true", and where fewer weights are trained.'
         )
     below, above = dict(sizes), dict[str, int]()
     for name in sorted(sizes, key=lambda name: -sizes[name]):

@@ -12,7 +12,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
@@ -115,8 +115,12 @@ class ScratchFile:
         threads = tuple(self._threads.values())
         self._finalizer = weakref.finalize(self, _close, self._descriptor, threads, os.getpid())
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int, others: int = 0) -> None:
         """Takes so much of the disk now, so that it cannot be full later.
+
+        Args:
+            nbytes: how much.
+            others: what the run has taken of the disk already, for the error.
 
         Raises:
             OSError: the disk has no room for it.
@@ -129,7 +133,11 @@ class ScratchFile:
         except OSError as error:
             if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):  # the file system cannot promise room
                 return
-            raise no_room(error, self._descriptor, self._reserved, wanted, self._folder, "optimizer state") from error
+            beside = (
+                f" beside {human_bytes(others)} for weights and gradients, which the run has taken" if others else ""
+            )
+            what = f"optimizer state{beside}"
+            raise no_room(error, self._descriptor, self._reserved, wanted, self._folder, what) from error
         self._reserved = wanted
 
     def allocate(self, nbytes: int) -> Extent:
@@ -222,9 +230,34 @@ def no_room(error: OSError, descriptor: int, size: int, wanted: int, folder: Pat
     return OSError(
         error.errno,
         f"{human_bytes(wanted)} of scratch space are needed for {what}, and the disk has {human_bytes(free)} for it "
-        f"({error.strerror}). Free some, or name a folder on another disk: SuperpipelineStrategy(disk=FOLDER)",
+        f"({error.strerror}). {_MORE_ROOM}",
         str(folder),
     )
+
+
+_MORE_ROOM = "Free some, name a folder on another disk (SuperpipelineStrategy(disk=FOLDER)), or give more host_memory"
+
+
+def refuse_full(folder: Path, sizes: Mapping[str, int]) -> None:
+    """Refuses a disk that has no room for all that a run will put there, before it has anything.
+
+    Args:
+        folder: where scratch files will be.
+        sizes: bytes, by what they are for. Optimizer state, whose size the optimizers decide, is to come on top.
+
+    Raises:
+        OSError: there is no room.
+    """
+    status = os.statvfs(folder)
+    needed, free = sum(sizes.values()), status.f_bavail * status.f_frsize
+    if needed > free:
+        parts = " and ".join(f"{human_bytes(nbytes)} for {what}" for what, nbytes in sizes.items() if nbytes)
+        raise OSError(
+            errno.ENOSPC,
+            f"{parts} of scratch space are needed, and optimizer state comes on top; the disk has {human_bytes(free)}. "
+            f"{_MORE_ROOM}",
+            str(folder),
+        )
 
 
 def _create(folder: Path) -> tuple[int, bool]:
@@ -253,12 +286,19 @@ def create(folder: Path, *, direct: bool) -> int:
     except OSError as error:
         if direct and error.errno == errno.EINVAL:
             raise _Refused from error
+        remedy = _REMEDIES.get(error.errno or 0, _OTHER)
         raise OSError(
             error.errno,
-            f"No file can be created in the folder that disk= names ({error.strerror}). Create it (mkdir -p), see that you may "
-            "write there, or name another folder",
+            f"No file can be created in the folder that disk= names ({error.strerror}). {remedy}",
             str(folder),
         ) from error
+
+
+_OTHER = "Name another folder: SuperpipelineStrategy(disk=FOLDER)"
+_REMEDIES = {
+    errno.ENOENT: "Create it (mkdir -p), or name another one: SuperpipelineStrategy(disk=FOLDER)",
+    errno.EACCES: "See that you may write there, or name another one: SuperpipelineStrategy(disk=FOLDER)",
+}
 
 
 def _without_name(folder: Path, flags: int) -> int:

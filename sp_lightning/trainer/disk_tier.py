@@ -79,6 +79,7 @@ class DiskTier:
         layer_of: Callable[[nn.Parameter], StreamedLayer | None],
         others: int,
         elsewhere: int = 0,
+        beside: int = 0,
     ) -> StatePlacement:
         """Decides which layers' state is on the disk, and reserves room for it there.
 
@@ -87,6 +88,7 @@ class DiskTier:
             layer_of: the layer that a parameter is updated with.
             others: bytes of host memory that gradients will take, and the device's own memory if it computes on the host.
             elsewhere: bytes that other processes have taken, if several have ``host_memory`` in common.
+            beside: bytes of weights and gradients that are on the disk.
 
         Raises:
             ValueError: an optimizer's step cannot be taken apart by layers.
@@ -106,7 +108,7 @@ class DiskTier:
                             on_disk[layer.name] += count * whole_pages(parameter.nbytes)
         others += max(0, sum(sizes.values()) - sum(on_disk.values()))
         self.placement = place_state(on_disk, self._room(others, elsewhere), self._host_memory)
-        self._file.reserve(self.placement.disk_bytes)
+        self._file.reserve(self.placement.disk_bytes, beside)
         self._ring.limit = self.placement.staging
         return self.placement
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from sp_lightning.device.layout import whole_pages
 from sp_lightning.engine.file_source import WINDOW
 from sp_lightning.engine.placement import ONE_DEVICE, OnFiles, Placement
 from sp_lightning.model.found import Found, Layer
+from sp_lightning.observe.messages import say_once
 from sp_lightning.plan.host_memory import remedy_for, room_for
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
@@ -42,7 +44,13 @@ class InFiles:
 
 
 def place_weights(
-    found: Found, plan: Plan, host_memory: int | float | None, device: torch.device, *, training: bool
+    found: Found,
+    plan: Plan,
+    host_memory: int | float | None,
+    device: torch.device,
+    *,
+    training: bool,
+    log: logging.Logger,
 ) -> Placement:
     """Decides it. Weights stay where they are as far as host memory has no room for them.
 
@@ -52,6 +60,7 @@ def place_weights(
         host_memory: the user's option.
         device: where layers compute.
         training: whether weights are trained.
+        log: where a user's messages go.
 
     Returns:
         The engine's parts for it.
@@ -63,8 +72,14 @@ def place_weights(
     with suppress(FileNotFoundError, PermissionError):  # not every system says what is mapped
         files = in_files(found, plan, training=training)
     room = _room(host_memory, plan, device, training * 3 * _trained(found) - files.resident)
-    if room is None or not files.places:
+    if room is None:
         return ONE_DEVICE
+    if not files.places:
+        if room >= 0 or training or not isinstance(host_memory, int):
+            return ONE_DEVICE
+        remark = _nothing_in_place(-room)
+        say_once(log, f"Superpipeline: {remark}")
+        return Placement(remark)
     largest = max(layer.nbytes for layer in plan.layers if layer.name in files.places)
     stay = choose(files, room, WINDOW * whole_pages(largest) + BOUNCE, host_memory)
     if not stay:
@@ -72,6 +87,14 @@ def place_weights(
     return_large_blocks()
     nbytes = sum(files.sizes[name] for name in stay)
     return OnFiles(stay, _told(stay, nbytes, room), nbytes)
+
+
+def _nothing_in_place(exceeded: int) -> str:
+    return (
+        f"The process takes {human_bytes(exceeded)} more than host_memory leaves it, and no weights can be read in place, "
+        "because none are in memory that is mapped from a file. Build the module on the meta device, and give its weights with "
+        "ckpt_path= or SuperpipelineStrategy(weights=FILE)."
+    )
 
 
 def choose(files: InFiles, room: int, staging: int, given: int | float | None = None) -> dict[str, Places]:
@@ -94,10 +117,10 @@ def choose(files: InFiles, room: int, staging: int, given: int | float | None = 
             kept += files.sizes[name]
             del stay[name]
     if kept > room:
-        more, enough = remedy_for(kept - room, given)
         raise MemoryError(
-            f"Host memory is {human_bytes(more)} too small for the process, for what is not read in place, and for layers on "
-            f"their way ({human_bytes(kept)}): {enough}. Less is needed where layers= names smaller layers."
+            f"Host memory is {human_bytes(kept - room)} too small for the process, for what is not read in place, and for layers "
+            f"on their way ({human_bytes(kept)}): {remedy_for(kept - room, given)}. Less is needed where layers= names smaller "
+            "layers."
         )
     return stay
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 
 import torch
@@ -15,14 +16,21 @@ from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.state_placement import WINDOW, choose_on_disk
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.mapped_pages import is_on_disk, supported
+from sp_lightning.store.scratch import refuse_full
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.weights_in_place import InFiles, in_files, place_weights
 
 _STATE = 2
 """Tensors of state that an optimizer has for a parameter, as Adam has, before there is one."""
 
+_UNTIL_STATE = 16 * 2**20
+"""What the process itself may take until the optimizers' state is placed: the engine's objects, stacks of threads (3 MiB were
+measured). Without it, sizes of host_memory just above those at which one layer less goes to the disk would be refused."""
 
-def place(found: Found, plan: Plan, options: Options, device: torch.device, *, accumulate: int) -> Placement:
+
+def place(
+    found: Found, plan: Plan, options: Options, device: torch.device, *, accumulate: int, log: logging.Logger
+) -> Placement:
     """Decides where weights are.
 
     Args:
@@ -30,6 +38,7 @@ def place(found: Found, plan: Plan, options: Options, device: torch.device, *, a
         options: the user's.
         device: where layers compute.
         accumulate: how many micro-batches a step has; 0 if no weights are trained.
+        log: where a user's messages go.
 
     Returns:
         The engine's parts for it.
@@ -42,7 +51,7 @@ def place(found: Found, plan: Plan, options: Options, device: torch.device, *, a
         return ONE_DEVICE
     return_large_blocks()
     free_garbage()
-    inner = place_weights(found, plan, options.host_memory, device, training=accumulate > 0)
+    inner = place_weights(found, plan, options.host_memory, device, training=accumulate > 0, log=log)
     if not accumulate or not supported():
         return inner
     missing = missing_bytes(inner, found, plan, options, device, accumulate)
@@ -52,6 +61,8 @@ def place(found: Found, plan: Plan, options: Options, device: torch.device, *, a
     if not chosen.any:
         return inner
     sizes = {"trained weights": chosen.weight_bytes, "gradients": chosen.gradient_bytes}
+    with suppress(FileNotFoundError):  # there is an error of its own for that
+        refuse_full(options.disk, sizes)
     what = " and ".join(f"{human_bytes(nbytes)} of {name}" for name, nbytes in sizes.items() if nbytes)
     remark = (
         f"{what} are on the disk, and those of {WINDOW} layers in memory at a time, because "
@@ -75,5 +86,5 @@ def missing_bytes(
     needed += sum(p.nbytes for layer in layers for _, p in layer.parameters if is_on_disk(p))
     early = options.optimizer_overlap == "backward"
     needed += make_ledger(plan, (), early=early, accumulate=accumulate, clips=None, scales=False).gradients
-    needed += 2 * _STATE * max(layer.gradient_bytes for layer in plan.trained)
+    needed += 2 * _STATE * max(layer.gradient_bytes for layer in plan.trained) + _UNTIL_STATE
     return needed + plan.peak_device_bytes * (device.type == "cpu") - room  # there, device memory is host memory

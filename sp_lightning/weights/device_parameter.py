@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.device.metadata import METADATA
 from sp_lightning.device.modes import never_compiled, no_dispatch_modes, no_inference_mode
@@ -263,6 +264,23 @@ def set_requires_grad(parameter: Tensor, value: bool) -> None:
     """Sets whether the device parameter itself requires a gradient."""
     with Untouched():
         tensor_requires_grad.__set__(parameter, value)
+
+
+def follow_gradients(
+    parameter: Any, hook: Callable[..., Any], arrived: Callable[[Tensor], None]
+) -> list[RemovableHandle]:
+    """Has autograd call these for each gradient of a device parameter: before and after it is accumulated.
+
+    A frozen one takes no hooks, and may thaw later. What users register on a device parameter is the host's.
+    """
+    kind, requires = type(parameter), parameter.requires_grad
+    set_class(parameter, nn.Parameter)
+    parameter.requires_grad_(True)
+    # The user's hooks, which the first one runs, run where they do on a plain parameter, with torch.autograd.grad as well.
+    handles = [parameter.register_hook(hook), parameter.register_post_accumulate_grad_hook(arrived)]
+    parameter.requires_grad_(requires)
+    set_class(parameter, kind)
+    return handles
 
 
 def hides_stand_ins(inputs: Any) -> bool:

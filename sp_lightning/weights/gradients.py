@@ -45,7 +45,6 @@ class _Drain:
     Attributes:
         gradients: the gradients on the device, which are kept alive until compute has waited for the copy.
         nbytes: their bytes.
-        adds: whether some of them are added to others.
         landed: the event after the copy.
     """
 
@@ -54,7 +53,6 @@ class _Drain:
     nbytes: int
     landings: deque[_Landing]
     staging: Memory | None
-    adds: bool
     landed: Any
 
 
@@ -206,7 +204,7 @@ class Gradients:
         del self._waiting[owner]
         self._device.access(gradients.values(), Stream.COMPUTE, write=True)
         self._device.wait(Stream.DOWNLOAD, self._device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
-        landings, staging, adds, targets, sources = self._place(gradients)
+        landings, staging, targets, sources = self._place(gradients)
         self.compacted -= {owner}  # the layer's next gradient says anew whether it is compacted
         begun = self._device.mark(Stream.DOWNLOAD)
         self._device.copy(targets, sources, Stream.DOWNLOAD)  # (8)
@@ -214,18 +212,16 @@ class Gradients:
         self._device.note("drain", owner.index, begun, Stream.DOWNLOAD, nbytes)
         self.drained_bytes += nbytes
         landed = self._device.record(Stream.DOWNLOAD)
-        self._drains.add(_Drain(owner, list(gradients.values()), on_device, landings, staging, adds, landed))
+        self._drains.add(_Drain(owner, list(gradients.values()), on_device, landings, staging, landed))
 
     def _place(
         self, gradients: dict[tuple[StreamedLayer, int], Tensor]
-    ) -> tuple[deque[_Landing], Memory | None, bool, list[Tensor], list[Tensor]]:
+    ) -> tuple[deque[_Landing], Memory | None, list[Tensor], list[Tensor]]:
         """Decides where each gradient goes on the host.
 
         Returns:
-            The landings, the staging memory if they need any, whether some are added to others, and the targets and sources
-            of the copies.
+            The landings, the staging memory if they need any, and the targets and sources of the copies.
         """
-        adds = False
         used = 0  # bytes of the staging memory
         staging: Memory | None = None
         landings: deque[_Landing] = deque()
@@ -235,8 +231,7 @@ class Gradients:
             block = layer.block
             parameter = block.parameters[index]
             if gradient.layout is not torch.strided:
-                landings.append(landing := self._bring_sparse(layer, index, gradient))
-                adds = adds or landing[2] is None
+                landings.append(self._bring_sparse(layer, index, gradient))
                 continue
             own = target = None
             if index in block.apart:
@@ -261,8 +256,7 @@ class Gradients:
                 targets += [target[row] for row in sorted(rows)]
                 sources += [gradient[row] for row in sorted(rows)]
             landings.append((parameter, target, own, False))
-            adds = adds or own is None
-        return landings, staging, adds, targets, sources
+        return landings, staging, targets, sources
 
     def _bring_sparse(self, layer: StreamedLayer, index: int, gradient: Tensor) -> _Landing:
         """Copies a sparse gradient, as ``nn.Embedding(sparse=True)`` makes it.
@@ -324,7 +318,7 @@ class Gradients:
         try:
             # They may become param.grad, which the user writes.
             self._device.access(map(_memory, drain.landings), None, write=True)
-            if drain.adds:
+            if any(own is None for _, _, own, _ in drain.landings):  # these are added to others
                 drain.layer.use_gradients()
             # Landings are taken out, so that nobody but its parameters holds a layer's gradients once it is complete.
             while drain.landings:
@@ -354,7 +348,7 @@ class Gradients:
             if narrow:
                 keep_narrow(parameter, gradient, self._look)
             else:
-                parameter.grad = gradient  # (9)
+                parameter.grad = gradient
         else:
             accumulate(parameter, gradient, own=own is gradient and not narrow)  # (9)
         return id(parameter)

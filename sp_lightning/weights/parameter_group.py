@@ -22,6 +22,7 @@ from sp_lightning.weights.device_parameter import (
     DeviceParameter,
     StandIn,
     Untouched,
+    follow_gradients,
     gradient_edge,
     requires_grad,
     set_class,
@@ -144,7 +145,8 @@ class ParameterGroup:
         self.doors = doors
         for index, host in enumerate(self.hosts):
             if host.is_floating_point() or host.is_complex():
-                self._follow_gradients(index)
+                arrived = partial(doors.gradient_arrived, layer, index)  # called for each gradient: no frame is between
+                self._handles += follow_gradients(self.all[index], partial(self._hooked, index), arrived)
 
     def _make(self, index: int) -> DeviceParameter:
         host = self.hosts[index]
@@ -156,21 +158,6 @@ class ParameterGroup:
         object.__setattr__(parameter, "_index", index)
         parameter.__class__ = _with_user_class(StandIn, type(host))
         return parameter
-
-    def _follow_gradients(self, index: int) -> None:
-        """Has autograd call the engine for each gradient of a parameter. A frozen one, which takes no hooks, may thaw later."""
-        parameter: Any = self.all[index]
-        arrived = partial(
-            self.doors.gradient_arrived, self.layer, index
-        )  # called for each gradient, so no frame is between
-        kind = type(parameter)
-        set_class(parameter, nn.Parameter)  # a device parameter's own hooks are those of the host's
-        parameter.requires_grad_(True)
-        # The user's hooks run where they do on a plain parameter, with torch.autograd.grad as well.
-        self._handles.append(parameter.register_hook(partial(self._hooked, index)))
-        self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
-        parameter.requires_grad_(self.hosts[index].requires_grad)
-        set_class(parameter, kind)
 
     def _hooked(self, index: int, gradient: Tensor) -> Tensor | None:
         hooks = gradient_hooks(self.hosts[index])  # they may write the gradient without a change of its version
@@ -325,10 +312,6 @@ class ParameterGroup:
         """The data of a device parameter, while the layer is attached."""
         with Untouched():
             return tensor_data.__get__(self.all[index])
-
-    def follow(self, index: int, views: Sequence[Tensor]) -> Tensor:
-        """The present weight, which may lie outside of the slot that has these views. What is returned holds the slot."""
-        return self.value(index) if self.attached else views[index].detach()
 
     def sync_requires_grad(self) -> None:
         """Follows the host's parameters, which the user may freeze and unfreeze between two forwards."""

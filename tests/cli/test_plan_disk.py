@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from sp_lightning.__main__ import main
+from sp_lightning.cli.below_memory import BelowMemory
 from sp_lightning.plan.host_memory import kept_for_processes
+from sp_lightning.plan.state_placement import StatePlacement
 from sp_lightning.plan.units import parse_bytes
 from tests.support.answers import plan
 from tests.support.tiers import some
@@ -153,3 +155,9 @@ def test_weights_of_several_devices_are_in_memory(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         main(["plan", *MODEL, "--predict", "--disk", "1GB/s", "--devices", "2"])
     assert "--disk with --predict is for one device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("room", "told"), [(2**30, ""), (None, ", to which --host-memory sets no limit")])
+def test_a_plan_without_a_limit_says_why_nothing_is_on_the_disk(room: int | None, told: str) -> None:
+    below = BelowMemory(StatePlacement({"layer": 1}, {}, 0, room), 0, training=True)
+    assert below.lines(10, 1.0) == [f"disk: nothing, because everything is in host memory{told}"]

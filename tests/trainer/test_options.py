@@ -24,6 +24,7 @@ import sp_lightning
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.device.device import Device
 from sp_lightning.engine.streamer import Streamer
+from sp_lightning.plan.options import checked_path
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import loader, trainer_for
 from tests.support.starts import start
@@ -128,6 +129,7 @@ def test_one_strategy_has_one_trainer_and_a_name_as_many_as_it_likes() -> None:
         ({"pin_memory": "no"}, TypeError, r"pin_memory must be True or False, found 'no'"),
         ({"disk": ""}, TypeError, r'disk must be the path of .*, found \'\'\. For example disk="'),
         ({"disk": "/tmp", "host_memory": 64}, ValueError, r'64 is too small\. With a unit: "64GiB"'),
+        ({"disk": "/tmp", "host_memory": 2.0}, ValueError, r'2 is too small\. With a unit: "2GiB"'),
         ({"disk": "/tmp", "host_memory": 0}, ValueError, r'0 is too small\. With a unit: "8GiB"'),
         ({"memory_budget": 1023}, ValueError, r'1023 is too small\. With a unit: "1023GiB"'),
         ({"callback": None}, TypeError, r"callback must be True or False, found None"),
@@ -160,6 +162,11 @@ def test_a_users_strategy_stays_theirs_on_several_devices() -> None:
     assert isinstance(mine, Mine)
     assert type(mine).on_train_start is Mine.on_train_start
     assert isinstance(mine, DDPStrategy)
+
+
+def test_paths_in_a_users_home_are_found() -> None:
+    """A config is read by no shell. "~/scratch" was not found, and the remedy, mkdir -p, did not help."""
+    assert checked_path("disk", "a folder", "/nvme", "~/scratch") == Path.home() / "scratch"
 
 
 def test_a_strategy_can_be_pickled() -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import errno
+import os
 import re
+from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +22,8 @@ from torch import Tensor, nn
 from sp_lightning.plan.state_placement import OnDisk, choose_on_disk
 from sp_lightning.store import mapped_scratch
 from sp_lightning.store.mapped_pages import is_on_disk
-from sp_lightning.trainer import weights_on_scratch
+from sp_lightning.store.scratch import ScratchFile
+from sp_lightning.trainer import disk_tier, weights_in_place, weights_on_scratch
 from tests.support.in_files import stay
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.on_disk import (
@@ -36,6 +41,7 @@ from tests.support.simdevice import simulated
 from tests.support.tiers import first
 
 WINDOW = 2
+KIB = 1024
 
 
 @pytest.fixture(autouse=True)
@@ -306,6 +312,55 @@ def test_a_full_disk_is_an_error_before_work(tmp_path: Path, monkeypatch: pytest
     fill_disk(monkeypatch)
     with pytest.raises(OSError, match=r"of scratch space are needed for weights, and .* \(No space left on device\)"):
         fit(stack, vectors(), on_disk(tmp_path), callbacks=[NoBatch()])
+
+
+def test_a_disk_without_room_for_all_of_it_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was refused file by file: each error named what the next file needed, and who made room for that met the next."""
+    few = SimpleNamespace(f_bavail=1, f_frsize=1024)
+    monkeypatch.setattr(weights_on_scratch, "choose_on_disk", choose_on_disk)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "statvfs", lambda _: few)
+        said = r"\d KiB for trained weights and .* KiB for gradients of scratch space are needed, and .* the disk has 1\.0 KiB"
+        with pytest.raises(OSError, match=said) as caught:
+            fit(stack, vectors(), on_disk(tmp_path), callbacks=[NoBatch()])
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_state_that_has_no_room_beside_weights_names_what_those_have_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: ScratchFile, *_: Any) -> None:
+        fill_disk(monkeypatch)
+        reserve(self, *_)
+
+    reserve = ScratchFile.reserve
+    monkeypatch.setattr(ScratchFile, "reserve", full)
+    said = (
+        r"needed for optimizer state beside .* KiB for weights and gradients, which the run has taken, and the disk has"
+    )
+    with pytest.raises(OSError, match=said):
+        fit(stack, vectors(), on_disk(tmp_path), callbacks=[NoBatch()])
+
+
+def test_more_memory_is_not_refused_where_less_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two decisions, what is on the disk and how much of the state is, the process takes some memory.
+
+    What was measured then was 1 to 3 MiB less, and too little wherever host_memory had just sufficed for one layer more.
+    """
+    monkeypatch.undo()
+    monkeypatch.setattr(weights_on_scratch, "_UNTIL_STATE", 16 * KIB)
+    for given in range(800 * KIB, 1250 * KIB, 12 * KIB):
+        rooms = chain([given, given], repeat(given - 8 * KIB))
+        for module in (weights_on_scratch, weights_in_place, disk_tier):
+            monkeypatch.setattr(module, "room_for", lambda *_, rooms=rooms: next(rooms))
+        with pytest.raises(AssertionError, match="a batch begins"):
+            fit(
+                lambda: Module(nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(12)))),
+                [torch.randn(2, 128)],
+                on_disk(tmp_path),
+                callbacks=[NoBatch()],
+                recorded="nothing",
+            )
 
 
 def test_a_forked_process_says_that_it_cannot_read_them(tmp_path: Path) -> None:
