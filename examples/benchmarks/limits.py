@@ -3,6 +3,8 @@
 From the root of the repository::
 
     python -m examples.benchmarks.limits --seconds 20 --out rows.jsonl
+
+``--experiments`` measures what only hardware can judge, in as many seconds again: :mod:`examples.benchmarks.experiments`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from examples.benchmarks import cli, rows
+from examples.benchmarks import cli, experiments, rows
 from examples.benchmarks.limit_model import ADAMW_BYTES
 from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.pinned import PinnedMemory
@@ -142,11 +144,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seconds", type=cli.positive, default=20, help="for all ceilings together (%(default)s)")
     parser.add_argument("--out", type=cli.rows_file, default="runs/benchmarks/rows.jsonl", help="(%(default)s)")
+    parser.add_argument(
+        "--experiments", nargs="*", default=(), choices=experiments.EXPERIMENTS, help="what to measure beside (nothing)"
+    )
     options = parser.parse_args(argv)
     with cli.orderly(options.out):
         row = {**rows.origin(), **measure(options.seconds)}
+        if options.experiments:
+            size = _buffer_bytes(options.seconds / CEILINGS)
+            row["experiments"] = experiments.run(options.experiments, size, options.seconds)
         rows.append(options.out, row)
     rate = max(row["matrix_flops"].values())
+    for name, found in row.get("experiments", {}).items():
+        print(
+            f"experiment {name}: {', '.join(f'{way} {rate:.4g}/s' for way, rate in found['rates'].items())} {found['note']}"
+        )
     print(f"limits: up to {rate / 1e12:.2f} TFLOP/s, host memory {row['dram_bytes'] / 1e9:.1f} GB/s", flush=True)
 
 

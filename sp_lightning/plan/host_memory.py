@@ -120,9 +120,12 @@ def remedy_for(missing: int, given: int | float | None) -> str:
         missing: bytes.
         given: ``host_memory``, of which a share is left to the process.
     """
-    if not isinstance(given, int):
-        return "free that much"
-    return f'host_memory="{enough_bytes(given + int(missing / (1 - MARGIN)) + _DIFFERS)}" is enough'
+    more = int(missing / (1 - MARGIN)) + _DIFFERS
+    return (
+        f'host_memory="{enough_bytes(given + more)}" is enough'
+        if isinstance(given, int)
+        else f"free {enough_bytes(more)}"
+    )
 
 
 _DIFFERS = 16 * 2**20

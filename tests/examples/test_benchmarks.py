@@ -24,6 +24,7 @@ from examples.benchmarks import (
     compiled,
     contest,
     contestants,
+    experiments,
     experts,
     foresight,
     forks,
@@ -481,3 +482,34 @@ def test_losses_in_chunks_are_measured_and_told(capsys: pytest.CaptureFixture[st
     assert [row[1] for row in rows] == list(loss.WAYS)
     assert rows[1][-3:] == ["0", "0", "0"]
     assert 0 < float(rows[2][-2]) < 1e-5
+
+
+@pytest.mark.rest("some seconds of updates in memory; they change nothing of the engine")
+def test_experiments_are_measured_where_there_is_something_to_compare(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    limits.main(["--seconds", "0.4", "--out", str(out), "--experiments", "huge-pages", "copy-queues"])
+    found = rows.read(out)[0]["experiments"]
+    assert set(found["huge-pages"]["rates"]) == {"small pages", "huge pages"}
+    assert all(rate > 0 for rate in found["huge-pages"]["rates"].values())
+    assert "host store would ask for them" in found["huge-pages"]["note"]
+    if not torch.cuda.is_available():
+        assert found["copy-queues"] == {
+            "rates": {},
+            "note": "This machine has nothing to compare: it was not measured.",
+        }
+    assert "experiment huge-pages: small pages" in capsys.readouterr().out
+
+
+@pytest.mark.rest("processes that import torch")
+def test_processes_that_are_bound_to_nodes_update_together(tmp_path: Path) -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    for number in range(2):
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}" / "cpulist").write_text(f"{cpus[number % len(cpus)]}\n")
+    rates = experiments.numa(2**20, 0.1, tmp_path)
+    assert set(rates) == {"anywhere", "each on its node"}
+    assert min(rates.values()) > 0
+    assert experiments.numa(2**20, 0.1, tmp_path / "node0") == {}
+    assert experiments._numbers("0-3,8") == {0, 1, 2, 3, 8}

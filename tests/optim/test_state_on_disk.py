@@ -393,7 +393,7 @@ def test_momentum_that_some_layers_lack_is_refused_with_a_remedy(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("given", "remedy"),
-    [("64GiB", 'host_memory="65553MiB" is enough'), (None, "free that much")],
+    [("64GiB", 'host_memory="65553MiB" is enough'), (None, "free 17MiB")],
 )
 def test_host_memory_that_does_not_suffice_is_refused(
     given: Any, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,7 +12,7 @@ from sp_lightning.model.find import find_layers
 from sp_lightning.plan.host_memory import MARGIN
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.plan.state_placement import WINDOW, OnDisk, choose_on_disk, least_room, place_state
-from sp_lightning.plan.units import parse_bytes
+from sp_lightning.plan.units import human_bytes, parse_bytes
 
 LAYERS = 8
 
@@ -91,12 +91,14 @@ def test_memory_that_is_missing_is_enough_if_it_is_given(sizes: dict[str, int], 
     if not sizes and room >= 0:
         assert place_state(sizes, room).memory_bytes == 0
         return
-    with pytest.raises(MemoryError) as refused:
-        place_state(sizes, room)
-    (missing,) = re.findall(r"Host memory is (.*?) too small", str(refused.value))
-    more = room + parse_bytes("missing", missing)
-    missing_bytes = least_room(sizes) - room
-    assert (1 + MARGIN) * missing_bytes <= more - room < 1.1 * missing_bytes + 2**20
+    missing = least_room(sizes) - room
+    for given, remedy in ((None, "free (.*?)\\."), (2**30, 'host_memory="(.*?)" is enough')):
+        with pytest.raises(MemoryError, match=re.escape(f"Host memory is {human_bytes(missing)} too small")) as refused:
+            place_state(sizes, room, given)
+        (enough,) = re.findall(remedy, str(refused.value))
+        more = parse_bytes("more", enough) - (given or 0)
+        assert missing <= (1 - MARGIN) * more  # a share of what is given, and of what is free, is left to the process
+        assert more < 1.1 * missing + 18 * 2**20
     placement = place_state(sizes, least_room(sizes))
     assert placement.memory_bytes <= least_room(sizes)
     assert placement.staging >= 2 * max(placement.on_disk.values(), default=0)
