@@ -225,7 +225,7 @@ class Run:
         sliced = takes_slices(self._options.transfer, device, self.ranks, self._log)
         if self.ranks is not None:
             return OnRanks(self.ranks, sliced=sliced)
-        return place(found, plan, self._options, self._device, accumulate=accumulate, log=self._log)
+        return place(found, plan, self._options, self._device, accumulate=accumulate)
 
     @property
     def _balanced(self) -> bool:

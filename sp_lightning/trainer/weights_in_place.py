@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ from sp_lightning.device.layout import whole_pages
 from sp_lightning.engine.file_source import WINDOW
 from sp_lightning.engine.placement import ONE_DEVICE, OnFiles, Placement
 from sp_lightning.model.found import Found, Layer
-from sp_lightning.observe.messages import say_once
 from sp_lightning.plan.host_memory import remedy_for, room_for
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
@@ -44,13 +42,7 @@ class InFiles:
 
 
 def place_weights(
-    found: Found,
-    plan: Plan,
-    host_memory: int | float | None,
-    device: torch.device,
-    *,
-    training: bool,
-    log: logging.Logger,
+    found: Found, plan: Plan, host_memory: int | float | None, device: torch.device, *, training: bool
 ) -> Placement:
     """Decides it. Weights stay where they are as far as host memory has no room for them.
 
@@ -60,7 +52,6 @@ def place_weights(
         host_memory: the user's option.
         device: where layers compute.
         training: whether weights are trained.
-        log: where a user's messages go.
 
     Returns:
         The engine's parts for it.
@@ -75,11 +66,8 @@ def place_weights(
     if room is None:
         return ONE_DEVICE
     if not files.places:
-        if room >= 0 or training or not isinstance(host_memory, int):
-            return ONE_DEVICE
-        remark = _nothing_in_place(-room)
-        say_once(log, f"Superpipeline: {remark}")
-        return Placement(remark)
+        exceeded = room < 0 and not training and isinstance(host_memory, int)
+        return Placement(_nothing_in_place(-room)) if exceeded else ONE_DEVICE
     largest = max(layer.nbytes for layer in plan.layers if layer.name in files.places)
     stay = choose(files, room, WINDOW * whole_pages(largest) + BOUNCE, host_memory)
     if not stay:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import suppress
 
 import torch
@@ -28,9 +27,7 @@ _UNTIL_STATE = 16 * 2**20
 measured). Without it, sizes of host_memory just above those at which one layer less goes to the disk would be refused."""
 
 
-def place(
-    found: Found, plan: Plan, options: Options, device: torch.device, *, accumulate: int, log: logging.Logger
-) -> Placement:
+def place(found: Found, plan: Plan, options: Options, device: torch.device, *, accumulate: int) -> Placement:
     """Decides where weights are.
 
     Args:
@@ -38,7 +35,6 @@ def place(
         options: the user's.
         device: where layers compute.
         accumulate: how many micro-batches a step has; 0 if no weights are trained.
-        log: where a user's messages go.
 
     Returns:
         The engine's parts for it.
@@ -51,7 +47,7 @@ def place(
         return ONE_DEVICE
     return_large_blocks()
     free_garbage()
-    inner = place_weights(found, plan, options.host_memory, device, training=accumulate > 0, log=log)
+    inner = place_weights(found, plan, options.host_memory, device, training=accumulate > 0)
     if not accumulate or not supported():
         return inner
     missing = missing_bytes(inner, found, plan, options, device, accumulate)
