@@ -395,4 +395,5 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:
     if after:
         with no_inference_mode(), torch.no_grad():
             for hook in list(after.values()):
-                hook(parameter)
+                if hook(parameter) is not None:
+                    raise RuntimeError("Tensor post accumulate grad hooks should return None.")  # torch's own words

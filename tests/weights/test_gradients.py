@@ -15,9 +15,10 @@ from tests.support.models import (
     Module,
     Scaled,
     Stack,
+    vectors,
 )
 from tests.support.normed import NormedStack
-from tests.support.runs import superpipeline
+from tests.support.runs import fit, superpipeline
 from tests.support.tiers import first
 
 
@@ -213,3 +214,17 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
 def test_like_plain(name: str, precision: str) -> None:
     make, options = CASES[name]
     assert_like_plain(make, **options, precision=precision)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "superpipeline"])
+def test_a_hook_that_returns_something_after_accumulation_is_refused_as_by_torch(strategy: str) -> None:
+    """``lambda p: p.grad.mul_(0.5)`` returns the gradient. It was accepted, and failed in plain Lightning."""
+
+    def make() -> Module:
+        module = Module(Stack())
+        module.net.stem.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+        return module
+
+    chosen: Any = superpipeline() if strategy == "superpipeline" else strategy
+    with pytest.raises(RuntimeError, match=r"^Tensor post accumulate grad hooks should return None\.$"):
+        fit(make, vectors(), chosen, recorded="nothing")
