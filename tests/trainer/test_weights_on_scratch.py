@@ -349,8 +349,8 @@ def test_more_memory_is_not_refused_where_less_is_enough(tmp_path: Path, monkeyp
     """
     monkeypatch.undo()
     monkeypatch.setattr(weights_on_scratch, "_UNTIL_STATE", 16 * KIB)
-    for given in range(800 * KIB, 1250 * KIB, 12 * KIB):
-        rooms = chain([given, given], repeat(given - 8 * KIB))
+    for given in (900, 912, 924, 960, 972):  # without that memory 912 and 972 KiB were refused
+        rooms = chain(repeat(given * KIB, 2), repeat((given - 8) * KIB))
         for module in (weights_on_scratch, weights_in_place, disk_tier):
             monkeypatch.setattr(module, "room_for", lambda *_, rooms=rooms: next(rooms))
         with pytest.raises(AssertionError, match="a batch begins"):
