@@ -43,7 +43,6 @@ def copy_queues(nbytes: int, seconds: float) -> Rates:
         for stream, target, source in pairs:
             with torch.cuda.stream(stream):
                 target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
 
     streams = [torch.cuda.Stream() for _ in range(max(QUEUES))]
     share = seconds / len(QUEUES)
@@ -99,14 +98,21 @@ def updates_per_second(nbytes: int, seconds: float, allocate: Callable[[int], Te
 
 
 def median_seconds(call: Callable[[], object], seconds: float) -> float:
-    """Median seconds of a call, which is made until so many are over, and three times at least."""
+    """Median seconds of a call, which is made until so many are over, and three times at least. The GPU is waited for."""
     call()
+    synchronize()
     times: list[float] = []
     while sum(times) < seconds or len(times) < 3:
         start = time.perf_counter()
         call()
+        synchronize()
         times.append(time.perf_counter() - start)
     return statistics.median(times)
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 EXPERIMENTS: dict[str, tuple[Callable[[int, float], Rates], str]] = {

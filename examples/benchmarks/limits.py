@@ -10,14 +10,13 @@ From the root of the repository::
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from examples.benchmarks import cli, experiments, rows
+from examples.benchmarks.experiments import median_seconds
 from examples.benchmarks.limit_model import ADAMW_BYTES
 from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.pinned import PinnedMemory
@@ -46,7 +45,7 @@ def matrix_flops(dtype: torch.dtype, device: torch.device, seconds: float) -> fl
     """FLOP/s of a square product of random matrices."""
     size = 8192 if device.type == "cuda" else 1024 if seconds >= 1 else 512
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / _median_seconds(lambda: torch.mm(a, b), seconds)
+    return 2 * size**3 / median_seconds(lambda: torch.mm(a, b), seconds)
 
 
 def transfer_bytes(device: torch.device, seconds: float) -> dict[str, float | None]:
@@ -91,14 +90,14 @@ def _transfer_rates(there: Tensor, back: Tensor, device: torch.device, seconds: 
         down()
 
     calls = zip(TRANSFERS, (up, down, both), strict=True)
-    return {name: size / _median_seconds(call, seconds / 3) for name, call in calls}
+    return {name: size / median_seconds(call, seconds / 3) for name, call in calls}
 
 
 def dram_bytes(seconds: float) -> float:
     """Bytes/s that a large copy reads and writes, with all of torch's threads."""
     size = _buffer_bytes(seconds)
     source, target = (torch.ones(size // 4) for _ in range(2))
-    return 2 * size / _median_seconds(lambda: target.copy_(source), seconds)
+    return 2 * size / median_seconds(lambda: target.copy_(source), seconds)
 
 
 def adamw_rates(seconds: float) -> dict[str, float]:
@@ -108,7 +107,7 @@ def adamw_rates(seconds: float) -> dict[str, float]:
     weight.grad = torch.randn(count)
 
     def per_parameter(fused: bool | None) -> float:
-        return _median_seconds(torch.optim.AdamW([weight], fused=fused).step, seconds / 2) / count
+        return median_seconds(torch.optim.AdamW([weight], fused=fused).step, seconds / 2) / count
 
     fused = per_parameter(True)
     return {
@@ -121,23 +120,6 @@ def adamw_rates(seconds: float) -> dict[str, float]:
 def _buffer_bytes(seconds: float) -> int:
     """Between 64 and 512 MiB: beyond the caches where there is time for it."""
     return min(2**29, max(2**26, int(seconds * 2**30)))
-
-
-def _median_seconds(call: Callable[[], object], seconds: float) -> float:
-    call()
-    _synchronize()
-    times: list[float] = []
-    while sum(times) < seconds or len(times) < 3:
-        start = time.perf_counter()
-        call()
-        _synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

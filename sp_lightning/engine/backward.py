@@ -123,7 +123,7 @@ class Backward:
         Raises:
             RuntimeError: the running backward has updated the layer already.
         """
-        with Untouched():
+        with Untouched():  # autograd has put it on the device parameter itself
             gradient = tensor_grad.__get__(parameter)
             tensor_grad.__set__(parameter, None)
         group = layer.parameters

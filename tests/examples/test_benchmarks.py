@@ -463,7 +463,7 @@ def test_a_transfer_rate_is_bytes_over_seconds(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     there, back = (torch.empty(2**20, dtype=torch.uint8) for _ in range(2))
-    monkeypatch.setattr(limits, "_median_seconds", lambda call, seconds: call() or 0.5)
+    monkeypatch.setattr(limits, "median_seconds", lambda call, seconds: call() or 0.5)
     found = limits._transfer_rates(there, back, torch.device("cpu"), 0.3)
     assert found == dict.fromkeys(limits.TRANSFERS, 2**21)
     assert there.sum() == back.sum() == 2**20, "both were touched before: the first touch of a page is no transfer"
