@@ -18,6 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from sp_lightning.activations import offload
 from sp_lightning.activations.calls import Activations
+from sp_lightning.device.torch_private import ENGINE_CALL
 from sp_lightning.engine.streamer import Streamer
 
 COMMON: dict[str, Any] = {
@@ -56,6 +57,7 @@ def _nothing_left_behind() -> Iterator[None]:
     assert not torch_optimizer._global_optimizer_pre_hooks
     assert not torch_optimizer._global_optimizer_post_hooks
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert getattr(*ENGINE_CALL) is torch.autograd.graph._engine_run_backward
     assert torch.is_grad_enabled()
     assert rank_zero_only.rank == 0  # otherwise later tests log and write nothing
 

@@ -7,6 +7,7 @@ processes of several devices are ``ranks``: they wait for each other, say on a `
 ``shared_memory``, which goes from one to the others by ``handing``. What they do by torch.distributed is in ``collectives``, over
 the ``groups`` of a node and of all, over the network that ``interfaces`` finds; ``node_news`` brings what one board says to
 the others. ``rank_order`` is the order in which they add. On the ``gather_board`` they agree on what they fetch together.
+``backward_calls`` tells the engine of a backward that fails.
 
 Only ``accelerator`` touches the accelerator, and only ``torch_private`` uses names of torch that begin with an
 underscore. This wing knows no model, no layer and no Lightning: it imports torch and nothing else of the package.

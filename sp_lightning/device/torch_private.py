@@ -40,6 +40,9 @@ queue_callback: Callable[[Callable[[], None]], None] = (
 )
 """Has the engine call a function at the end of the running backward pass. If the pass fails, the engine drops it."""
 
+ENGINE_CALL = (autograd, "_engine_run_backward")
+"""Where ``backward`` and ``autograd.grad`` find what runs the engine. Nothing public tells the caller's thread of an error."""
+
 will_execute_node: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Whether the backward pass that runs now will come to a node of the graph. There is no public way to ask.
 

@@ -169,11 +169,11 @@ class Access:
 
     def _pre_backward(self, visits: Visits, gradient: Tensor) -> None:
         """Hook on the outputs of a module: backward has come to its layers, and is done with those above them."""
-        self._backward.join()
         with held(self._lock):
+            self._backward.join()
             self._step.activate()
             self._residency.pre_backward(visits)
-        self._backward.sink.make_room(visits)
+        self._backward.make_room(visits)
 
     # ------------------------------------------------------------------ autograd unpacks a weight
 
@@ -186,10 +186,10 @@ class Access:
 
         It returns a tensor that holds the slot: the one at a place, or a weight itself, whose index ``at`` is then.
         """
-        if current_graph_task() not in self._backward.tasks:
-            self._backward.join()
         residency = self._residency
         with held(self._lock, leaves_inference_mode=True):
+            if current_graph_task() not in self._backward.tasks:
+                self._backward.join()
             slot = residency.used.get(layer)
             new = slot is None
             if slot is None or layer.experts is not None:
@@ -203,7 +203,7 @@ class Access:
             else:
                 saved = slot.lease.views(layer.layout, layer.spans)[at].detach()
         if new:
-            self._backward.sink.make_room((layer,))
+            self._backward.make_room((layer,))
         return saved
 
     def saves_raw(self) -> bool:
@@ -245,7 +245,7 @@ class Access:
             if layer.experts is not None:
                 layer.experts.read_whole()
         if self._backward.tasks:
-            self._backward.sink.make_room(layers)
+            self._backward.make_room(layers)
         try:
             yield
         finally:

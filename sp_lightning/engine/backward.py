@@ -1,9 +1,13 @@
-"""Backward: follows autograd's graph tasks, takes the gradients that arrive in them, and notices their end."""
+"""Backward: follows autograd's graph tasks, takes the gradients that arrive in them, and notices their end.
+
+On an accelerator autograd runs hooks in a thread of its own, and those of CPU tensors in the caller's at the same time. One of
+them may still be in a hook of a backward that has failed elsewhere, when user code has caught the error and gone on.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -59,6 +63,10 @@ class Backward:
         self.tasks: list[int] = []
         self.on_complete: Callable[[StreamedLayer], None] | None = None
         self.wanted: Wanted | None = None
+        # Guards the sink, in which several of autograd's threads may be at once. It is taken before the engine's lock, which
+        # is not held while ranks wait for each other in the sink, and left before hooks of the user's run.
+        self._arrivals = threading.RLock()
+        self._failed: set[int] = set()  # graph tasks that have failed
         self._nested = False  # whether a graph task has run inside another one
         self._announced = False  # whether the running backward is that of the loss
         self._accumulates = False  # whether gradients are accumulated; torch.autograd.grad only returns them
@@ -80,9 +88,9 @@ class Backward:
             loss.register_hook(partial(self._begins, quiet))
 
     def _begins(self, quiet: bool, gradient: Tensor) -> None:
+        self.join()
         self._announced = True
         self._accumulates = True
-        self.join()
         self.sink.expect(None if self.wanted is None else self._wants)
         with self._lock:
             residency = self._residency
@@ -97,7 +105,7 @@ class Backward:
         """Has autograd call :meth:`_ends` when the present graph task, which may be a nested one, ends.
 
         Raises:
-            RuntimeError: the run is over.
+            RuntimeError: the run is over, or the graph task has failed already.
         """
         task = current_graph_task()
         if task == -1 or task in self.tasks:
@@ -110,10 +118,16 @@ class Backward:
                     "backward was called on a graph of a run that is over: its weights are not on the device any more. "
                     "Call it before trainer.fit (validate, test, predict) returns."
                 )
+            if (
+                task in self._failed
+            ):  # nearly always nobody sees this: of a graph task autograd tells the first error alone
+                raise RuntimeError(
+                    "A backward that ran at the same time in another thread has failed, and this one was given up with it: its "
+                    "gradients would be incomplete. Call backward in one thread at a time."
+                )
             self.tasks.append(task)
             self._nested = self._nested or len(self.tasks) > 1
-        end = _GraphTaskEnd(self._ends, task)
-        queue_callback(end)
+        queue_callback(partial(self._ends, task))
 
     # ------------------------------------------------------------------ gradients arrive
 
@@ -137,17 +151,25 @@ class Backward:
             self._lent.take_back(layer)
         if group.autocast is not None and group.lossless(index, gradient):
             gradient = gradient.to(group.autocast)
-        if current_graph_task() not in self.tasks:
-            self.join()
-        self._accumulates = True
-        if layer.owner.updated_early:
-            raise RuntimeError(needed_again(layer, "another gradient arrived for it"))
-        if len(self.tasks) > 1 or not self._announced:
-            self._note_given(group.spans[index].name)
-        complete = self.sink.arrived(layer, index, gradient)  # (7)
-        self._noted()
-        if complete:
-            self.sink.drain(layer)
+        with self._arrivals:
+            if current_graph_task() not in self.tasks:
+                self.join()
+            self._accumulates = True
+            if layer.owner.updated_early:
+                raise RuntimeError(needed_again(layer, "another gradient arrived for it"))
+            if len(self.tasks) > 1 or not self._announced:
+                self._note_given(group.spans[index].name)
+            complete = self.sink.arrived(layer, index, gradient)  # (7)
+            self._noted()
+            if complete:
+                self.sink.drain(layer)
+        self.sink.land()
+
+    def make_room(self, layers: Sequence[StreamedLayer]) -> None:
+        """Sends off what is left of other layers' gradients, because the backward of ``layers`` begins."""
+        with self._arrivals:
+            self.sink.make_room(layers)
+        self.sink.land()
 
     def _note_given(self, name: str) -> None:
         depth = self.tasks.index(current_graph_task())
@@ -199,22 +221,37 @@ class Backward:
         """The run is over."""
         self._closed = True
 
-    def _ends(self, task: int) -> None:
+    def failed(self, before: Sequence[int]) -> None:
+        """A call of autograd's engine has raised. That ends its graph tasks as well, in the thread that goes on now.
+
+        Gradients that had arrived by then are in ``param.grad`` afterwards, as after any backward that fails.
+        """
+        with self._arrivals:
+            given_up = [task for task in self.tasks if task not in before and task != current_graph_task()]
+            self._failed.update(given_up)
+        for task in given_up[:1]:  # the others are inside of it
+            self._ends(task, well=False)
+
+    def _ends(self, task: int, *, well: bool = True) -> None:
         """Brings all gradients to the host as a graph task ends, and ends the backward with the outermost one."""
-        if task not in self.tasks:  # without the lock: the garbage collector may call this in any thread
-            return
-        with self._lock:
+        with self._arrivals, self._lock:
             if self._closed or task not in self.tasks:
                 return
             self.tasks = self.tasks[: self.tasks.index(task)]
             self._residency.release_unpinned()
         try:
-            self.sink.end(last=not self.tasks)
+            with self._arrivals:
+                self.sink.end(last=not self.tasks)
+            self.sink.land(everything=True)
+        except BaseException:
+            with self._arrivals:
+                self.sink.drop()  # a user's hook has raised: plain autograd would not have computed the other gradients
+            raise
         finally:
             if not self.tasks:
-                self._outermost_has_ended()
+                self._outermost_has_ended(well)
 
-    def _outermost_has_ended(self) -> None:
+    def _outermost_has_ended(self, well: bool) -> None:
         step = self._step
         with self._lock:
             self._source.synchronize()
@@ -222,24 +259,6 @@ class Backward:
             accumulated, self._accumulates = self._accumulates, False
             self._nested = self._announced = False
             if not step.running or (accumulated and step.ends_with_backward):
-                step.end()
+                step.end(compare=well)  # otherwise there is an error already
             elif accumulated and step.kind is StepKind.MANUAL:
                 step.pause()
-
-
-class _GraphTaskEnd:
-    """The callback that autograd calls when a graph task ends.
-
-    If the task fails, autograd drops the callback without calling it. That is treated as an end as well: gradients that
-    had arrived by then are in ``param.grad``, as after any backward that fails.
-    """
-
-    def __init__(self, ends: Callable[[int], None], task: int) -> None:
-        self._ends = ends
-        self._task = task
-
-    def __call__(self) -> None:
-        self._ends(self._task)
-
-    def __del__(self) -> None:
-        self._ends(self._task)  # a second call does nothing

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch import Tensor, nn
 
 from sp_lightning.activations.calls import Activations
+from sp_lightning.device.backward_calls import unwatch, watch
 from sp_lightning.device.device import Device
 from sp_lightning.device.waits import Wait
 from sp_lightning.engine.access import Access
@@ -170,6 +171,7 @@ class Streamer:
             layer.parameters.connect(layer, self._access)
         visits.update((table.module, (table.layer,)) for table in self._tables)
         self._module_hooks = attach_hooks(self._access, visits)
+        watch(self._backward)
         for module, listener in self._averages.items():
             self._module_hooks += attach_module_hooks(listener, {module: ()})
 
@@ -339,6 +341,7 @@ class Streamer:
             self.abort()
             self.updates.close()
             self._closed = True
+            unwatch(self._backward)
             self._backward.close()
             self._access.close()
             for handle in self._module_hooks:

@@ -1,7 +1,7 @@
 """Predicts a batch by simulation: the engine's own schedule runs with clocks in place of copies.
 
 The very classes that stream the model, :class:`~sp_lightning.engine.residency.Residency` and
-:class:`~sp_lightning.weights.gradients.Drains`, decide what is fetched when, into which slot, and which gradients leave when.
+:class:`~sp_lightning.weights.drains.Drains`, decide what is fetched when, into which slot, and which gradients leave when.
 Only the device under them is another one: it moves no bytes and knows how long a copy would have taken. The prediction
 therefore shows what the engine does, not what it was meant to do.
 """
@@ -20,7 +20,7 @@ from sp_lightning.tune.clocks import ClockDevice, HostBytes
 from sp_lightning.tune.disk_queue import DiskQueue
 from sp_lightning.tune.prediction import Prediction
 from sp_lightning.tune.visits import RESOURCES, Rates, Visit
-from sp_lightning.weights.gradients import Drains
+from sp_lightning.weights.drains import Drains
 from sp_lightning.weights.layer import Kind as LayerKind
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.prefetch import Prefetch
@@ -355,6 +355,7 @@ class Walk:
             device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
         device.copy([], [HostBytes(layer.index, -(-nbytes // self._ranks))], Stream.DOWNLOAD)
         self._drains.add(_Leaving(layer, device.record(Stream.DOWNLOAD)))
+        self._drains.finish()
 
     def _apply(self, layer: _SimulatedLayer) -> None:
         if self._overlap == "backward":
@@ -363,7 +364,8 @@ class Walk:
 
     def _end_step(self) -> None:
         self._drain(self._resident)
-        self._drains.flush()
+        self._drains.retire(0)
+        self._drains.finish(0)
         if self._overlap != "backward":
             for layer in self._update_order():
                 self._update(_simulated(layer))

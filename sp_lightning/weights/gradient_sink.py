@@ -15,6 +15,8 @@ Wanted = Callable[[StreamedLayer], bool]
 class GradientSink(Protocol):
     """The place that gradients go to: ``param.grad`` on the host. With several devices they are summed first.
 
+    Several of autograd's threads may have gradients at once. The caller lets in one at a time, but for :meth:`land`.
+
     Attributes:
         compacted: the layers whose gradient is sparse on the device in this backward, although ``param.grad`` is to be dense.
         keep_narrow: whether gradients that come in a lower dtype than their parameter's keep it until somebody reads them.
@@ -49,8 +51,11 @@ class GradientSink(Protocol):
                 waits for any.
         """
 
+    def land(self, *, everything: bool = False) -> None:
+        """Brings what has left to its place, where the user's hooks run. ``everything``: because a graph task ends."""
+
     def end(self, *, last: bool) -> None:
-        """Brings every gradient to its place, because a graph task ends; ``last`` if it is the outermost one."""
+        """Sends off every gradient, because a graph task ends; ``last`` if it is the outermost one."""
 
     def drop(self) -> None:
         """Drops the gradients that did not get there, after a backward that failed."""

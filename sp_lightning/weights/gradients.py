@@ -8,11 +8,12 @@ when backward ends.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import accumulation_hooks, coalesced, sparse_indices, sparse_values
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.gradient_memory import Memory, Staging
+from sp_lightning.weights.drains import Drains
 from sp_lightning.weights.gradient_sink import Wanted, has_graph
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.narrow_gradient import keep_narrow
@@ -73,69 +75,6 @@ class _Received:
     applied: set[int] = field(default_factory=set)
 
 
-class HasLanded(Protocol):
-    """A transfer to the host."""
-
-    @property
-    def landed(self) -> Any:
-        """The event after the transfer."""
-
-
-D = TypeVar("D", bound=HasLanded)
-
-
-class Drains(Generic[D]):
-    """Transfers to the host, in the order in which they were issued. At most ``in_flight`` have memory on the device.
-
-    Args:
-        device: waits for the transfers.
-        in_flight: the number of layers whose gradients may be on the device at once (k' + 1).
-        free: called with a transfer once compute has waited for it, so that its device memory may be used again.
-        apply: called with a transfer once the host has waited for it.
-    """
-
-    def __init__(self, device: Device, in_flight: int, free: Callable[[D], None], apply: Callable[[D], None]) -> None:
-        self.in_flight = in_flight
-        self._device = device
-        self._free = free
-        self._apply = apply
-        self._flying: deque[D] = deque()
-        self._landed: deque[D] = deque()
-
-    def add(self, drain: D) -> None:
-        """Takes a transfer that was issued, and retires others so that ``in_flight`` bounds it and the next one."""
-        self._flying.append(drain)
-        self.retire(self.in_flight - 1)
-
-    def retire(self, keep: int) -> None:
-        """Frees the device memory of all but the ``keep`` latest transfers, for which compute waits."""
-        while len(self._flying) > keep:
-            drain = self._flying.popleft()
-            self._device.wait(Stream.COMPUTE, drain.landed, Wait.REUSE_AFTER_DRAIN)
-            self._free(drain)
-            self._landed.append(drain)
-        while len(self._landed) > 1:  # this bounds the host memory of gradients, and how far the host runs ahead
-            self._finish()
-
-    def flush(self) -> None:
-        """Finishes all transfers."""
-        self.retire(0)
-        while self._landed:
-            self._finish()
-
-    def take(self) -> list[D]:
-        """Returns the transfers that are under way, and no longer tracks them."""
-        under_way = [*self._flying, *self._landed]
-        self._flying.clear()
-        self._landed.clear()
-        return under_way
-
-    def _finish(self) -> None:
-        drain = self._landed.popleft()
-        self._device.synchronize(drain.landed, Wait.APPLY_AFTER_DRAIN)
-        self._apply(drain)
-
-
 class Gradients:
     """The gradients of all layers, from autograd to ``param.grad``: the :class:`GradientSink` of one device.
 
@@ -151,6 +90,8 @@ class Gradients:
         self._received: dict[StreamedLayer, _Received] = {}
         self._waiting: dict[StreamedLayer, None] = {}  # those of which gradients have not left yet, in order
         self._drains: Drains[_Drain] = Drains(device, in_flight, self._free, self._apply)
+        # Held by the thread that applies gradients: parts of one are added in order.
+        self._landing = threading.RLock()
         self.compacted: set[StreamedLayer] = set()
         """The layers whose gradient is sparse on the device in this backward, although ``param.grad`` is to be dense."""
         self.keep_narrow = False
@@ -287,14 +228,25 @@ class Gradients:
     def expect(self, wanted: Wanted | None = None) -> None:
         """The backward of a loss begins. Its layers are complete in any case, whether a step waits for them or not."""
 
-    def end(self, *, last: bool) -> None:
-        """Brings every gradient to ``param.grad``."""
+    def land(self, *, everything: bool = False) -> None:
+        """Applies gradients that have landed, all but the latest layer's unless ``everything`` is set.
+
+        Nobody waits for another thread that does so: that one may be in a hook, whose own backward may need this thread.
+        """
+        if not self._landing.acquire(blocking=False):
+            return
         try:
-            for layer in list(self._waiting):
-                self.drain(layer)
-            self._drains.flush()
-        finally:  # if a user's hook has raised, plain autograd would not have computed the other gradients either
-            self.drop()
+            self._drains.finish(0 if everything else 1)
+        finally:
+            self._landing.release()
+        if everything and not (self._waiting or self._drains.under_way):
+            self.drop()  # nothing but what was noted of them
+
+    def end(self, *, last: bool) -> None:
+        """Sends off every gradient."""
+        for layer in list(self._waiting):
+            self.drain(layer)
+        self._drains.retire(0)
 
     def drop(self) -> None:
         """Drops the gradients that did not reach ``param.grad``, after a backward that failed."""

@@ -23,9 +23,10 @@ from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.gradient_memory import Staging
+from sp_lightning.weights.drains import Drains
 from sp_lightning.weights.gradient_places import Family, GradientPlaces, Place, compare_trained, present
 from sp_lightning.weights.gradient_sink import Wanted, has_graph
-from sp_lightning.weights.gradients import Drains, each_row_once
+from sp_lightning.weights.gradients import each_row_once
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.rank_sum import RankSum, is_narrow, sum_over_ranks
 
@@ -156,6 +157,7 @@ class ReducedGradients:
     def _make_way(self) -> None:
         """Lets as many transfers end as layers wait for their turn: together they keep to what the plan counts."""
         self._drains.retire(max(0, self._drains.in_flight - 1 - len(self._ready)))
+        self._drains.finish()
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Moves what is left of other layers' gradients to the host, because the backward of ``layers`` begins."""
@@ -285,6 +287,9 @@ class ReducedGradients:
 
     # ------------------------------------------------------------------ backward ends
 
+    def land(self, *, everything: bool = False) -> None:
+        """Nothing: sums come to their place together, at the end."""
+
     def end(self, *, last: bool) -> None:
         """Sends what is left, and lets ``param.grad`` show the sums once all ranks' parts are there."""
         if not (self._begun and last):
@@ -297,7 +302,8 @@ class ReducedGradients:
     def _finish(self) -> None:
         while self._turn < len(self._order):
             self._next()
-        self._drains.flush()
+        self._drains.retire(0)
+        self._drains.finish(0)
         late = [family for family in self._families.values() if family.slot is None]
         places = [(family, place) for family in late for place in family.places]
         bits = self._agree(places)

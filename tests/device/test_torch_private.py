@@ -65,6 +65,22 @@ def test_fused_steps_call_one_operator_with_weights_gradients_and_state(optimize
     assert all(len(column) in (0, 2) for column in columns)
 
 
+def test_backward_and_grad_find_in_one_place_what_runs_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, calls = getattr(*torch_private.ENGINE_CALL), list[str]()
+
+    def noted(*args: Any, **options: Any) -> Any:
+        calls.append("engine")
+        return runs(*args, **options)
+
+    monkeypatch.setattr(*torch_private.ENGINE_CALL, noted)
+    leaf = torch.ones(2, requires_grad=True)
+    (leaf * 2).sum().backward()
+    torch.autograd.backward((leaf * 2).sum())
+    torch.autograd.grad((leaf * 2).sum(), leaf)
+    checkpoint(torch.sin, leaf, use_reentrant=True).sum().backward()  # a backward inside a backward
+    assert len(calls) == 5
+
+
 def test_each_backward_has_a_number_of_its_own_and_ends_with_what_was_queued() -> None:
     noted: list[int] = []
     ended: list[str] = []

@@ -1,4 +1,4 @@
-"""Several threads of the user's that compute with one model's weights within a step."""
+"""Several threads that compute with one model's weights within a step: the user's, and autograd's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from sp_lightning.device.device import Device
+from sp_lightning.engine import backward as engine_backward
 from sp_lightning.engine.step import Step
+from sp_lightning.weights.gradients import Gradients
+from tests.support.engine import step, streamed
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import Outcome, assert_equal, fit, superpipeline
 from tests.support.simdevice import simulated
@@ -89,3 +93,69 @@ def test_the_next_step_is_one_thread_s_again(monkeypatch: pytest.MonkeyPatch) ->
     fit(lambda: Threads(calls=True), vectors(2), superpipeline(k=1))
     assert seen[:2] == [[True] * len(seen[0]), [False] * len(seen[0])]
     assert len(seen) == 2 * len(vectors(2))
+
+
+class Interrupted(int):
+    """A number of a parameter. At its second look-up another thread makes room for the backward of another layer."""
+
+    elsewhere: Any
+    times = 0
+
+    def __hash__(self) -> int:
+        self.times += 1
+        if self.times == 2:
+            thread = threading.Thread(target=self.elsewhere)
+            thread.start()
+            thread.join(0.1)  # it may have to wait for this one
+        return hash(int(self))
+
+
+def test_no_gradient_is_lost_while_another_thread_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer with an output on the CPU begins its backward in the caller's thread, others in that of the accelerator.
+
+    What was left of a layer's gradients left between two lines of the arrival of its next one, which then came too late.
+    """
+    net, x = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))), torch.ones(2, 4)
+    net(x).sum().backward()
+    plain = [p.grad for p in net.parameters()]
+    net.zero_grad()
+    arrived = Gradients.arrived
+    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
+        first, _, last, _ = streamer._layers
+
+        def arrives(self: Gradients, layer: Any, index: int, gradient: Tensor) -> bool:
+            return arrived(self, layer, Interrupted(index) if layer is last else index, gradient)
+
+        monkeypatch.setattr(
+            Interrupted, "elsewhere", lambda _: streamer._access._pre_backward((first,), x), raising=False
+        )
+        monkeypatch.setattr(Gradients, "arrived", arrives)
+        step(streamer, lambda: net(x).sum().backward())
+    assert_equal([p.grad for p in net.parameters()], plain, "gradients")
+
+
+def test_a_thread_that_comes_late_to_a_backward_that_has_failed_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The error was another thread's, whose caller has caught it and gone on."""
+    net, x = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))), torch.ones(2, 4)
+    failed: list[int] = []
+
+    def fail(gradient: Tensor) -> None:
+        failed.append(engine_backward.current_graph_task())
+        raise KeyError
+
+    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
+
+        def run() -> None:
+            y = net[1](net[0](x))
+            y.register_hook(fail)
+            with pytest.raises(KeyError):
+                net[2](y).sum().backward()
+            with monkeypatch.context() as late:
+                late.setattr(engine_backward, "current_graph_task", failed.pop)
+                with pytest.raises(RuntimeError, match="Call backward in one thread at a time"):
+                    streamer._access._pre_backward(streamer._layers[:1], x)
+            assert not streamer._backward.tasks
+
+        step(streamer, run)

@@ -1,0 +1,67 @@
+"""A call of autograd's engine that fails is told to those who watch, before its caller goes on."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sp_lightning.device.backward_calls import unwatch, watch
+from sp_lightning.device.torch_private import ENGINE_CALL
+
+
+class Watches:
+    def __init__(self, tasks: list[int]) -> None:
+        self.tasks = tasks
+        self.told: list[list[int]] = []
+
+    def failed(self, before: Sequence[int]) -> None:
+        self.told.append(list(before))
+
+
+def fail(gradient: Tensor) -> None:
+    raise KeyError("in backward")
+
+
+def backward(*, fails: bool) -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    if fails:
+        y.register_hook(fail)
+        with pytest.raises(KeyError, match="in backward"):
+            y.sum().backward()
+    else:
+        y.sum().backward()
+
+
+def test_two_watch_and_end_in_any_order() -> None:
+    theirs: Any = getattr(*ENGINE_CALL)
+    first, second = Watches([]), Watches([7])
+    watch(first)
+    watch(second)
+    backward(fails=False)
+    assert not first.told
+    backward(fails=True)
+    unwatch(first)
+    assert getattr(*ENGINE_CALL) is not theirs
+    backward(fails=True)
+    unwatch(second)
+    unwatch(second)
+    assert getattr(*ENGINE_CALL) is theirs
+    backward(fails=True)
+    assert (first.told, second.told) == ([[]], [[7], [7]])
+
+
+def test_nobody_is_kept_alive_by_watching() -> None:
+    watches = Watches([])
+    watch(watches)
+    del watches
+    gc.collect()
+    watch(other := Watches([]))
+    backward(fails=True)
+    unwatch(other)
+    assert other.told == [[]]
