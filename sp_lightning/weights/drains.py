@@ -63,6 +63,11 @@ class Drains(Generic[D]):
             self._apply(drain)
 
     @property
+    def overdue(self) -> bool:
+        """Whether :meth:`finish` has something to do."""
+        return len(self._landed) > 1
+
+    @property
     def under_way(self) -> bool:
         """Whether there is any."""
         return bool(self._flying or self._landed)

@@ -233,7 +233,7 @@ class Gradients:
 
         Nobody waits for another thread that does so: that one may be in a hook, whose own backward may need this thread.
         """
-        if not self._landing.acquire(blocking=False):
+        if not (everything or self._drains.overdue) or not self._landing.acquire(blocking=False):
             return
         try:
             self._drains.finish(0 if everything else 1)

@@ -184,3 +184,7 @@ CASES |= {
     )
     for name, make in quantised.CASES.items()
 }  # fmt: skip
+CASES["own-function"] = Case(
+    models.convolutions, lambda: models.images(8),
+    "a function of the user's, which saves a weight and has a backward inside its own, behind convolution and BatchNorm",
+)  # fmt: skip

@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from sp_lightning import SuperpipelineStrategy
 from tests.equality.cases import Case
 from tests.equality.variants import Variant
+from tests.support.elsewhere import backward_elsewhere
 from tests.support.on_disk import everything_below
 from tests.support.poison import poisoned, poisoned_ring
 from tests.support.runs import Make, Outcome, fit, fused
@@ -87,4 +88,6 @@ def _memory(variant: Variant) -> Iterator[None]:
             stack.enter_context(simulated())
         if variant.strategy.get("activations") == "offload":
             stack.enter_context(poisoned_ring())
+        callers = stack.enter_context(backward_elsewhere()) if variant.elsewhere else None
         yield
+        assert callers != set(), "no backward has run elsewhere"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import cycle, product
 from typing import Any, Literal
 
 from tests.equality.cases import CASES
@@ -42,6 +42,7 @@ class Variant:
         quick: those of them that are in the first tier.
         refused: cases that are refused by name, with what is said; ``"*"`` stands for all others.
         below: whether state, gradients and trained weights are on a disk.
+        elsewhere: whether backward runs in another thread than forward.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Variant:
     quick: frozenset[str] = QUICK
     refused: dict[str, str] = field(default_factory=dict)
     below: bool = False
+    elsewhere: bool = False
 
     @property
     def background(self) -> bool:
@@ -296,11 +298,35 @@ def below_memory() -> Iterator[Variant]:
         )  # fmt: skip
 
 
+def elsewhere() -> Iterator[Variant]:
+    """Backward in a thread of its own, as on an accelerator."""
+    few = frozenset({"llama-dropout", "own-function", "stack"})
+    more = {"llama-checkpoint-reentrant", "reused", "gradient-penalty", "resnet50", "experts/mixture", "rows/looked-up"}
+    quick = {
+        ("keep", "off"): few | {"gan"}, ("recompute", "forward"): few, ("offload", "backward"): few,
+        ("offload", "off"): frozenset({"own-function"}),
+    }  # fmt: skip
+    precisions = cycle(("32-true", "bf16-mixed"))
+    for (activations, mode), precision in zip(
+        product(("keep", "recompute", "offload"), ("off", "forward", "backward")), precisions, strict=False
+    ):
+        background = {} if mode == "off" else {"optimizer_overlap": mode}
+        yield Variant(
+            f"backward elsewhere, {activations}, updated under {mode}, {precision}",
+            "what Python keeps by thread, and forward leaves behind, is not there in backward",
+            {"k": 1, "activations": activations, **background}, {"precision": precision, "max_epochs": 2},
+            "plain" if background else "poisoned", "losses" if background else "gradients",
+            few | more | (NONE if background else {"gan"}), quick.get((activations, mode), frozenset({"stack"})),
+            elsewhere=True,
+        )  # fmt: skip
+
+
 VARIANTS: dict[str, Variant] = {
     variant.name: variant
     for family in (
         windows(), precisions(), accumulation(), asynchronous(), activations(), updates(), early_updates(),
         updates_in_every_precision(), one_pass(), below_memory(),
+        elsewhere(),
     )
     for variant in family
 }  # fmt: skip

@@ -201,6 +201,41 @@ class Reused(Stack):
         return self.head(self.blocks[1](x))
 
 
+class ScaledByWeight(torch.autograd.Function):
+    """Saves a weight and runs a forward of its own in backward, as kernels that are written by hand do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+        with torch.enable_grad():
+            y = x * weight.sigmoid()
+        return torch.autograd.grad(y, (x, weight), gradients[0])
+
+
+class Convolution(nn.Module):
+    """A residual block that ends in a function of its own."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(width, width, 3, padding=1)
+        self.norm = nn.BatchNorm2d(width)
+        self.scale = nn.Parameter(torch.randn(width, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norm(self.convolution(x)))
+        return x + ScaledByWeight.apply(y, self.scale)  # type: ignore[no-untyped-call]
+
+
+def convolutions() -> Classifier:
+    blocks = nn.Sequential(*(Convolution() for _ in range(4)))
+    return Classifier(nn.Sequential(nn.Conv2d(3, 8, 1), blocks, nn.Flatten(), nn.Linear(8 * 8 * 8, 5)))
+
+
 class Conditional(Stack):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
