@@ -7,6 +7,10 @@ the rest of the layer from the host, as without this class.
 A gather that not all ranks have announced yet is *on its way*: its slot counts as filled, and whoever uses it waits for the
 others first. Gathers are issued in the order of their announcements: whenever the engine comes by, and while it waits for other
 ranks, of which one may wait for this gather. While user code runs, which may wait for other ranks as well, a thread sees to it.
+
+Relative to sums of gradients, which are another process group's, that order differs from rank to rank. gloo runs both side by
+side. Kernels of NCCL do, too, as long as the device has room for both, but NCCL does not promise it. One order on all ranks would
+mean no gathers from a backward's first sum to its end: half of what slices save.
 """
 
 from __future__ import annotations
