@@ -364,8 +364,7 @@ class Walk:
 
     def _end_step(self) -> None:
         self._drain(self._resident)
-        self._drains.retire(0)
-        self._drains.finish(0)
+        self._drains.flush()
         if self._overlap != "backward":
             for layer in self._update_order():
                 self._update(_simulated(layer))

@@ -62,6 +62,11 @@ class Drains(Generic[D]):
             self._device.synchronize(drain.landed, Wait.APPLY_AFTER_DRAIN)
             self._apply(drain)
 
+    def flush(self) -> None:
+        """Finishes all transfers."""
+        self.retire(0)
+        self.finish(0)
+
     @property
     def overdue(self) -> bool:
         """Whether :meth:`finish` has something to do."""

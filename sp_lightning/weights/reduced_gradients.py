@@ -87,9 +87,7 @@ class ReducedGradients:
         self._drains: Drains[_Drain] = Drains(device, in_flight, self._free, lambda drain: None)
         self.compacted: set[StreamedLayer] = set()
         self.keep_narrow = False
-        self.device_bytes = 0
-        self.drained_bytes = 0
-        self.host_waits = 0
+        self.device_bytes = self.drained_bytes = self.host_waits = 0
 
     # ------------------------------------------------------------------ gradients arrive
 
@@ -302,8 +300,7 @@ class ReducedGradients:
     def _finish(self) -> None:
         while self._turn < len(self._order):
             self._next()
-        self._drains.retire(0)
-        self._drains.finish(0)
+        self._drains.flush()
         late = [family for family in self._families.values() if family.slot is None]
         places = [(family, place) for family in late for place in family.places]
         bits = self._agree(places)
@@ -339,8 +336,7 @@ class ReducedGradients:
         return sorted(order, key=lambda owner: owner.expert)  # which experts get tokens differs from rank to rank
 
     def _end(self) -> None:
-        self._turn = 0
-        self._begun = False
+        self._turn, self._begun = 0, False
         self._completed.clear()
         self._arriving.clear()
         self._ready.clear()
@@ -365,7 +361,6 @@ class ReducedGradients:
         self._end()
 
     def _free(self, drain: _Drain) -> None:
-        for tensor in drain.device:
-            self._device.access(tensor, Stream.COMPUTE, write=True)  # compute may put anything there next
+        self._device.access(drain.device, Stream.COMPUTE, write=True)  # compute may put anything there next
         drain.device.clear()
         self.device_bytes -= drain.nbytes
