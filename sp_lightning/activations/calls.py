@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.activations.call_record import CallRecord
-from sp_lightning.activations.forward_state import Elsewhere, FirstRuns
+from sp_lightning.activations.forward_state import Elsewhere, first_runs
 from sp_lightning.activations.modes import MODES, ModeContext
 from sp_lightning.activations.offload import Offload
 from sp_lightning.activations.recompute import Rerun
@@ -67,12 +67,9 @@ class Activations:
         self.offload = Offload(device, ring, stays, log)
         self.ring = ring
         self.choose(modes)
-        self._first_runs = FirstRuns()
-        self.trial = RecomputeTrial(volatile, elsewhere, self._first_runs)
+        self.trial = RecomputeTrial(volatile, elsewhere)
         self._record = CallRecord(len(units))
-        context = ModeContext(
-            self.offload, self._record, self.trial, rerun, volatile, elsewhere, self._first_runs, device.empty(0)
-        )
+        context = ModeContext(self.offload, self._record, self.trial, rerun, volatile, elsewhere, device.empty(0))
         self._by_name = {name: mode(context) for name, mode in MODES.items()}
         self._rows = rows
         self._units = units
@@ -119,7 +116,7 @@ class Activations:
         """Runs a unit's forward in its mode."""
         if _is_transformed():
             return forward(*args, **kwargs)
-        self._first_runs.call(unit, self._units[unit])
+        first_runs.call(unit, self._units[unit])
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         mode = self._by_name[self.modes[unit]]

@@ -5,21 +5,27 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import sdpa_kernel
 
 from sp_lightning.activations.containers import copy_container, restore_container
 from sp_lightning.activations.snapshot import SMALL, Snapshot
 from sp_lightning.activations.tensor_copy import TensorCopy, clone, write
 from sp_lightning.activations.weight_state import WeightState, host_of
-from sp_lightning.device.torch_private import preserve_version_counter
+from sp_lightning.device.torch_private import TORCHSCRIPT, preserve_version_counter, top_saved_tensors_hooks
 
 Elsewhere = Callable[[str], Callable[[], str | None]]
 """Takes a unit's name. What it returns says what was done to weights outside of the unit since; None if nothing was."""
+
+# The value of an attribute that is not there: None would be one, and would hide a weight of that name.
+_ABSENT = object()
+_NOTHING: AbstractContextManager[None] = nullcontext()  # it may be entered again and again
 
 
 class Unrepeatable(RuntimeError):
@@ -51,10 +57,19 @@ class ForwardState:
         self._before = Snapshot(module, given)
         self._unchanged: list[tuple[str, Tensor, int]] = []  # tensors that the forward has not changed
         self._learned: set[str] = set()  # names of tensors that were seen to be volatile
+        self._scripted: str | None = None  # what has saved for backward in TorchScript
 
     def calls(self, unit: str, module: nn.Module) -> None:
         """Looks, from now on, at another unit that the forward is about to call: its state is put back, too."""
         self._before.add(unit, module)
+
+    def saves_in_torchscript(self, name: str) -> None:
+        """Is told that TorchScript has saved something for backward in the forward.
+
+        Args:
+            name: the function's or method's.
+        """
+        self._scripted = name
 
     @property
     def context(self) -> contextvars.Context:
@@ -65,8 +80,17 @@ class ForwardState:
         """Forgets the values of what the forward has not changed.
 
         Raises:
-            Unrepeatable: it has written what cannot be put back.
+            Unrepeatable: it has written what cannot be put back, or has saved something in TorchScript.
         """
+        if self._scripted is not None:
+            # Its first call is profiled and runs operator by operator. A later one runs an optimized graph, which saves other
+            # tensors, in another order: gradients were wrong where their shapes were the same. torch's own checkpoint has
+            # this defect, and the exception that ends its second run early cannot pass through TorchScript's interpreter.
+            raise Unrepeatable(
+                self._refusal(
+                    f"calls {self._scripted!r} in TorchScript, which saves other tensors for backward once it is optimized"
+                )
+            )
         for weight in self._before.weights:
             if weight.is_written:
                 raise Unrepeatable(self._refusal(f"writes its parameter {weight.name!r}"))
@@ -170,7 +194,7 @@ class ForwardState:
         )
 
 
-class FirstRuns(threading.local):
+class _FirstRuns(threading.local):
     """The forwards of a thread that run for the first time, of which a second one may come."""
 
     def __init__(self) -> None:
@@ -179,6 +203,7 @@ class FirstRuns(threading.local):
     @contextmanager
     def of(self, state: ForwardState) -> Iterator[None]:
         """While this is active, a forward runs for the first time."""
+        _watch_torchscript()
         self._running.append(state)
         try:
             yield
@@ -189,6 +214,38 @@ class FirstRuns(threading.local):
         """A unit is about to be called; if it is inside the modules of such a forward, that has seen it already."""
         for state in self._running:
             state.calls(unit, module)
+
+    def in_torchscript(self, function: Any) -> AbstractContextManager[Any]:
+        """Around a call of TorchScript: the forwards are told whether it saves anything for backward."""
+        hooks = top_saved_tensors_hooks() if self._running else None
+        if hooks is None:
+            return _NOTHING
+        pack, unpack = hooks
+
+        def noted(tensor: Tensor) -> Any:
+            for state in self._running:
+                state.saves_in_torchscript(function.name)
+            return pack(tensor)
+
+        return saved_tensors_hooks(noted, unpack)
+
+
+first_runs = _FirstRuns()
+
+
+@cache
+def _watch_torchscript() -> None:
+    """Has each call of TorchScript tell the forwards what it saves, from now on. torch has no hooks around such calls."""
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(function: Any, *args: Any, **kwargs: Any) -> Any:
+            with first_runs.in_torchscript(function):
+                return call(function, *args, **kwargs)
+
+        return run
+
+    for kind in TORCHSCRIPT:
+        kind.__call__ = watched(kind.__call__)
 
 
 class _Values(NamedTuple):
@@ -211,7 +268,10 @@ class _Values(NamedTuple):
         for container, copied in self.containers:
             restore_container(container, copied)
         for place, key, held in self.foreign:
-            place[key] = held
+            if held is _ABSENT:
+                place.pop(key, None)
+            else:
+                place[key] = held
         for weight, trained in self.weights:
             weight.train(trained)
         for module, training in self.training:
@@ -237,7 +297,7 @@ def _values_now(before: Snapshot) -> _Values:
         [(copied.tensor, clone(copied.tensor)) for copied in before.tensors.values()],
         [(source.write, source.read()) for source in before.random],
         [(container, copy_container(container)) for container, _ in before.containers.values()],
-        [(place, key, place.get(key)) for place, key, _ in before.foreign],
+        [(place, key, place.get(key, _ABSENT)) for place, key, _ in before.foreign],
         [(weight, weight.is_trained) for weight in before.weights],
         [(module, module.training) for module, _ in before.training],
         torch.get_default_dtype(),

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from sp_lightning.activations.call_record import CallRecord
-from sp_lightning.activations.forward_state import Elsewhere, FirstRuns
+from sp_lightning.activations.forward_state import Elsewhere
 from sp_lightning.activations.offload import Offload
 from sp_lightning.activations.recompute import Rerun, is_checkpointed, run_recomputed
 from sp_lightning.activations.recompute_trial import RecomputeTrial
@@ -32,7 +32,6 @@ class ModeContext:
         rerun: a context for the second run of a unit's forward.
         volatile: by unit, the buffers whose values change in a forward.
         elsewhere: says what was done to weights outside of a unit.
-        first_runs: the forwards that run for the first time, of which a second one may come.
         anchor: an empty tensor on the device.
     """
 
@@ -42,7 +41,6 @@ class ModeContext:
     rerun: Rerun
     volatile: dict[str, set[str]]
     elsewhere: Elsewhere
-    first_runs: FirstRuns
     anchor: Tensor
 
 
@@ -98,7 +96,6 @@ class RecomputeMode:
             rerun=of.rerun,
             volatile=of.volatile,
             elsewhere=of.elsewhere,
-            first_runs=of.first_runs,
             anchor=of.anchor,
         )
 

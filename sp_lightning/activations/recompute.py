@@ -20,7 +20,7 @@ from weakref import WeakSet
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.activations.forward_state import Elsewhere, FirstRuns, ForwardState
+from sp_lightning.activations.forward_state import Elsewhere, ForwardState, first_runs
 from sp_lightning.activations.unit_call import UnitCall
 from sp_lightning.device.torch_private import checkpoint_hook, tree_flatten, tree_unflatten
 
@@ -46,7 +46,6 @@ def run_recomputed(
     rerun: Rerun,
     volatile: dict[str, set[str]],
     elsewhere: Elsewhere,
-    first_runs: FirstRuns,
     anchor: Tensor,
 ) -> Any:
     """Runs a unit's forward, of which autograd keeps the inputs only.
@@ -61,11 +60,10 @@ def run_recomputed(
         rerun: the context for the second run.
         volatile: by unit, the buffers whose values change; what the first run learns is added.
         elsewhere: says what was done to weights outside of a unit.
-        first_runs: is told of the first run.
         anchor: a tensor on the device. It tells torch's checkpoint whose random state to restore if no argument does.
 
     Raises:
-        Unrepeatable: the forward has written what cannot be put back.
+        Unrepeatable: the forward has written what cannot be put back, or has saved something in TorchScript.
     """
     given: Any = (tuple(args), kwargs)
     leaves, structure = tree_flatten(given, is_leaf=_is_leaf)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from sp_lightning.activations.forward_state import Elsewhere, FirstRuns, ForwardState, Unrepeatable
+from sp_lightning.activations.forward_state import Elsewhere, ForwardState, Unrepeatable, first_runs
 from sp_lightning.activations.unit_call import UnitCall
 from sp_lightning.device.torch_private import tree_leaves
 
@@ -17,13 +17,11 @@ class RecomputeTrial:
     Args:
         volatile: by unit, the buffers whose values change; what is learned is added.
         elsewhere: says what was done to weights outside of a unit.
-        first_runs: is told of the forwards.
     """
 
-    def __init__(self, volatile: dict[str, set[str]], elsewhere: Elsewhere, first_runs: FirstRuns) -> None:
+    def __init__(self, volatile: dict[str, set[str]], elsewhere: Elsewhere) -> None:
         self._volatile = volatile
         self._elsewhere = elsewhere
-        self._first_runs = first_runs
         self._unfit: dict[str, str] | None = None
         self._watched: list[tuple[str, ForwardState]] = []
 
@@ -50,7 +48,7 @@ class RecomputeTrial:
         except Exception as error:  # an object of the user's may raise anything when it is looked at
             self._unfit[call.unit] = str(error)
         done = self._elsewhere(call.unit)
-        with nullcontext() if state is None else self._first_runs.of(state):
+        with nullcontext() if state is None else first_runs.of(state):
             output = forward(*args, **kwargs)
         try:
             if state is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,9 @@ from sp_lightning.device.torch_private import COMPILED_CALL
 class UnitForward:
     """Stands in place of a module's forward, and hands each call on.
 
-    A copy of the module that is made meanwhile has a forward of its own. So has a module that is unpickled.
+    A deep copy of the module that is made meanwhile has a forward of its own. So has a module that is unpickled. A shallow copy
+    has this object among its attributes (learn2learn's ``clone_module`` copies a module's ``__dict__`` and exchanges the
+    weights in it); this object then runs the forward of the copy, and hands nothing on.
 
     Args:
         name: the unit's name.
@@ -49,9 +52,29 @@ class UnitForward:
 
     @never_compiled  # the engine is no part of a graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._call is None:
+        called = self._called()
+        if called is not self.__self__ and self._own is None:
+            return self.__func__(called, *args, **kwargs)
+        if called is not self.__self__ or self._call is None:
             return self._forward(*args, **kwargs)
         return self._call(self._name, self._forward, args, kwargs)
+
+    def _called(self) -> nn.Module:
+        """The module whose forward this is in the running call.
+
+        Nothing hands it over: an attribute of an instance is not bound to it, and a hook on the module would take
+        ``nn.TransformerEncoderLayer`` off its fast path. So it is read from the frame of ``nn.Module.__call__``, which is the
+        second one from here, or a little further if something is being compiled.
+        """
+        frame = sys._getframe(2)
+        for _ in range(4):
+            if frame.f_globals is vars(nn.modules.module):
+                called = frame.f_locals["self"]
+                return called if vars(called).get(self._attribute) is self else self.__self__
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+        return self.__self__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # The forward is bound to the copy of the module, which is made before its attributes are.

@@ -63,6 +63,9 @@ def checkpoint_hook() -> Callable[..., Any] | None:
     return hooks[0] if hooks is not None and hooks[0].__module__ == checkpoint.__name__ else None
 
 
+TORCHSCRIPT: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
+"""The classes of what Python calls in TorchScript: functions and methods, scripted and traced. One has no public name."""
+
 preserve_version_counter: Callable[[Tensor | tuple[Tensor, ...]], Any] = autograd._unsafe_preserve_version_counter
 """A context after which tensors have the version that they had before. The public API only counts upwards."""
 

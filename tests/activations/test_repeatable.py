@@ -305,6 +305,30 @@ def test_weights_modes_attributes_and_context_are_those_of_the_first_run(mode: A
     assert_same(fit(adapts, vectors(), superpipeline(k=1, activations=mode)), fit(adapts, vectors()))
 
 
+class DropsWeights(Module):
+    """One weight is exchanged for a tensor while a forward runs, and put back before backward (WeightDrop)."""
+
+    def loss(self, batch: Any) -> Tensor:
+        linear: Any = self.net.blocks[1].inner  # type: ignore[union-attr, index]
+        weight = linear.weight
+        del linear.weight
+        linear.weight = nn.functional.dropout(weight, 0.5)
+        loss = super().loss(batch)
+        del linear.weight
+        linear.register_parameter("weight", weight)
+        return loss
+
+
+@pytest.mark.parametrize("mode", ["recompute", "offload"])
+def test_a_weight_that_was_exchanged_for_a_tensor_is_there_after_backward(mode: Any) -> None:
+    """After the second run, the weight was None: the tensor's attribute, which was no longer there, was put back as None."""
+    ours = fit(lambda: DropsWeights(Stack()), vectors(), superpipeline(k=1, activations=mode))
+    assert_same(ours, fit(lambda: DropsWeights(Stack()), vectors()))
+    inner = ours.module.net.blocks[1].inner
+    assert "weight" not in vars(inner)
+    assert isinstance(inner.weight, nn.Parameter)
+
+
 class CallsAnother(Block):
     """A unit in another one's forward."""
 
