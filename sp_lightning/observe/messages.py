@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from sp_lightning.plan.activation_policy import Modes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
 
@@ -30,21 +31,28 @@ def less_host_memory(overlap: str = "backward") -> str:
     return advice + ' SuperpipelineStrategy(optimizer_overlap="backward") holds no gradients.' * held
 
 
-def after_out_of_memory(plan: Plan, smaller: Plan, obstacle: str, *, balanced: bool) -> str:
+def after_out_of_memory(plan: Plan, smaller: Plan, freed: Modes, obstacle: str | None, *, balanced: bool) -> str:
     """What a user can change after the device has run out of memory.
 
     Args:
         plan: the plan that the step ran with.
         smaller: the plan that the window has been shrunk to; ``plan`` itself if it could not be shrunk.
-        obstacle: why the step cannot be repeated.
+        freed: the modes that activations have been given because they take less in them; empty if they have theirs still.
+        obstacle: why the step cannot be repeated; None or empty if nothing is to be said about that.
         balanced: whether ``"auto"`` chooses the modes of activations already.
     """
     found = f"Superpipeline streamed with k={plan.k} and k_prime={plan.k_prime}"
-    if smaller is not plan:
-        return (
-            f"{found}. The step cannot be repeated by itself: {obstacle}. With SuperpipelineStrategy(k={smaller.k}, "
-            f"k_prime={smaller.k_prime}) there would be {human_bytes(plan.peak_device_bytes - smaller.peak_device_bytes)} more."
+    if obstacle:
+        found += f". The step cannot be repeated by itself: {obstacle}"
+    window = f"k={smaller.k}, k_prime={smaller.k_prime}"
+    less = human_bytes(plan.peak_device_bytes - smaller.peak_device_bytes)
+    if freed:
+        freeing = "recompute" if "recompute" in freed.values() else "offload"
+        return f'{found}. With SuperpipelineStrategy({window}, activations="{freeing}") activations take less' + (
+            f", and there would be {less} more." if smaller is not plan else "."
         )
+    if smaller is not plan:
+        return f"{found}. With SuperpipelineStrategy({window}) there would be {less} more."
     if plan.k > 1 or plan.k_prime > 1:
         return f'{found}. Use less: SuperpipelineStrategy(k={max(1, plan.k // 2)}, k_prime=1), or k="auto".'
     return (

@@ -33,28 +33,35 @@ class Batch:
         self._training = phase == "train"
 
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs the step. If the device runs out of memory and nothing else has happened, it runs again.
+        """Runs the step, and once more if the device runs out of memory in a batch that is measured and nothing else happened.
 
         Args:
             step: Lightning's. The other arguments are handed to it.
 
         Raises:
-            torch.OutOfMemoryError: the step cannot be repeated, or has failed twice.
+            torch.OutOfMemoryError: the step is not repeated, or has failed twice.
         """
-        snapshot = None
-        if self._run.tuner is not None:
-            snapshot = Snapshot(self._module, (args, kwargs))
+        # A snapshot pickles the attributes of the user's modules, so it is made where a repetition has a chance alone.
+        tuner = self._run.tuner
+        measured = self._training and tuner is not None and tuner.measures_modes
+        snapshot = Snapshot(self._module, (args, kwargs)) if measured else None
         try:
             return self._attempt(step, *args, **kwargs)
         except torch.OutOfMemoryError as error:
-            if self._run.ranks is not None and any(
-                isinstance(each, nn.SyncBatchNorm) for each in self._module.modules()
-            ):
-                snapshot = None  # the other ranks would have to repeat it, too
-            if not self._run.make_room(error, snapshot):
+            if not self._run.make_room(error, self._obstacle(snapshot)):
                 raise
+            assert snapshot is not None
+            snapshot.restore()
         # Outside of the handler: the error would keep the frames of the first attempt, and with them device memory.
         return self._attempt(step, *args, **kwargs)
+
+    def _obstacle(self, snapshot: Snapshot | None) -> str | None:
+        """Why the step cannot be repeated, in words; None where that is not tried, and an empty string if it can."""
+        if snapshot is None:
+            return None
+        if self._run.ranks is not None and any(isinstance(each, nn.SyncBatchNorm) for each in self._module.modules()):
+            return "the other ranks would have to repeat it, too, because of SyncBatchNorm"
+        return snapshot.obstacle()
 
     def _attempt(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         streamer = self._run.streamer

@@ -307,7 +307,7 @@ class OptimizerSteps:
                 return step(closed)
         except torch.OutOfMemoryError as error:
             if not hasattr(error, "__notes__"):  # not told yet: it came from backward or from the optimizer
-                self._run.make_room(error, None)
+                self._run.make_room(error, obstacle=None)
             raise
         finally:
             if fused is not None:

@@ -39,7 +39,6 @@ from sp_lightning.plan.options import Overlap
 from sp_lightning.plan.plan import Plan
 from sp_lightning.trainer.buffers import move_to_device
 from sp_lightning.trainer.options import Options
-from sp_lightning.trainer.retry import Snapshot
 from sp_lightning.trainer.weights_on_scratch import place
 from sp_lightning.tune.slices import takes_slices
 from sp_lightning.tune.tuner import Tuner
@@ -284,25 +283,24 @@ class Run:
                 self.streamer.updates.finish()
                 self.placement.settle()
 
-    def make_room(self, error: torch.OutOfMemoryError, snapshot: Snapshot | None) -> bool:
-        """Shrinks the window after an error. Returns whether the step can be repeated; the error says why not.
+    def make_room(self, error: torch.OutOfMemoryError, obstacle: str | None) -> bool:
+        """Shrinks the window after an error. Returns whether the step can be repeated; otherwise the error says what to do.
 
         Args:
             error: that ended the step.
-            snapshot: from before the step; None if it was more than a forward. It is restored for the repetition.
+            obstacle: why the step cannot be repeated; empty if it can, and None for a step that is not repeated in any case.
         """
-        plan = self.plan
+        plan, modes = self.plan, self.activations
         smaller = self.tuner is not None and self.tuner.shrink()
-        obstacle = "it was not a forward" if snapshot is None else snapshot.obstacle()
-        if smaller and snapshot is not None and not obstacle:
+        freed = {} if self.activations == modes else self.activations
+        if smaller and obstacle == "":
             self._log.warning(
-                "Superpipeline: out of device memory with k = %d, k' = %d; the step is repeated with k = %d, k' = %d.",
-                plan.k, plan.k_prime, self.plan.k, self.plan.k_prime,
+                "Superpipeline: out of device memory with activations: %s; the step is repeated with %s.",
+                summary(modes), summary(freed),
             )  # fmt: skip
-            snapshot.restore()
             return True
         balanced = self._options.activations == "auto"
-        error.add_note(after_out_of_memory(plan, self.plan, obstacle, balanced=balanced))
+        error.add_note(after_out_of_memory(plan, self.plan, freed, obstacle, balanced=balanced))
         return False
 
     @contextmanager

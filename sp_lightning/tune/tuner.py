@@ -87,6 +87,14 @@ class Tuner:
             self._time()
         self._batches += 1
 
+    @property
+    def measures_modes(self) -> bool:
+        """Whether this is one of the two batches by which modes of activations are chosen, so that shrinking may free memory.
+
+        The window is the smallest one in these batches. If modes are not chosen, nothing is there to shrink.
+        """
+        return self._balanced and self._batches <= _TIMED + 1
+
     def stop_timing(self) -> None:
         """Ends the measurement of time: what follows (validation, or the next batch) is no part of the timed batch."""
         if self._timeline in self._device.timelines:
