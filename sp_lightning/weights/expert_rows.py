@@ -71,6 +71,7 @@ class ExpertRows:
         needed: the rows that the present use of the layer may read.
         present: the rows that are in the slot that the layer is in, or was in last.
         cache: keeps experts on the device that were used; None without.
+        kept: the rows of the last fetch that the cache has, until they are copied from there.
         asked, found: how many rows uses have asked for, and how many of those were on the device.
         sent_bytes: bytes of the rows that were sent, those of whole layers included.
         host_waits: how often the host has waited for indices.
@@ -86,7 +87,7 @@ class ExpertRows:
         self.asked = self.found = self.sent_bytes = self.host_waits = 0
         self.comes_whole = ""
         self.cache: ExpertCache | None = None
-        self._kept: frozenset[int] = NOTHING  # the rows of the last fetch that the cache has
+        self.kept: frozenset[int] = NOTHING
         self._sent: list[int] = []  # the rows of it that are sent, and that the cache is to have
         self.say = say
         self._calls: dict[int, list[RoutedCall]] = {}  # by thread, those that are running
@@ -158,12 +159,12 @@ class ExpertRows:
         if before is None:
             return []
         if wanted is None and not before and (self.cache is None or not self.cache.rows(self.layer)):
-            self._kept, self._sent = NOTHING, []
+            self.kept, self._sent = NOTHING, []
             self.sent_bytes += self.layer.planned.nbytes
             return None
         missing = set(range(self.count) if wanted is None else wanted) - before
-        self._kept = NOTHING if self.cache is None else self.cache.rows(self.layer) & missing
-        self._sent = sorted(missing - self._kept)
+        self.kept = NOTHING if self.cache is None else self.cache.rows(self.layer) & missing
+        self._sent = sorted(missing - self.kept)
         pieces = [*self._beside_stacks()] if fresh else []
         for first, last in _runs(self._sent):
             for index in self.stacks:
@@ -175,7 +176,7 @@ class ExpertRows:
 
     def from_cache(self, slot: Tensor) -> None:
         """Copies those rows to a slot that the cache has."""
-        kept, self._kept = self._kept, NOTHING
+        kept, self.kept = self.kept, NOTHING
         if self.cache is not None and kept:
             self.cache.bring(self.layer, kept, slot)
 

@@ -209,8 +209,12 @@ class Slots:
                 self._device.copy(
                     [slot.memory[each] for each in pieces], [source[each] for each in pieces], Stream.UPLOAD
                 )
-                self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)  # of what was fetched there before
-                experts.from_cache(slot.memory)
+                if experts.kept:
+                    # What was fetched there before may have been overwritten unused, so that compute has not waited for it.
+                    self._device.wait(Stream.COMPUTE, slot.filled, Wait.BRING_AFTER_FETCH)
+                    experts.from_cache(slot.memory)
+                    if not slot.lent:  # a release will tell the last kernel of a slot that is in use
+                        slot.idle = self._device.record(Stream.COMPUTE)
             self._device.note("fetch", layer.index, begun, Stream.UPLOAD, nbytes)
             slot.layer = layer
             slot.escaped = False

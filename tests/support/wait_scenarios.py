@@ -15,9 +15,12 @@ from torch.optim import optimizer as torch_optimizer
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.waits import Wait
+from sp_lightning.model.find import find_layers
+from sp_lightning.plan.plan import make_plan
 from tests.support.engine import choose
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import Outcome, fit, fused, loader, trainer_for
+from tests.support.stacked import LeavesOut
 
 
 def training(strategy: Any) -> Outcome:
@@ -179,15 +182,24 @@ def cast_again(strategy: Any) -> Outcome:
     return fit(lambda: WritesBeforeBackward(Stack()), vectors(), strategy, precision="bf16-mixed")
 
 
-def predicted(strategy: Any) -> Outcome:
+def predicted(make: Any, batches: Any, strategy: Any) -> Outcome:
     """Where no hook may write, the first layers for a batch that never comes are under way at the end."""
-    case = CASES["vit"]
     pl.seed_everything(7, verbose=False)
-    trainer, module = trainer_for(strategy), case.make()
-    losses = trainer.predict(module, loader(case.batches()))
+    trainer, module = trainer_for(strategy), make()
+    losses = trainer.predict(module, loader(batches))
     state = {name: value.clone() for name, value in module.state_dict().items()}
     assert isinstance(losses, list)
     return Outcome(losses, [], state, [], torch.get_rng_state(), module, trainer)
+
+
+def left_out_with_a_cache(strategy: Any, *, kept: int = 2, run: Callable[..., Outcome] | None = None) -> Outcome:
+    """So many experts are kept on the device, and go from there to slots within the order of compute."""
+    if isinstance(strategy, SuperpipelineStrategy):
+        plan = make_plan(find_layers(LeavesOut()), k=2, k_prime=1, training=run is not None)
+        kept *= max(layer.row_bytes for layer in plan.layers)
+        choose(strategy, k=2, k_prime=1, memory_budget=plan.peak_device_bytes + kept)
+    batches = torch.randn(12, 4, 16, generator=torch.Generator().manual_seed(1)).unbind()
+    return (run or predicted)(LeavesOut, batches, strategy)
 
 
 def predicted_unseen(strategy: Any) -> Outcome:
@@ -217,6 +229,7 @@ OF_RANKS = (
 SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {
     Wait.FETCH_AFTER_USE: training,
     Wait.USE_AFTER_FETCH: training,
+    Wait.BRING_AFTER_FETCH: left_out_with_a_cache,
     Wait.CAST_AFTER_FETCH: cast_again,
     Wait.WRITE_BACK_AFTER_USE: written_in_place,
     Wait.RESIDENTS_AFTER_USE: training,
@@ -236,7 +249,7 @@ SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {
     Wait.UPDATE_AFTER_RESIDENTS: steps_first,
     Wait.FETCH_AFTER_UPDATE: in_the_background,
     Wait.READ_AFTER_UPDATE: looked_at,
-    Wait.CLOSE_AFTER_FETCH: predicted,
+    Wait.CLOSE_AFTER_FETCH: lambda strategy: predicted(CASES["vit"].make, CASES["vit"].batches(), strategy),
     Wait.UNPIN_AFTER_COPY: predicted_unseen,
 }
 

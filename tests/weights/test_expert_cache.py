@@ -20,6 +20,8 @@ from tests.support import stacked
 from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 from tests.support.simdevice import poison, simulated
 from tests.support.stacked import EXPERTS, Routers
+from tests.support.tiers import first
+from tests.support.wait_scenarios import left_out_with_a_cache
 
 
 class Generates(stacked.Transformer):
@@ -93,6 +95,23 @@ def test_copies_within_a_device_of_its_own_wait_for_transfers() -> None:
     assert_equal(ours, generated("auto"), "tokens")
     assert strategy.plan.cache_bytes
     assert strategy.stats().expert_hits
+
+
+@pytest.mark.parametrize("kept", first((1, 2, 3, 6, 12), 1, why="other experts are kept"))
+@pytest.mark.parametrize("trains", [False, True])
+def test_what_comes_into_a_slot_waits_for_experts_that_were_copied_there(kept: int, trains: bool) -> None:
+    """No test had a cache of some experts and blocks that batches leave out, so two orders were never looked at.
+
+    Experts go from the cache to their layer's slot in the order of compute when the layer is fetched, and not when it is
+    used. If a block is left out then, another layer is fetched over it: the upload waited for the slot's last use, which
+    was before that copy, and wrote the slot while the copy was pending. The results were those of the wrong experts.
+    """
+    strategy, run = superpipeline(), fit if trains else None
+    with simulated():
+        ours = left_out_with_a_cache(strategy, kept=kept, run=run)
+    assert strategy.plan.cache_bytes
+    assert strategy.stats().expert_hits
+    assert_same(ours, left_out_with_a_cache("auto", run=run))
 
 
 def test_experts_that_were_updated_are_not_taken_from_the_cache() -> None:
