@@ -110,7 +110,7 @@ class Streamer:
         self._residents = Residents(
             self._resident_layer, self._source, device, write_back=self._lent.write_back, stays=self._stays
         )
-        self._peak = Peak(self._slots, self._residents, self._gradients)
+        self._peak = Peak(self.found, self._slots, self._residents, self._gradients)
         prefetch = Prefetch(plan, self._slots, self._layers, self._source.ready)
         self._residency = Residency(self._slots, prefetch, self._source, self._lent, self._peak.note)
 
@@ -291,7 +291,8 @@ class Streamer:
         uncounted = [
             layer for layer, planned in zip(self._layers, planned_layers, strict=True) if not planned.gradient_bytes
         ]
-        return any(parameter.requires_grad for layer in uncounted for parameter in layer.block.parameters)
+        thawed = any(parameter.requires_grad for layer in uncounted for parameter in layer.block.parameters)
+        return thawed or self.found.staying > self.plan.staying
 
     # ------------------------------------------------------------------ what it has done
 
@@ -302,8 +303,8 @@ class Streamer:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of device memory that slots and residents take now."""
-        return self._slots.device_bytes + self._residents.nbytes
+        """Bytes of device memory that weights and buffers take now."""
+        return self._peak.weight_bytes
 
     def stats(self) -> Stats:
         """The present counters."""

@@ -17,8 +17,8 @@ from torch import nn
 from sp_lightning.device.torch_private import is_traceable_wrapper_subclass
 from sp_lightning.model.autocast_weights import lowered_parameters
 from sp_lightning.model.checks import check_values, modules_moved_whole, parted_parameters
-from sp_lightning.model.found import Found, Layer, NamedParameter, Place
-from sp_lightning.model.notes import advice_to_group, notes_on
+from sp_lightning.model.found import Found, Layer, NamedParameter, Place, buffers_in, tensor_bytes
+from sp_lightning.model.notes import advice_to_group, notes_on, why_nothing
 from sp_lightning.model.patterns import LayerChoice, chosen_layers, chosen_residents
 from sp_lightning.model.stacks import is_stack
 from sp_lightning.model.units import Unit, Walk
@@ -82,6 +82,8 @@ def find_layers(
         units={unit.name: unit.module for unit in units if unit.module is not None and not unit.within},
         parted=parted,
         ungrouped=advice_to_group(streamed, {child: names[child] for child in walk.above}),
+        buffer_bytes=sum(map(tensor_bytes, buffers_in(module))),
+        nothing=why_nothing(whole, (*found, *tables), places),
     )
 
 

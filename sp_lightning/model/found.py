@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -90,6 +90,8 @@ class Found:
         units: by name, the modules that have one mode of activations each: the layers, and the parts that stay on the
             device, in the order of the module tree.
         parted: pairs of frozen parameters over one memory; each parameter gets a copy.
+        buffer_bytes: bytes of all buffers, which are on the device all the time.
+        nothing: why nothing is streamed; empty if something is.
         ungrouped: if all layers are bare modules, which save nothing but their inputs, what to group, and how.
     """
 
@@ -106,12 +108,23 @@ class Found:
     units: Mapping[str, nn.Module] = field(default_factory=dict)
     parted: tuple[Parted, ...] = ()
     ungrouped: str = ""
+    buffer_bytes: int = 0
+    nothing: str = ""
 
     @property
     def plain_bytes(self) -> tuple[int, int]:
         """Bytes of the weights, and of the gradients, that are on the device if nothing streams."""
-        trained = [parameter for parameter in self.places if parameter.requires_grad]
-        return sum(map(tensor_bytes, self.places)), sum(map(tensor_bytes, trained))
+        return _with_gradients({*self.places, *self._whole})
+
+    @property
+    def staying(self) -> tuple[int, int]:
+        """Bytes that are on the device all the time: modules that are moved whole and buffers; gradients of such modules."""
+        weights, gradients = _with_gradients(self._whole)
+        return weights + self.buffer_bytes, gradients
+
+    @property
+    def _whole(self) -> set[nn.Parameter]:
+        return {parameter for _, module in self.aside for parameter in module.parameters()}
 
     @property
     def masters(self) -> tuple[Layer, ...]:
@@ -119,9 +132,20 @@ class Found:
         return tuple(Layer(layer.name, layer.lowered) for layer in self.layers if layer.lowered)
 
 
+def _with_gradients(parameters: Collection[nn.Parameter]) -> tuple[int, int]:
+    """Bytes of parameters, and of the gradients of those that are trained."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return sum(map(tensor_bytes, parameters)), sum(map(tensor_bytes, trained))
+
+
 def tensor_bytes(tensor: Tensor) -> int:
     """Bytes of a tensor's elements; of a wrapped one, those of the plain tensors that it consists of."""
     return sum(part.numel() * part.element_size() for _, part in parts("", tensor))
+
+
+def buffers_in(module: nn.Module) -> Iterator[Tensor]:
+    """The buffers of a module and of all in it. One that two modules share comes twice, as two copies go to the device."""
+    return (buffer for child in module.modules() for buffer in child._buffers.values() if buffer is not None)
 
 
 def join_names(prefix: str, name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -34,13 +34,33 @@ def notes_on(
     return (*_notes_on_whole(whole), *_notes_on_units(units), *_note_on_share(module, streaming))
 
 
+def why_nothing(whole: Mapping[nn.Module, str], streaming: Collection[Layer], others: Collection[nn.Parameter]) -> str:
+    """Why nothing is streamed, as a clause; empty if something is.
+
+    Args:
+        whole: the modules that are moved whole, with their names.
+        streaming: the layers and the tables.
+        others: the parameters outside of ``whole``.
+    """
+    if streaming:
+        return ""
+    if not whole:
+        return f"nothing is streamed: {'all weights are resident' if others else 'there are no weights'}"
+    said = " and ".join(_why_whole(module, name) for module, name in list(whole.items())[:2])
+    return f"nothing can be streamed: {said}{' and …' * (len(whole) > 2)}{', and the other weights are resident' * bool(others)}"
+
+
 def _notes_on_whole(whole: Mapping[nn.Module, str]) -> list[str]:
-    script = "is a ScriptModule"
-    other = "has parameters of a class that cannot be streamed"
+    also = "; so do its gradients and its optimizer's state"
     return [
-        f"{name!r} {script if isinstance(module, torch.jit.ScriptModule) else other}: it stays on the device whole."
+        f"{_why_whole(module, name)}: it stays on the device whole{also * any(p.requires_grad for p in module.parameters())}."
         for module, name in whole.items()
     ]
+
+
+def _why_whole(module: nn.Module, name: str) -> str:
+    script = isinstance(module, torch.jit.ScriptModule)
+    return f"{name!r} {'is a ScriptModule' if script else 'has parameters of a class that cannot be streamed'}"
 
 
 def _notes_on_units(units: Sequence[Unit]) -> list[str]:

@@ -4,6 +4,8 @@ The plan promises how much memory of the device weights and gradients take at mo
 
     slots of every ring  +  (k' + 1) · largest layer's gradients  +  residents and their gradients
 
+What streaming does not move counts with the residents: modules that are moved whole, and all buffers.
+
 On several devices a gradient that leaves takes more: what is sent to the others, what is received, and the own part of the sum.
 """
 
@@ -86,6 +88,8 @@ class Plan:
         ranks: how many devices of a node sum their gradients, each with slots of its own.
         nodes: how many nodes add up their sums.
         cache_bytes: device memory that keeps stacked experts which were used.
+        staying: bytes of modules that are moved whole and of buffers, and bytes of those modules' gradients.
+        nothing: why nothing is streamed; empty if something is.
     """
 
     k: int
@@ -102,6 +106,8 @@ class Plan:
     ranks: int = 1
     cache_bytes: int = 0
     nodes: int = 1
+    staying: tuple[int, int] = (0, 0)
+    nothing: str = ""
 
     @property
     def alone(self) -> bool:
@@ -140,21 +146,21 @@ class Plan:
 
     @property
     def resident_bytes(self) -> int:
-        """Device memory of the resident parameters."""
-        return self.residents.nbytes
+        """Device memory of the resident parameters, of modules that are moved whole, and of buffers."""
+        return self.residents.nbytes + self.staying[0]
 
     @property
     def gradient_bytes(self) -> int:
-        """Device memory of gradients on their way to the host: those of at most k' + 1 layers, and of the residents."""
+        """Device memory of gradients: on their way those of at most k' + 1 layers and of the residents; those that stay."""
         if not self.alone:
-            return self._reduced_bytes
+            return self._reduced_bytes + self.staying[1]
         largest = max((layer.gradient_bytes for layer in self.layers), default=0)
         # While the gradients of experts arrive, those of the block around them may be there in part.
         flying = min(self.k_prime + 1 + bool(self.experts), len(self.layers)) * largest
         trained = (layer for layer in self.layers if layer.gradient_bytes)
         # A gradient that leaves in the dtype of the casts is on the device in both dtypes for a moment.
         twice = max((cast.nbytes for layer in trained for cast in layer.casts), default=0)
-        return flying + twice + self.residents.gradient_bytes
+        return flying + twice + self.residents.gradient_bytes + self.staying[1]
 
     @property
     def _reduced_bytes(self) -> int:
@@ -177,6 +183,11 @@ class Plan:
     def peak_device_bytes(self) -> int:
         """The most device memory that weights and gradients take."""
         return self.slot_bytes + self.resident_bytes + self.gradient_bytes + self.cache_bytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Of these, what is allocated beside the module's own memory, where the device is the CPU."""
+        return self.peak_device_bytes - self.staying[0]
 
     @property
     def stack_bytes(self) -> int:
@@ -209,7 +220,7 @@ class Plan:
         plain = self._plain(training, state)
         totals = {
             "slots": (self.slot_bytes, slots),
-            "resident": (self.resident_bytes, ""),
+            "resident": (self.resident_bytes, self._staying()),
             **({"experts kept": (self.cache_bytes, self._kept())} if self.cache_bytes else {}),
             **({"gradients in flight": (self.gradient_bytes, "")} if training else {}),
             "peak on the device": (peak, f"{what}; plain {plain}" if plain else what),
@@ -224,6 +235,10 @@ class Plan:
             ]
         )
 
+    def _staying(self) -> str:
+        nbytes = self.staying[0]
+        return f"of them {human_bytes(nbytes)} of buffers and modules that are moved whole" if nbytes else ""
+
     def _kept(self) -> str:
         return f"{self.cache_bytes / self.stack_bytes:.0%} of {human_bytes(self.stack_bytes)}"
 
@@ -232,16 +247,20 @@ class Plan:
 
         The arguments are those of :meth:`table`.
         """
-        peak, all_of_them, what = self._compared(training)
+        peak, on_host, what = self._compared(training)
         plain = self._plain(training, state)
-        saves = f"{what} take {human_bytes(peak)} of device memory"
+        saves = f"take {human_bytes(peak)} of device memory"
         if plain:
             saves += f", plain Lightning {plain}"
-        if peak >= all_of_them:
+        if self.nothing:
+            return f"{self._heading()}. {what.capitalize()} {saves}."
+        if peak >= on_host + self.staying[0] + self.staying[1] * training:
             saves += "; a lower k, or smaller layers, would take less"
-        return f"{self._heading()}: {saves}."
+        return f"{self._heading()}: {what} {saves}."
 
     def _heading(self) -> str:
+        if self.nothing:
+            return f"Superpipeline: {self.nothing}"
         count = f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"
         return f"Superpipeline: {count}, k = {self.k}, k' = {self.k_prime}"
 
@@ -299,11 +318,12 @@ def make_plan(found: Found, *, k: int, k_prime: int, ranks: int = 1, nodes: int 
         plain=found.plain_bytes,
         ranks=ranks,
         nodes=nodes,
+        staying=found.staying,
+        nothing=found.nothing,
     )
-    if plan.host_bytes and plan.peak_device_bytes >= plan.host_bytes:
-        saves_nothing = (
-            "this takes no less device memory than all weights and gradients do: lower k, or choose smaller layers."
-        )
+    if plan.host_bytes and plan.peak_device_bytes >= plan.host_bytes + sum(plan.staying):
+        remedy = "nothing is streamed." if plan.nothing else "lower k, or choose smaller layers."
+        saves_nothing = f"this takes no less device memory than all weights and gradients do: {remedy}"
         return replace(plan, notes=(*plan.notes, saves_nothing))
     return plan
 

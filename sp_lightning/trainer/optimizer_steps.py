@@ -178,7 +178,7 @@ class OptimizerSteps:
         assert ledger is not None
         self.disk = DiskTier(disk, self._options.host_memory, self._still, self._log)
         self._run.placement.leave()  # the memory that is counted next has none of them; those of a window come
-        on_host = streamer.plan.peak_device_bytes * ledger.ranks * streamer.device.computes_on_host
+        on_host = streamer.plan.allocated_bytes * ledger.ranks * streamer.device.computes_on_host
         on_disk = self._run.placement.on_disk
         others, beside = ledger.gradients + on_host + on_disk.window, on_disk.weight_bytes + on_disk.gradient_bytes
         placement = self.disk.place(self._trainer.optimizers, streamer.updating.layer_of, others, elsewhere, beside)

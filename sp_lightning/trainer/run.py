@@ -147,7 +147,7 @@ class Run:
         remarks, k = [self.placement.remark] if self.placement.remark else [], self._options.k
         if self.tuner is not None:
             remarks.append("k and k' are chosen once two batches have been measured.")
-        if isinstance(k, int) and k > self.plan.k:
+        if isinstance(k, int) and k > self.plan.k and not self.plan.nothing:
             remarks.append(f"k={k} is capped at {self.plan.k}, the number of layers: all are on the device at once.")
         return remarks
 

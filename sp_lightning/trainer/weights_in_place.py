@@ -126,7 +126,7 @@ def _room(host_memory: int | float | None, plan: Plan, device: torch.device, oth
     """Bytes of host memory for weights, beside so many for others; None for no limit."""
     room = room_for(host_memory)
     if room is not None and device.type == "cpu":  # the slots are host memory, too
-        room -= plan.slot_bytes + plan.resident_bytes
+        room -= plan.slot_bytes + plan.residents.nbytes
     return None if room is None else room - others
 
 

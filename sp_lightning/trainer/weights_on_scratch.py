@@ -83,4 +83,4 @@ def missing_bytes(
     early = options.optimizer_overlap == "backward"
     needed += make_ledger(plan, (), early=early, accumulate=accumulate, clips=None, scales=False).gradients
     needed += 2 * _STATE * max(layer.gradient_bytes for layer in plan.trained) + _UNTIL_STATE
-    return needed + plan.peak_device_bytes * (device.type == "cpu") - room  # there, device memory is host memory
+    return needed + plan.allocated_bytes * (device.type == "cpu") - room  # there, device memory is host memory

@@ -80,7 +80,7 @@ class Work:
     Attributes:
         costs: what each visit computes, in the order of the visits.
         activation_bytes: the most bytes that are alive at once beside parameters and casts that travel: activations,
-            intermediate results, gradients of activations, the gradients of the layer that is in backward; and buffers.
+            intermediate results, gradients of activations, the gradients of the layer that is in backward.
         calls: the unit calls in the order of the forward, without the small storages that they save.
         small: the same calls with the small storages only, which are kept or computed again and never travel.
         outside: bytes that autograd saves outside of all units, as a rule in the loss. No mode changes them.
@@ -278,10 +278,9 @@ class _Trial(TorchDispatchMode):
         self._weights.update({storage_id(p.untyped_storage()): -1 for _, p in found.residents.parameters})
         # Buffers, and modules that are moved whole, are on the device all the time.
         root = [*found.visits, *(module for _, module in found.aside)]
-        staying = {id(b): b for module in root for b in module.buffers()}
-        staying.update((id(p), p) for _, module in found.aside for p in module.parameters())
-        self._staying = list(staying.values())
-        self._addresses = {storage_id(tensor.untyped_storage()) for tensor in self._staying}
+        staying = [*(b for module in root for b in module.buffers())]
+        staying += [p for _, module in found.aside for p in module.parameters()]
+        self._addresses = {storage_id(tensor.untyped_storage()) for tensor in staying}
         self._lowered = {storage_id(p.untyped_storage()) for layer in found.layers for _, p in layer.lowered}
         # The casts of those weights. They are kept alive, so that no other storage is given their addresses.
         self._casts: list[Tensor] = []
@@ -315,8 +314,8 @@ class _Trial(TorchDispatchMode):
         return tuple(cost for cost in self._costs if cost.layers or cost.flops or cost.moved)
 
     def peak(self) -> int:
-        """The most bytes that were alive at once beside parameters and casts that travel; buffers are included."""
-        return self._live.peak + sum(tensor.numel() * tensor.element_size() for tensor in self._staying)
+        """The most bytes that were alive at once beside parameters, casts that travel, and buffers."""
+        return self._live.peak
 
     def stays(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is that of a weight, of a cast that travels, or of a buffer."""

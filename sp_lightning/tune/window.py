@@ -52,6 +52,7 @@ class Window:
         self._k = k
         self._k_prime = k_prime
         self._budget = budget
+        self._training = training
         self._make = partial(make_plan, ranks=ranks, nodes=nodes, training=training)
         self._found: Found | None = None
         self.room: int | None = None
@@ -64,7 +65,8 @@ class Window:
     @property
     def auto(self) -> bool:
         """Whether k or k' is to be chosen, and a budget to choose them for is known."""
-        return "auto" in (self._k, self._k_prime) and self.room is not None
+        streams = self._found is not None and not self._found.nothing
+        return "auto" in (self._k, self._k_prime) and self.room is not None and streams
 
     def begin(self, found: Found, device: Device, find: Callable[[Sequence[str]], Found] | None = None) -> Plan:
         """Returns the plan for the first batches: the smallest window.
@@ -178,24 +180,41 @@ class Window:
 
     def _check(self, plan: Plan, room: int, device: Device, find: Callable[[Sequence[str]], Found] | None) -> None:
         """Raises a ValueError with a remedy if the plan does not fit ``room`` bytes."""
-        if not plan.layers or plan.peak_device_bytes <= room:
+        least, what = self._least(plan), "Weights and gradients need" if self._training else "Weights need"
+        if least <= room:
             return
-        largest = max(plan.layers, key=lambda layer: layer.nbytes)
-        smallest = self._make(self._found, k=1, k_prime=1) if self._found else plan
         there = f"{room} bytes ({human_bytes(room)}) are free on {device.device}"
         if self._budget is not None:
             there = f"with memory_budget={self._budget!r} there are {room} bytes ({human_bytes(room)})"
-        if smallest.peak_device_bytes <= room:
+        self._check_staying(plan, room, f"{what} {least} bytes ({human_bytes(least)}), and {there}")
+        largest = max(plan.layers, key=lambda layer: layer.nbytes)
+        smallest = self._make(self._found, k=1, k_prime=1) if self._found else plan
+        if self._least(smallest) <= room:
             remedy = "Use less: SuperpipelineStrategy(k=1, k_prime=1)."
         else:
             remedy = self._smaller_layers(largest.name, smallest, find) or (
                 'There are no smaller layers in it. Use precision="bf16-true", where it is float32, or give it as much memory.'
             )
         raise ValueError(
-            f"Weights and gradients need {plan.peak_device_bytes} bytes ({human_bytes(plan.peak_device_bytes)}) with k={plan.k} "
+            f"{what} {least} bytes ({human_bytes(least)}) with k={plan.k} "
             f"and k_prime={plan.k_prime}, and {there}. The least is "
-            f"{human_bytes(smallest.peak_device_bytes)}, with k=1 and k_prime=1; the largest layer, {largest.name!r}, takes "
+            f"{human_bytes(self._least(smallest))}, with k=1 and k_prime=1; the largest layer, {largest.name!r}, takes "
             f"{largest.nbytes} bytes ({human_bytes(largest.nbytes)}). {remedy}"
+        )
+
+    def _check_staying(self, plan: Plan, room: int, said: str) -> None:
+        """Raises a ValueError if nothing is streamed, or if what stays on the device does not fit by itself."""
+        staying = plan.resident_bytes + (plan.residents.gradient_bytes + plan.staying[1]) * self._training
+        if plan.layers and staying <= room:
+            return
+        whole = [f"{name!r} ({type(module).__name__})" for name, module in (self._found.aside if self._found else ())]
+        beside = (
+            f"; it has modules that are moved whole: {', '.join(whole[:3])}{', …' * (len(whole) > 3)}" if whole else ""
+        )
+        raise ValueError(
+            f"{said}. What stays on the device takes {staying} bytes ({human_bytes(staying)}) of that{beside}. Leave names "
+            "out of resident=, give a module in place of its ScriptModule, so that their weights are streamed, or give it as "
+            "much memory."
         )
 
     def _smaller_layers(self, largest: str, least: Plan, find: Callable[[Sequence[str]], Found] | None) -> str:
@@ -208,12 +227,16 @@ class Window:
                 plan = self._make(find([pattern]), k=1, k_prime=1)
             except ValueError:  # the pattern matches no module, or the modules that it matches overlap
                 continue
-            if plan.peak_device_bytes < least.peak_device_bytes:
+            if self._least(plan) < self._least(least):
                 return (
                     f'Cut it into smaller ones: SuperpipelineStrategy(layers=["{pattern}"]), whose least is '
-                    f"{human_bytes(plan.peak_device_bytes)}."
+                    f"{human_bytes(self._least(plan))}."
                 )
         return ""
+
+    def _least(self, plan: Plan) -> int:
+        """Bytes of device memory that a plan takes at least: those of gradients count in training."""
+        return plan.peak_device_bytes - plan.gradient_bytes * (not self._training)
 
 
 def _room(budget: int | float | None, free: int | None, margin: float) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import DisableTorchFunctionSubclass, nn
+from torch.jit import ScriptModule
 
 from sp_lightning.device.layout import strides
 from sp_lightning.model.found import Place
@@ -36,7 +37,8 @@ class Swap:
     ) -> None:
         self.blocks = [layer.block for layer in layers]
         self._module = module
-        self._modules = list(module.modules())
+        # A ScriptModule, which is moved whole, has wrappers in place of dictionaries, and they equal nothing.
+        self._modules = [each for each in module.modules() if not isinstance(each, ScriptModule)]
         plain = [pair for layer in layers for pair in zip(layer.block.parameters, layer.parameters.all, strict=True)]
         # nn.RNNBase keeps a list of its weights, which its __setattr__ renews.
         pairs = [

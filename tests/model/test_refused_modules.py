@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.plan.units import human_bytes
 from tests.support.models import Block, Module, Stack, llama, tokens, vectors
 from tests.support.runs import assert_equal, fit, loader, superpipeline, trainer_for
 from tests.support.starts import start
@@ -57,6 +58,46 @@ def test_nothing_to_stream_just_runs() -> None:
     ours = fit(llama, tokens(), everything)
     assert everything.plan.layers == ()
     assert_equal(ours.state, fit(llama, tokens()).state, "state")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+def test_a_model_that_is_one_script_module_says_so() -> None:
+    """It was logged as "0 layers, k = 1 … weights take 0 B; a lower k, or smaller layers, would take less"."""
+    make = lambda: nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))  # noqa: E731
+    nbytes = sum(p.nbytes for p in make().parameters())
+    strategy = superpipeline(k=3)
+    fit(lambda: Module(torch.jit.script(make())), vectors(1), strategy)
+    plan = strategy.plan
+    assert plan.sentence(state=0) == (
+        "Superpipeline: nothing can be streamed: 'net' is a ScriptModule. "
+        f"Weights and gradients take {human_bytes(2 * nbytes)} of device memory, "
+        f"plain Lightning {human_bytes(2 * nbytes)} with optimizer state."
+    )
+    assert plan.notes[0] == (
+        "'net' is a ScriptModule: it stays on the device whole; so do its gradients and its optimizer's state."
+    )
+    assert strategy.remarks() == []
+    assert "0 layers" not in str(plan)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+@pytest.mark.parametrize("blocks", [0, 4])
+def test_script_modules_are_refused_where_they_do_not_fit(blocks: int) -> None:
+    """A budget of 1 MiB took a scripted front of 4 MiB."""
+
+    def module(*, script: bool) -> Module:
+        front = nn.Sequential(*(nn.Linear(16, 16) for _ in range(40)))
+        return Module(nn.Sequential(torch.jit.script(front) if script else front, *(Block() for _ in range(blocks))))
+
+    with pytest.raises(
+        ValueError, match=r"need .*\. What stays on the device takes .*'net.0' .*in place of its Script"
+    ):
+        fit(lambda: module(script=True), vectors(1), superpipeline(memory_budget="40KiB"))
+    strategy = superpipeline(memory_budget="40KiB")
+    fit(lambda: module(script=False), vectors(1), strategy)
+    assert strategy.plan.peak_device_bytes <= 40 * 1024
+    trainer = trainer_for(superpipeline(memory_budget="60KiB"))
+    trainer.predict(module(script=True), loader(vectors(1)))  # which has no gradients
 
 
 @pytest.mark.parametrize("options", [{"layers": "net.blocks"}, {"layers": "net"}, {"resident": ["**"]}], ids=str)

@@ -7,6 +7,7 @@ from typing import Any
 
 import peft
 import torch
+from torch import Tensor, nn
 from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
 
 from sp_lightning.plan.plan import Plan
@@ -46,3 +47,18 @@ def travels_packed(plan: Plan) -> bool:
     smaller = [layer.nbytes < layer.gradient_bytes + sum(s.nbytes for s in layer.spans) * 2 for layer in blocks]
     packed = {span.dtype for span in blocks[0].spans} >= {torch.int8}
     return len(blocks) == 4 and all(smaller) and packed and "travel as their packed bytes" in str(plan)
+
+
+class Opaque(Tensor):
+    """A subclass with a dispatch of its own that says nothing of its memory."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C._DisableTorchDispatch():
+            result = func(*args, **(kwargs or {}))
+            return torch.Tensor._make_subclass(cls, result) if func is torch.ops.aten.detach.default else result
+
+
+def opaque(weight: Tensor) -> nn.Parameter:
+    """A frozen parameter of that class."""
+    return nn.Parameter(Tensor._make_subclass(Opaque, weight.detach()), requires_grad=False)

@@ -18,7 +18,7 @@ from sp_lightning.model.find import find_layers
 from sp_lightning.model.wrapped import parts
 from tests.support.models import Module, Stack, Transformer, tokens, vectors
 from tests.support.poison import poisoned
-from tests.support.quantised import CONFIGS, adapted, travels_packed
+from tests.support.quantised import CONFIGS, adapted, opaque, travels_packed
 from tests.support.runs import assert_equal, assert_same, fit, fused, loader, superpipeline, trainer_for
 
 # peft warns that these adapters cannot be merged: nobody told it how to quantise again.
@@ -117,19 +117,9 @@ def test_residents_may_be_quantised() -> None:
     assert "net.blocks.2" not in [layer.name for layer in strategy.plan.layers]
 
 
-class Opaque(Tensor):
-    """A subclass with a dispatch of its own that says nothing of its memory."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C._DisableTorchDispatch():
-            result = func(*args, **(kwargs or {}))
-            return torch.Tensor._make_subclass(cls, result) if func is torch.ops.aten.detach.default else result
-
-
-def opaque() -> nn.Module:
+def with_opaque() -> nn.Module:
     net = Stack()
-    net.blocks[1].inner.weight = nn.Parameter(torch.Tensor._make_subclass(Opaque, torch.randn(32, 16)))
+    net.blocks[1].inner.weight = opaque(torch.randn(32, 16))
     return net
 
 
@@ -140,7 +130,7 @@ def trainable() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("make", "remedy"), [(opaque, "Exchange it for a plain parameter"), (trainable, "Freeze it")], ids=["opaque", "trained"]
+    ("make", "remedy"), [(with_opaque, "Exchange it for a plain parameter"), (trainable, "Freeze it")], ids=["opaque", "trained"]
 )  # fmt: skip
 def test_others_are_refused_by_name(make: Callable[[], nn.Module], remedy: str) -> None:
     with pytest.raises(
