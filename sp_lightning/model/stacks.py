@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dis import get_instructions
 from functools import cache
-from inspect import Parameter, signature
+from inspect import Parameter, getattr_static, signature
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -22,10 +23,30 @@ from sp_lightning.model.wrapped import parts
 _DIMENSIONS = 3
 # A forward takes hidden states, the indices of the experts, and their weights.
 _ARGUMENTS = 3
+# Words in the names of arguments that say what is routed where, and words beside them of which that is not so.
+_OF_INDICES = frozenset(
+    [
+        "assignment",
+        "assignments",
+        "expert",
+        "experts",
+        "idx",
+        "index",
+        "indices",
+        "inds",
+        "router",
+        "routes",
+        "routing",
+        "selected",
+        "topk",
+    ]
+)
+_OF_OTHERS = frozenset(["batch", "block", "head", "layer", "position", "step"])
 NEARLY_ALL = 3 / 4
 """From this share of the experts on the layer moves whole, in one piece, and ahead of time if its last call was like that."""
 # The module of transformers in which ``use_experts_implementation`` is.
 _INTERFACE = "transformers.integrations.moe"
+_TORCH = ("torch", "math", "builtins", "typing")
 
 
 def stacked_rows(module: nn.Module) -> int:
@@ -38,7 +59,7 @@ def stacks_in(module: nn.Module) -> list[Tensor]:
     """A module's stacks of experts: its own parameters of three dimensions, which begin with the number of experts."""
     stacks: list[Tensor] = [p for p in module._parameters.values() if p is not None and p.dim() == _DIMENSIONS]
     one_count = len({len(stack) for stack in stacks}) == 1 and len(stacks[0]) > 1
-    return stacks if one_count and _takes_indices(module) else []
+    return stacks if one_count and _is_routed(module) else []
 
 
 def is_stack(tensor: Tensor | None, count: int) -> bool:
@@ -72,14 +93,21 @@ def _are_together(stack: Tensor) -> bool:
     return stack.stride(0) == row == extent
 
 
-def _takes_indices(module: nn.Module) -> bool:
-    """Whether the module's forward has places for hidden states, indices and weights."""
+def _is_routed(module: nn.Module) -> bool:
+    """Whether the module's forward has places for hidden states, indices and weights, and says which the indices are.
+
+    The names alone tell a module of experts from an attention whose heads are in one parameter, and which takes a mask.
+    """
     try:
         parameters = signature(type(module).forward).parameters.values()
     except (TypeError, ValueError):
         return False
     positional = [p for p in parameters if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
-    return len(positional) > _ARGUMENTS
+    words = [{*p.name.lower().split("_")} for p in positional[2:]]
+    named = "expert" in type(module).__name__.lower() or any(
+        each & _OF_INDICES and not each & _OF_OTHERS for each in words
+    )
+    return len(positional) > _ARGUMENTS and named
 
 
 class Reading(enum.Enum):
@@ -101,7 +129,10 @@ def how_it_reads(module: nn.Module) -> Reading:
         return Reading.UNKNOWN
     original = getattr(forward, "__wrapped__", None)
     if original is None:
-        alone = _uses_torch_alone(owner) and all(_is_of_torch(type(child)) for child in module.children())
+        names = _names_beside_torch(owner)
+        alone = names is not None and all(_is_of_torch(type(child)) for child in module.children())
+        # A launcher of a kernel may be kept on the module, or on an object there, and not in its class.
+        alone = alone and all(_is_data(value, names) for name, value in vars(module).items() if name in (names or ()))
         return Reading.BY_TORCH if alone else Reading.UNKNOWN
     if forward.__globals__["__name__"] != _INTERFACE:
         return Reading.UNKNOWN
@@ -119,24 +150,53 @@ def how_it_reads(module: nn.Module) -> Reading:
 
 
 @cache
-def _uses_torch_alone(owner: Any) -> bool:
-    """Whether a class's forward is Python that uses nothing but torch, and functions beside it of which the same is true."""
+def _names_beside_torch(owner: Any) -> frozenset[str] | None:
+    """The names that a class's forward uses; None unless that is Python that uses nothing but torch and its own functions.
+
+    Those are functions beside the class, and methods, of which the same is true.
+    """
     seen: set[Any] = set()
     functions: list[Any] = [owner.forward]
+    of_all: set[str] = set()
     while functions:
         function = functions.pop()
         if not isinstance(function, FunctionType) or {*function.__code__.co_freevars} - {"__class__"}:
-            return False
+            return None
         seen.add(function)
-        names = {name for code in _codes(function.__code__) for name in code.co_names}
+        codes = [*_codes(function.__code__)]
+        names = {name for code in codes for name in code.co_names}
+        of_all |= names
+        imported = [each.argval for code in codes for each in get_instructions(code) if each.opname == "IMPORT_NAME"]
         used = [function.__globals__[name] for name in names if name in function.__globals__]
-        methods = [vars(each).get(name) for name in names for each in owner.__mro__]
-        methods = [each for each in methods if isinstance(each, FunctionType)]
+        methods = [_unbound(vars(each)[name]) for name in names for each in owner.__mro__ if name in vars(each)]
         beside = [each for each in used if isinstance(each, FunctionType) and each.__module__ == function.__module__]
-        if not all(map(_is_of_torch, (each for each in used if each not in beside))):
-            return False
-        functions += [each for each in (*beside, *methods) if each not in seen and not _is_of_torch(each)]
-    return True
+        others = [each for each in used if each not in beside] + [each for each in methods if _is_foreign(each, names)]
+        if not all(map(_is_of_torch, others)) or not all(name.split(".")[0] in _TORCH for name in imported):
+            return None
+        mine = [each for each in (*beside, *methods) if isinstance(each, FunctionType)]
+        functions += [each for each in mine if each not in seen and not _is_of_torch(each)]
+    return frozenset(of_all)
+
+
+def _unbound(attribute: Any) -> Any:
+    """The function behind a class's attribute, if it is a method of any kind or a property."""
+    function = attribute.fget if isinstance(attribute, property) else attribute
+    return getattr(function, "__func__", function)
+
+
+def _is_foreign(attribute: Any, names: Collection[str]) -> bool:
+    """Whether a class's attribute is neither a function of Python, which is looked at, nor data."""
+    return not isinstance(attribute, FunctionType) and not _is_data(attribute, names)
+
+
+def _is_data(value: Any, names: Collection[str]) -> bool:
+    """Whether a value is torch's, or has nothing that may be called under one of these names."""
+    if isinstance(value, (list, tuple, set, dict)):
+        return all(_is_data(each, names) for each in (value.values() if isinstance(value, dict) else value))
+    if isinstance(value, Tensor) or _is_of_torch(value):
+        return True
+    inside = (getattr_static(value, name, None) for name in names)
+    return not callable(value) and all(_is_of_torch(each) or not callable(_unbound(each)) for each in inside)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -150,4 +210,4 @@ def _is_of_torch(value: Any) -> bool:
     if isinstance(value, (int, float, str, bool, type(None))):
         return True
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
-    return name.split(".")[0] in ("torch", "math", "builtins", "typing") or name == "transformers.activations"
+    return name.split(".")[0] in _TORCH or name == "transformers.activations"

@@ -7,12 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
+from tests.support import stacked
 from tests.support.findable import MODELS
-from tests.support.models import Block, Stack
+from tests.support.models import Block, Module, Stack, vectors
+from tests.support.runs import assert_same, fit, superpipeline
 from tests.support.tiers import first
 
 
@@ -133,6 +135,51 @@ def test_blocks_that_are_sequences_of_bare_modules(name: str) -> None:
     assert [layer.name for layer in found.layers] == expected
     assert len(found.experts) == (2 if name == "experts" else 0)
     assert not found.ungrouped or name in ("one-part", "encoder-and-decoder")
+
+
+class Heads(nn.Module):
+    """Attention whose heads are in parameters of three dimensions, as that of policies for routing problems."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Parameter(torch.randn(4, 16, 4) / 4) for _ in range(3))
+        self.out = nn.Parameter(torch.randn(4, 4, 16) / 4)
+
+    def forward(self, q: Tensor, h: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        h = q if h is None else h
+        weights = torch.softmax((q @ self.query) @ (h @ self.key).transpose(1, 2), -1)
+        return ((weights @ (h @ self.value)) @ self.out).sum(0)
+
+
+class PolicyLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self.feed = Heads(), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.feed(self.module(x)))
+
+
+def test_heads_in_one_parameter_are_no_experts() -> None:
+    """A forward of three arguments was enough: each attention was a layer that came when its call asked for it."""
+
+    def make() -> Module:
+        return Module(nn.Sequential(*(PolicyLayer() for _ in range(6))))
+
+    strategy = superpipeline(k=1, callback=False)
+    ours = fit(make, vectors(), strategy)
+    assert_same(ours, fit(make, vectors()))
+    plan, stats = strategy.plan, strategy.stats()
+    assert [layer.name for layer in plan.layers] == [f"net.{index}" for index in range(6)]
+    assert not any("expert" in note for note in plan.notes)
+    assert stats.demand_fetches == 0
+    assert stats.fetched_layers == len(vectors()) * (2 * 6 - 2)
+
+
+@pytest.mark.parametrize("name", first(stacked.CONFIGS, "qwen3", "mixtral", "gpt-oss", why="named like these"))
+def test_stacks_that_something_is_routed_to_are_experts(name: str) -> None:
+    found = find_layers(stacked.transformer(name).net)
+    assert [layer.rows for layer in found.layers if layer.rows] == [stacked.EXPERTS] * 2
 
 
 def test_plain_lightning_has_gradients_of_what_is_trained() -> None:

@@ -163,6 +163,7 @@ QUICK = {*STAYING, *(name for name, case in REGISTRY.items() if case.quick)}
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without")
 @pytest.mark.parametrize(
     "name", first([*STAYING, *REGISTRY], if_=QUICK.__contains__, why="other models of the same kinds")
 )

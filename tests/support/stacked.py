@@ -79,6 +79,15 @@ class Stack(nn.Module):
         return out
 
 
+def kernel(x: Tensor, stack: Tensor) -> Tensor:
+    """Stands for a kernel that takes pointers: torch sees nothing of what it reads."""
+    with torch.DisableTorchFunctionSubclass():
+        return x + stack.sum()
+
+
+kernel.__module__ = "elsewhere"
+
+
 class Router(nn.Module):
     """A block: a linear layer and experts, of which each row of the input goes to two."""
 
