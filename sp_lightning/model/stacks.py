@@ -130,9 +130,11 @@ def how_it_reads(module: nn.Module) -> Reading:
     original = getattr(forward, "__wrapped__", None)
     if original is None:
         names = _names_beside_torch(owner)
-        alone = names is not None and all(_is_of_torch(type(child)) for child in module.children())
+        if names is None:
+            return Reading.UNKNOWN
+        alone = all(_is_of_torch(type(child)) for child in module.children())
         # A launcher of a kernel may be kept on the module, or on an object there, and not in its class.
-        alone = alone and all(_is_data(value, names) for name, value in vars(module).items() if name in (names or ()))
+        alone = alone and all(_is_data(value, names) for name, value in vars(module).items() if name in names)
         return Reading.BY_TORCH if alone else Reading.UNKNOWN
     if forward.__globals__["__name__"] != _INTERFACE:
         return Reading.UNKNOWN
