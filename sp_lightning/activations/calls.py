@@ -96,6 +96,8 @@ class Activations:
         """Replaces the units' forwards."""
         if not self.idle and not self._installed:
             self._installed = [UnitForward(name, unit, self.call) for name, unit in self._units.items()]
+            for unit in self._installed:
+                unit.install()
 
     def remove(self) -> None:
         """Gives the units their own forwards back."""

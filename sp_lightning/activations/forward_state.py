@@ -157,9 +157,9 @@ class ForwardState:
         now = _values_now(before)
         kernels = sdpa_kernel(before.kernels) if before.kernels else nullcontext()
         with preserve_version_counter(tuple(copied.tensor for copied in before.tensors.values())), kernels:
-            _values_before(before).put()
             done = self._elsewhere(self._unit)
             try:
+                _values_before(before).put()
                 yield
             finally:  # torch stops the second run by an exception once it has computed what backward needs
                 now.put()

@@ -90,11 +90,11 @@ class Offload:
             The call inside which it is made, for :meth:`leave`.
         """
         outer = self.call
-        self._calls.call = call
         self.active = True
         with self._lock:
             call.inputs = sum(count_once(each, self._given) for each in given if isinstance(each, Tensor))
             self._leaving.append([])
+        self._calls.call = call
         return outer
 
     def leave(self, outer: UnitCall | None) -> None:

@@ -38,7 +38,10 @@ class UnitForward:
         self._forward: Callable[..., Any] = getattr(module, self._attribute)
         self.__func__ = getattr(self._forward, "__func__", self._forward)
         functools.update_wrapper(self, self._forward)
-        attributes[self._attribute] = self
+
+    def install(self) -> None:
+        """Takes its place in the module."""
+        vars(self.__self__)[self._attribute] = self
 
     def remove(self) -> None:
         """Gives the module its own forward back. Whoever has kept this object calls that forward from now on."""

@@ -97,10 +97,11 @@ class Ranks(Collectives):
         else:
             descriptor = made
             self._pids.update(hand_out(made, self.size - 1, lambda token: self._broadcast_object(token, name)))
-        with self._for_memory(nbytes, name):
-            memory = SharedMemory(descriptor, nbytes)
-        os.close(descriptor)
-        return memory
+        try:
+            with self._for_memory(nbytes, name):
+                return SharedMemory(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
 
     @contextmanager
     def _for_memory(self, nbytes: int, name: str) -> Iterator[None]:

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.exchange import Exchange
 from sp_lightning.engine.host_source import tied
 from sp_lightning.engine.lent_weights import LentWeights
-from sp_lightning.engine.module_hooks import Visits
+from sp_lightning.engine.module_hooks import Visits, frame_of_call, is_running
 from sp_lightning.engine.residency import Residency, needed_again
 from sp_lightning.engine.saved_tensors import SavedTensors, packs
 from sp_lightning.engine.step import Step
@@ -46,10 +47,11 @@ from sp_lightning.weights.source import BlockSource
 
 
 class _Calls(threading.local):
-    """The calls of a thread that are inside one that has pushed hooks: these, and how many calls there are, with that one."""
+    """How many calls of a thread are running; the hooks that one of them has pushed, and how many there were with that one."""
 
-    hooks: AbstractContextManager[None] | None = None
     depth = 0
+    hooks: AbstractContextManager[None] | None = None
+    pushed = 0
 
 
 class Access:
@@ -107,6 +109,7 @@ class Access:
         self.depth = 0
         self.run_again = ""
         self._calls = _Calls()
+        self._outermost: FrameType | None = None  # that of the outermost call, if it was made between steps
         self._closed = False
 
     # ------------------------------------------------------------------ a module is called
@@ -120,33 +123,56 @@ class Access:
             visits = (*visits, *(layer.masters for layer in visits if layer.masters is not None))
         step = self._step
         with held(self._lock):
-            if not (step.running or self._backward.tasks or self.depth):
-                step.begin_outside()
+            self._end_interrupted()
+            outside = self._is_outside()
+            try:
+                if outside:
+                    step.begin_outside()
+                self._notice_thread()
+                step.activate()
+                self._residents.group.sync_requires_grad()
+                entered = [layer for layer in visits if not layer.pins]
+                self._residency.begin_call(visits, backward=bool(self._backward.tasks))
+            except BaseException:  # user code may catch it: no call has begun then
+                if outside:
+                    step.end(writes_follow=True)
+                raise
+            if outside:
+                self._outermost = frame_of_call()
             self.depth += 1
-            self._notice_thread()
             self._push_hooks()
-            step.activate()
-            self._residents.group.sync_requires_grad()
-            entered = [layer for layer in visits if not layer.pins]
-            self._residency.begin_call(visits, backward=bool(self._backward.tasks))
             for layer in entered:
                 layer.parameters.watch()
         return visits
 
+    def _is_outside(self) -> bool:
+        """Whether no step, no backward and no call is running."""
+        return not (self._step.running or self._backward.tasks or self.depth)
+
+    def _end_interrupted(self) -> None:
+        """Ends calls between steps that have ended in Ctrl-C, which user code has caught. torch tells no hook of that."""
+        outermost, here = self._outermost, threading.get_ident()
+        if outermost is not None and here == self._step.thread and not is_running(outermost):
+            self.reset()
+            self._step.end_interrupted()
+
     def leave(self, visits: Visits, output: Any) -> None:
         """Releases the layers of a module whose call has returned or raised."""
-        step = self._step
         with held(self._lock):
-            self.depth = max(self.depth - 1, 0)
-            if torch.is_grad_enabled() and visits:
-                self._watch(visits, output)
-            # The frames of an exception hold the weights as long as it is handled. Checkpoints stop their recompute by
-            # one, so the layers are released later.
-            self._residency.end_call(visits, release=sys.exception() is None)  # (4)
-            self._pop_hooks()
-            if self.depth == 0 and not step.running and not self._backward.tasks:
-                step.end(writes_follow=True)
-            elif visits:
+            outside = False
+            try:
+                if torch.is_grad_enabled() and visits:
+                    self._watch(visits, output)
+                # The frames of an exception hold the weights as long as it is handled. Checkpoints stop their recompute by
+                # one, so the layers are released later.
+                self._residency.end_call(visits, release=sys.exception() is None)  # (4)
+            finally:  # what was written on the device may be refused
+                self.depth = max(self.depth - 1, 0)
+                self._pop_hooks()
+                if outside := self._is_outside():
+                    self._outermost = None
+                    self._step.end(writes_follow=True)
+            if visits and not outside:
                 self._residency.fetch_ahead()
 
     @contextmanager
@@ -231,22 +257,24 @@ class Access:
         if casts:
             layers = [masters.owner for masters in layers]
         with held(self._lock):
+            self._end_interrupted()
             self._notice_thread()
-            if residents:
-                self._residents.refresh()
-                self._residents.group.ask(before_use=False)
             for layer in layers:
                 if layer.experts is not None:
                     layer.experts.need(None)
             self._residency.begin_call(layers, backward=bool(self._backward.tasks))
-        for layer in layers if torch.is_grad_enabled() else ():
-            if layer.table is not None:
-                layer.table.used_whole = True
-            if layer.experts is not None:
-                layer.experts.read_whole()
-        if self._backward.tasks:
-            self._backward.make_room(layers)
         try:
+            if residents:
+                with held(self._lock):
+                    self._residents.refresh()
+                    self._residents.group.ask(before_use=False)
+            for layer in layers if torch.is_grad_enabled() else ():
+                if layer.table is not None:
+                    layer.table.used_whole = True
+                if layer.experts is not None:
+                    layer.experts.read_whole()
+            if self._backward.tasks:
+                self._backward.make_room(layers)
             yield
         finally:
             with held(self._lock):
@@ -307,10 +335,12 @@ class Access:
 
     # ------------------------------------------------------------------ threads, hooks, refusals
 
-    def reset(self) -> None:
-        """Drops the calls of a step that has failed."""
-        self.depth = 0
-        self._pop_hooks(all_calls=True)
+    def reset(self) -> bool:
+        """Drops the calls of this thread, which have ended, some without :meth:`leave`. Returns whether there were any."""
+        self._outermost, ended = None, self._calls.depth
+        self.depth = max(self.depth - ended, 0)
+        self._pop_hooks(ended)
+        return ended > 0
 
     def close(self) -> None:
         """Refuses weights from now on, because the run is over."""
@@ -321,9 +351,7 @@ class Access:
         if self._step.shared or threading.get_ident() == self._step.thread:
             return
         if current_graph_task() == -1:  # autograd's own threads use weights one after the other
-            for (
-                layer
-            ) in self._residency.used:  # the uses of these were not noticed, so they stay until the step is over
+            for layer in self._residency.used:  # uses of these were not noticed, so they stay until the step is over
                 layer.pins += 1
             self._step.share(True)
 
@@ -333,19 +361,18 @@ class Access:
         This includes calls outside a step, in other threads, and forwards that run again in backward: all build graphs.
         """
         calls = self._calls
-        if calls.hooks is not None:
-            calls.depth += 1
-        elif torch.is_grad_enabled() and top_saved_tensors_hooks() is None and (self._moves or self._offloads()):
+        calls.depth += 1
+        if calls.hooks is not None or not torch.is_grad_enabled() or top_saved_tensors_hooks() is not None:
+            return
+        if self._moves or self._offloads():
             hooks = self.saved_tensors.hooks()
             hooks.__enter__()
-            calls.hooks, calls.depth = hooks, 1
+            calls.hooks, calls.pushed = hooks, calls.depth
 
-    def _pop_hooks(self, *, all_calls: bool = False) -> None:
+    def _pop_hooks(self, ended: int = 1) -> None:
         calls = self._calls
-        if calls.hooks is None:
-            return
-        calls.depth -= 1
-        if all_calls or not calls.depth:
+        calls.depth = max(calls.depth - ended, 0)
+        if calls.hooks is not None and calls.depth < calls.pushed:
             hooks, calls.hooks = calls.hooks, None
             if packs():  # otherwise a nested backward that failed has removed them already
                 hooks.__exit__(None, None, None)

@@ -69,12 +69,12 @@ class Exchange:
         """Puts the host's parameters into the modules."""
         if self._swap.on_device:
             self._residents.group.ask(before_use=True)
-            self._swap.hold_host()
             self._pruned.hold_host()
-            if self._watch is not None:
-                self._watch.look_away()
             for average in self._averages:
                 average.send_back()
+            if self._watch is not None:
+                self._watch.look_away()
+            self._swap.hold_host()  # last, so that a call that was interrupted is repeated
 
     def close(self) -> None:
         """Drops the device parameters. Buffers stay on the host for good."""

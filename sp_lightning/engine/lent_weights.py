@@ -108,14 +108,16 @@ class LentWeights:
                 self._take_back_escaped(slot)
             return
         outside: dict[int, Tensor] = {}
-        if indices := group.take_written():
-            written = {index: group.value(index) for index in indices}
-            places = self._slots.views(layer, slot)
-            outside = {index: value for index, value in written.items() if not same_place(value, places[index])}
-            self.write_back(layer, written.items())
-        group.detach()
-        if not group.let_go():
-            self._kept.add(layer)
+        try:
+            if indices := group.take_written():
+                written = {index: group.value(index) for index in indices}
+                places = self._slots.views(layer, slot)
+                outside = {index: value for index, value in written.items() if not same_place(value, places[index])}
+                self.write_back(layer, written.items())
+        finally:  # it may be refused
+            group.detach()
+            if not group.let_go():
+                self._kept.add(layer)
         if outside:  # param.data = other: the slot does not have these values
             layer.invalidate()
             self._keep_outside(layer, outside)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 from torch import nn
@@ -25,32 +28,78 @@ class Listener(Protocol):
         """Called after the module has returned, or has raised (``output`` is then None)."""
 
 
+class _Calls(threading.local):
+    """The calls of a thread that are running, the innermost last: their hooks, and what ``enter`` has returned.
+
+    That is None if it has raised: torch calls the hook after such a call as well, and there is nothing to leave.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[tuple[ModuleHooks, Visits | None]] = []
+
+
 class ModuleHooks:
     """The hooks of one module. A copy of the module is a plain module, so these ignore every module but their own."""
 
-    def __init__(self, listener: Listener | None, module: nn.Module | None, visits: Visits) -> None:
+    def __init__(
+        self, listener: Listener | None, module: nn.Module | None, visits: Visits, calls: _Calls | None = None
+    ) -> None:
         self._listener = listener
         self._module = module
         self._visits = visits
-        self._entered: list[Visits] = []  # what enter has returned, for each running call; nothing if it has raised
+        self._calls = calls or _Calls()
 
     @never_compiled  # transfers cannot be part of a compiled graph
     def before(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook."""
         if module is self._module and self._listener is not None:
-            self._entered.append(self._listener.enter(self._visits, args))
+            visits: Visits | None = None
+            try:
+                visits = self._listener.enter(self._visits, args)
+            finally:
+                self._calls.running.append((self, visits))
 
     @never_compiled
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook, which is called after an exception as well."""
-        if module is self._module and self._listener is not None and self._entered:
-            self._listener.leave(self._entered.pop(), output)
+        """Forward hook. It is called after an exception as well, but for Ctrl-C and the like."""
+        if module is not self._module or self._listener is None:
+            return
+        running = self._calls.running
+        at = len(running) - 1
+        while at >= 0 and running[at][0] is not self:
+            at -= 1
+        if at < 0:  # a hook before ours has raised
+            return
+        ended = running[at:]
+        del running[at:]
+        for hooks, visits in reversed(ended):  # usually one; calls inside this one that have ended in Ctrl-C come first
+            if visits is not None and hooks._listener is not None:
+                hooks._listener.leave(visits, output if hooks is self else None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHooks:
         return self
 
     def __reduce__(self) -> Any:
         return ModuleHooks, (None, None, ())
+
+
+def frame_of_call() -> FrameType | None:
+    """The frame in which torch calls the present hook of a module. It lasts at least as long as the call; None if compiled."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != _OF_TORCH:
+        frame = frame.f_back
+    return frame
+
+
+def is_running(call: FrameType) -> bool:
+    """Whether what runs now was called, directly or not, from a frame."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is not None
+
+
+_OF_TORCH = nn.Module.__call__.__code__.co_filename
 
 
 def attach_module_hooks(
@@ -61,7 +110,8 @@ def attach_module_hooks(
     ``nn.TransformerEncoderLayer`` leaves its fast path if a module has hooks, which changes the last bits in evaluation.
     If there is one among the modules, the hooks are therefore global ones, which it does not see.
     """
-    hooks_of = {module: ModuleHooks(listener, module, used) for module, used in _peeking(visits).items()}
+    calls = _Calls()
+    hooks_of = {module: ModuleHooks(listener, module, used, calls) for module, used in _peeking(visits).items()}
     if any(isinstance(module, nn.TransformerEncoderLayer) for root in visits for module in root.modules()):
 
         def dispatch(method: str) -> Callable[..., None]:

@@ -85,17 +85,24 @@ class Residency:
         """Makes layers resident for the call of a module, or for one operation, until :meth:`end_call`."""
         if layers:
             self.release_unpinned(keep=layers)
-        for layer in layers:
-            self.require(layer, backward=backward)
-            layer.pins += 1
-        for layer in layers:
-            self._tenants.move_in(layer, self.used[layer])
+        pinned = 0
+        try:
+            for layer in layers:
+                self.require(layer, backward=backward)
+                layer.pins += 1
+                pinned += 1
+            for layer in layers:
+                self._tenants.move_in(layer, self.used[layer])
+        except BaseException:
+            self.end_call(layers[:pinned], release=False)
+            raise
 
     def end_call(self, layers: Sequence[StreamedLayer], *, release: bool = True) -> None:
         """Ends a call. If ``release`` is set, layers that no other call uses are released."""
         for layer in layers:
-            layer.pins -= 1
-            if layer.pins <= 0 and layer in self.used and release:
+            layer.pins = max(layer.pins - 1, 0)  # none is left where the step has failed meanwhile
+        for layer in layers if release else ():
+            if not layer.pins and layer in self.used:
                 self._leave(layer)
 
     def pre_backward(self, layers: Collection[StreamedLayer]) -> None:
@@ -189,9 +196,11 @@ class Residency:
     def release(self, layer: StreamedLayer) -> None:
         """Releases a layer that nobody uses any more. Its slot may be overwritten, unless somebody still views it."""
         slot = self.used.pop(layer)
-        self._tenants.move_out(layer, slot)
-        self.slots.release(slot)  # (5)
-        self._tenants.moved_out(layer, slot)
+        try:
+            self._tenants.move_out(layer, slot)
+        finally:  # what was written on the device may be refused
+            self.slots.release(slot)  # (5)
+            self._tenants.moved_out(layer, slot)
 
     def release_unpinned(self, keep: Collection[StreamedLayer] = ()) -> bool:
         """Releases the layers that no running call pins, but for ``keep``. Returns whether any memory became free."""

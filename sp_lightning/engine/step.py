@@ -128,7 +128,10 @@ class Step:
 
     def activate(self) -> None:
         """Puts device parameters into the modules, if they are not there."""
-        self._held = False
+        if self._held:  # an optimizer's step has come to its closure, or has raised, and may have written weights
+            self._held = False
+            self.invalidate_unused()
+            self._residents.invalidate()
         if self._exchange.to_device():
             self._look_at_weights()
 
@@ -148,6 +151,7 @@ class Step:
         self.invalidate_unused()
         self._residents.invalidate()
         self._expected = None
+        self._held = False
         if self.running and self.kind is StepKind.MANUAL:
             self.activate()  # this step goes on after the optimizer's step
             self._look_at_weights()
@@ -216,18 +220,39 @@ class Step:
         self.running = False
         for layer in self._layers:
             layer.pins = 0
-        self.take_back_writes(rests=True)
+        try:
+            self.take_back_writes(rests=True)
+        finally:  # what was written on the device may be refused
+            self._has_ended(compare)
+            if writes_follow:
+                self._source.synchronize()
+
+    def _has_ended(self, well: bool) -> None:
         self._exchange.to_host()
         self._activations.remove()
         self._activations.flush()
         if self.training:
             self.invalidate()  # from now on hooks and optimizers may write weights through .data, which no version shows
-        self._end_round(compare)
+        self._end_round(well)
         self._residency.slots.give_back_extra()
         if self.shared:
             self.share(False)
-        if writes_follow:
-            self._source.synchronize()
+
+    def end_interrupted(self) -> None:
+        """Ends calls between two steps that have ended in an exception of which torch tells no hook, as Ctrl-C is.
+
+        Raises:
+            RuntimeError: they may have written weights, which may have been written on the host since.
+        """
+        written = next((layer.name for layer in self._layers if layer.parameters.written()), None)
+        self.end()
+        self.invalidate()
+        if written is not None:
+            raise RuntimeError(
+                f"A call between two steps has ended in Ctrl-C, which was caught. Before that it had written weights of "
+                f"{written!r}, or had handed them out (.data, .detach()), and they may have been written by other references "
+                "since: one of both would be lost. Let the KeyboardInterrupt end the run, and go on from a checkpoint."
+            )
 
     def _end_round(self, well: bool) -> None:
         """Has all issued that is on its way from other ranks, of which one may have failed."""

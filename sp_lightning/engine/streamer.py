@@ -85,6 +85,7 @@ class Streamer:
         # Hooks in backward run on autograd's threads. The lock is never held while user code runs.
         self._lock = threading.RLock()
         self._closed = False
+        self._in_user_code = False
         self._build_weights(pin, check_writes, placement, log)
         self._build_activations(modes, HostRing(device, pin=pin, limit=host_room), log)
         self._build_step(averages, placement)
@@ -189,6 +190,8 @@ class Streamer:
         kind = StepKind.INFERENCE if not training else StepKind.MANUAL if manual else StepKind.AUTOMATIC
         with self._lock:
             self._backward.abandon()
+            if self._access.reset():
+                self._step.end_interrupted()
             self._step.begin(phase, kind, quiet=quiet)
 
     def prefetch_for(self, phase: str, *, training: bool) -> None:
@@ -196,9 +199,16 @@ class Streamer:
         with self._lock:
             self._step.prefetch_for(phase, training=training)
 
-    def saving(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def saving(self) -> Iterator[None]:
         """A context for user code that builds a graph: saved weights are packed, so that the graph holds no slot."""
-        return self._access.saved_tensors.hooks() if self._moving else nullcontext()
+        with self._access.saved_tensors.hooks() if self._moving else nullcontext():
+            self._in_user_code = True
+            try:
+                yield
+            finally:
+                self._in_user_code = False
+                self._access.reset()
 
     def await_backward(self) -> None:
         """Has the step end with the next backward, because user code has returned a loss (automatic optimization)."""
@@ -220,11 +230,17 @@ class Streamer:
             self._step.end(writes_follow=writes_follow)
 
     def abort(self) -> None:
-        """Ends a step that has failed, and drops the gradients that were on their way."""
+        """Ends a step that has failed, and drops the gradients that were on their way.
+
+        Inside of the step's user code, which may catch the error, the step goes on, with what the host has of weights now.
+        """
         with self._lock:
             if self._closed:
                 return
             self.updates.recover()
+            if self._in_user_code and self._step.running:
+                self._step.invalidate()
+                return
             self._access.reset()
             self._backward.abandon()
             self._step.end(compare=False)  # there is an error already
@@ -235,17 +251,20 @@ class Streamer:
         """A context for code that reads the module, even in the middle of a step: it finds the host's parameters."""
         self.updates.finish()
         step = self._step
-        with self._lock:
-            on_device = self._exchange.on_device
-            step.take_back_writes()
-            self._exchange.to_host()
-            self.activations.remove()
-        yield
-        with self._lock:
-            if on_device and step.running:
-                step.activate()
-            if step.running and step.training:
-                self.activations.install()
+        on_device = self._exchange.on_device
+        try:
+            with self._lock:
+                step.take_back_writes()
+                self._exchange.to_host()
+                self.activations.remove()
+            yield
+        finally:  # user code may catch an error, and go on with the step
+            with self._lock:
+                if step.running and step.training:
+                    self.activations.install()
+                if on_device and step.running:
+                    step.activate()
+                step.allow_writes()  # hooks of users follow (on_save_checkpoint), or user code that has caught an error
 
     # ------------------------------------------------------------------ between steps
 

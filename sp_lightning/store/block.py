@@ -195,15 +195,17 @@ class HostBlock:
         """
         stepped = [i for i, p in enumerate(self.parameters) if p.requires_grad or p.grad is not None]
         seen = {i: self.parameters[i].data for i in stepped if i not in self.apart}
-        with no_inference_mode(), torch.no_grad():
-            for index in seen:
-                self.parameters[index].data = part(self.memory.common, self.planned.spans[index])
         try:
+            with no_inference_mode(), torch.no_grad():
+                for index in seen:
+                    self.parameters[index].data = part(self.memory.common, self.planned.spans[index])
             yield
+            with no_inference_mode(), torch.no_grad():
+                for index in seen:
+                    self._write_in_common(index)
         finally:
             with no_inference_mode(), torch.no_grad():
                 for index, value in seen.items():
-                    self._write_in_common(index)
                     self.parameters[index].data = value
 
     def _write_in_common(self, index: int) -> None:

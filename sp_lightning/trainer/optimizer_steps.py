@@ -306,7 +306,8 @@ class OptimizerSteps:
             with self._run.whole_after_failure(), background:
                 return step(closed)
         except torch.OutOfMemoryError as error:
-            if not hasattr(error, "__notes__"):  # not told yet: it came from backward or from the optimizer
+            # Not told yet: it came from backward or from the optimizer. A manual step may catch it, and tells it otherwise.
+            if not hasattr(error, "__notes__") and self._trainer.lightning_module.automatic_optimization:
                 self._run.make_room(error, obstacle=None)
             raise
         finally:

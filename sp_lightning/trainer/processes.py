@@ -63,7 +63,10 @@ def refuse_processes_alone(strategy: Any) -> None:
         return
     if strategy.num_nodes * len(strategy.parallel_devices) > 1:
         return
-    number = environment.world_size()
+    try:
+        number = environment.world_size()
+    except Exception:  # SLURM's needs SLURM_NTASKS, say. Plain Lightning does not ask it on one device
+        return
     if number > 1:
         raise ValueError(
             f"{number} processes were started ({type(environment).__name__} has found them), but Trainer(devices=1) was made "
@@ -89,8 +92,10 @@ def refuse_other_places(strategy: Any) -> None:
     if nodes == 1:
         return
     group: Any = dist.new_group(backend="gloo")
-    dist.all_gather_object(found, (strategy.node_rank, strategy.local_rank), group=group)
-    dist.destroy_process_group(group)
+    try:
+        dist.all_gather_object(found, (strategy.node_rank, strategy.local_rank), group=group)
+    finally:
+        dist.destroy_process_group(group)
     if found != expected:
         places = "; ".join(f"rank {rank} is number {local} on node {node}" for rank, (node, local) in enumerate(found))
         raise ValueError(

@@ -312,7 +312,6 @@ class Run:
         self.placement.settle()
         with self.streamer.reading():
             yield
-        self.streamer.allow_writes()  # hooks of users follow (on_save_checkpoint), which may write weights
 
     def loading(self) -> AbstractContextManager[None]:
         """Around the loading of a state into the module: what rank 0 loads counts."""

@@ -48,19 +48,19 @@ class OnTheDevice:
 
     def enter(self, visits: Sequence[Any], inputs: Any) -> Sequence[Any]:
         """Sends the buffers to the device, because the module is called."""
-        self._depth += 1
         self._send()
+        self._depth += 1
         return visits
 
     def leave(self, visits: Sequence[Any], output: Any) -> None:
         """Brings the buffers back to the host after the module's outermost call has returned or raised."""
-        self._depth -= 1
+        self._depth = max(self._depth - 1, 0)
         if not self._depth and not self._asked:
             self.send_back()
 
     def send_back(self) -> None:
         """Brings the buffers back to the host, with what was written on the device."""
-        self._asked = False
+        self._asked, self._depth = False, 0
         sent, self._sent = self._sent, []
         with torch.no_grad():
             for place, name, host, device in sent:
@@ -85,11 +85,12 @@ class OnTheDevice:
     def _send(self) -> None:
         if self._sent or not self._in_step():
             return
-        for owner in self._module.modules():
-            for name, host in dict.items(owner._buffers):
-                if host is not None and host.device != self._device:
-                    sent = torch.empty_like(host, device=self._device).copy_(host)
-                    self._sent.append(_Sent(owner._buffers, name, host, sent))
+        self._sent = [  # the device may have no memory for one of them, and then none is sent
+            _Sent(owner._buffers, name, host, torch.empty_like(host, device=self._device).copy_(host))
+            for owner in self._module.modules()
+            for name, host in dict.items(owner._buffers)
+            if host is not None and host.device != self._device
+        ]
         for buffer in self._sent:
             buffer.place[buffer.name] = buffer.sent
 

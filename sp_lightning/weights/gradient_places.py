@@ -248,10 +248,10 @@ class GradientPlaces:
         families = [self.families[owner] for owner in owners if owner in self.families]
         shown = [(family, place) for family in families for place in family.places if family.shows(place)]
         gradients = [_gradient(place) for _, place in shown]
-        with no_inference_mode():
-            for family, (layer, index) in shown:
-                layer.block.parameters[index].grad = self.whole(family, (layer, index))
         try:
+            with no_inference_mode():
+                for family, (layer, index) in shown:
+                    layer.block.parameters[index].grad = self.whole(family, (layer, index))
             yield
         finally:
             for (family, place), gradient in zip(shown, gradients, strict=True):

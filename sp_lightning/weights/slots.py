@@ -24,6 +24,7 @@ from sp_lightning.device.lease import Lease
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.weights.expert_cache import ExpertCache
+from sp_lightning.weights.expert_rows import NOTHING
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.uploads import OnItsWay, Uploads
 
@@ -184,8 +185,19 @@ class Slots:
         """Overwrites slots with layers, in one transfer.
 
         The caller has chosen slots that may be overwritten. The upload stream waits for the last kernels that used them,
-        and until each layer's bytes are staged.
+        and until each layer's bytes are staged. If an error comes in between, none of the layers is there.
         """
+        try:
+            self._send(transfer)
+        except BaseException:
+            for layer, slot, _ in transfer:
+                if layer.experts is not None:
+                    layer.experts.present = NOTHING
+                if layer.slot is slot and not slot.lent:
+                    layer.slot = slot.layer = None
+            raise
+
+    def _send(self, transfer: Sequence[tuple[StreamedLayer, Slot, Staged]]) -> None:
         for layer, slot, (source, staged) in transfer:
             if slot.coming is not None:
                 self._arrive(slot)

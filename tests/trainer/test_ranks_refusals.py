@@ -14,6 +14,8 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.plugins.environments import KubeflowEnvironment
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -195,3 +197,13 @@ def test_one_device_in_each_of_several_processes(monkeypatch: pytest.MonkeyPatch
         fit(Net, vectors(2), SuperpipelineStrategy(), devices=1)
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert fit(Net, vectors(2), SuperpipelineStrategy(), devices=1).losses
+
+
+@pytest.mark.parametrize("environment", [SLURMEnvironment, KubeflowEnvironment])
+def test_one_device_where_the_environment_cannot_tell_the_number_of_processes(
+    environment: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain Lightning does not ask for SLURM_NTASKS or WORLD_SIZE on one device; a KeyError was all that users saw here."""
+    for name in ("SLURM_NTASKS", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert fit(Net, vectors(2), SuperpipelineStrategy(), devices=1, plugins=[environment()]).losses

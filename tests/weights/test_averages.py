@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import count
 from typing import Any
 
 import pytest
@@ -219,6 +220,30 @@ def test_a_call_within_a_step_is_on_the_device() -> None:
     with pytest.raises(KeyError, match="weight"):
         average(nn.Linear(2, 2))
     assert seen == [[False] * len(host), [True] * len(host), [False] * len(host)]
+    assert all(buffer is host[name] for name, buffer in dict.items(average._buffers))
+    assert len(handles) == 2
+
+
+def test_no_buffer_is_sent_where_the_device_has_no_memory_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were sent before the error counted as all: what the next call wrote to the others was lost."""
+    average, empty_like = Average(Stack()), torch.empty_like
+    host, numbers, seen = dict(average.named_buffers()), count(), list[list[bool]]()
+    handles = attach_module_hooks(OnTheDevice(average, torch.device("cpu:0"), lambda: True), {average: ()})
+
+    def has_no_memory(*args: Any, **options: Any) -> Tensor:
+        if next(numbers) == 3:
+            raise torch.OutOfMemoryError("full")
+        return empty_like(*args, **options)
+
+    monkeypatch.setattr(torch, "empty_like", has_no_memory)
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        average(Stack())
+    assert all(buffer is host[name] for name, buffer in dict.items(average._buffers))
+    average.register_forward_pre_hook(
+        lambda *_: seen.append([buffer is host[n] for n, buffer in average.named_buffers()])
+    )
+    average(Stack())
+    assert seen == [[False] * len(host)]
     assert all(buffer is host[name] for name, buffer in dict.items(average._buffers))
     assert len(handles) == 2
 

@@ -1,0 +1,132 @@
+"""Each call of a module ends by itself: inside another one, in another thread, and where it has not begun."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from sp_lightning.engine.module_hooks import attach_module_hooks
+
+
+class Listens:
+    """Notes calls by number. ``enter`` raises for an input of zeros, and waits for ``go`` where there is one."""
+
+    def __init__(self) -> None:
+        self.entered: list[Any] = []
+        self.left: list[Any] = []
+
+    def enter(self, visits: Any, inputs: Any) -> Any:
+        (x,) = inputs
+        if not x.any():
+            raise RuntimeError("no memory")
+        self.entered.append(float(x.sum()))
+        return self.entered[-1:]
+
+    def leave(self, visits: Any, output: Any) -> None:
+        self.left += visits
+
+
+class Calls(nn.Module):
+    """Does something inside its call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside: Callable[[Tensor], None] = lambda x: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inside(x)
+        return x
+
+
+@contextmanager
+def listening(*modules: nn.Module) -> Iterator[Listens]:
+    listener = Listens()
+    handles = attach_module_hooks(listener, dict.fromkeys(modules, ()))
+    yield listener
+    for handle in handles:
+        handle.remove()
+
+
+def test_a_call_that_has_not_begun_does_not_end_the_call_around_it() -> None:
+    """torch calls the hook after a call whose ``enter`` has raised as well, and that took the outer call for its own."""
+    module = Calls()
+
+    def inside(x: Tensor) -> None:
+        if x.sum() == 2:
+            with pytest.raises(RuntimeError, match="no memory"):
+                module(torch.zeros(1))
+            assert listener.left == []
+
+    module.inside = inside
+    with listening(module) as listener:
+        module(torch.tensor([2.0]))
+    assert listener.left == [2.0]
+
+
+def test_a_hook_of_a_user_that_raises_first_ends_no_call_of_another_module() -> None:
+    inner, outer = Calls(), Calls()
+
+    def refuses(module: nn.Module, args: Any) -> None:
+        if module is inner:
+            raise RuntimeError("refused")
+
+    def inside(x: Tensor) -> None:
+        with pytest.raises(RuntimeError, match="refused"):
+            inner(x)
+        assert listener.left == []
+
+    outer.inside = inside
+    handle = register_module_forward_pre_hook(refuses)
+    try:
+        with listening(inner, outer) as listener:
+            outer(torch.tensor([2.0]))
+    finally:
+        handle.remove()
+    assert listener.left == [2.0]
+
+
+def test_calls_of_two_threads_end_each_by_itself() -> None:
+    """The first to return ended the call that had begun last, which was the other thread's."""
+    module, inside, go_on = Calls(), threading.Event(), threading.Event()
+    second = threading.Thread(target=module, args=(torch.tensor([2.0]),))
+
+    def meets(x: Tensor) -> None:
+        if threading.current_thread() is second:
+            inside.set()
+            go_on.wait(10)
+        else:
+            second.start()
+            inside.wait(10)
+
+    module.inside = meets
+    with listening(module) as listener:
+        module(torch.tensor([1.0]))
+        left = list(listener.left)
+        go_on.set()
+        second.join()
+    assert left == [1.0]
+    assert listener.left == [1.0, 2.0]
+
+
+def test_ctrl_c_inside_a_call_ends_with_the_call_around_it() -> None:
+    """torch calls no hook after it."""
+    inner, outer = Calls(), Calls()
+
+    def interrupted(x: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    def inside(x: Tensor) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            inner(x + 1)
+
+    inner.inside, outer.inside = interrupted, inside
+    with listening(inner, outer) as listener:
+        outer(torch.tensor([1.0]))
+    assert listener.left == [2.0, 1.0]
