@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -27,7 +27,6 @@ from sp_lightning.device.torch_private import (
     DIFFERENTIATING,
     current_graph_task,
     interpreter_stack,
-    top_saved_tensors_hooks,
     tree_leaves,
 )
 from sp_lightning.engine.backward import Backward
@@ -36,7 +35,7 @@ from sp_lightning.engine.host_source import tied
 from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.module_hooks import Visits, frame_of_call, is_running
 from sp_lightning.engine.residency import Residency, needed_again
-from sp_lightning.engine.saved_tensors import SavedTensors, packs
+from sp_lightning.engine.saved_tensors import RunningCalls, SavedTensors, packs
 from sp_lightning.engine.step import Step
 from sp_lightning.weights.device_parameter import DeviceParameter, hides_stand_ins
 from sp_lightning.weights.expert_rows import Rows
@@ -44,14 +43,6 @@ from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.slots import Staged
 from sp_lightning.weights.source import BlockSource
-
-
-class _Calls(threading.local):
-    """How many calls of a thread are running; the hooks that one of them has pushed, and how many there were with that one."""
-
-    depth = 0
-    hooks: AbstractContextManager[None] | None = None
-    pushed = 0
 
 
 class Access:
@@ -66,7 +57,7 @@ class Access:
         around_rerun: a context for a forward that runs again, of which only autograd is to know.
 
     Attributes:
-        depth: how many calls of modules are running.
+        calls: the calls of modules that are running.
         run_again: the unit whose forward was the last to run again.
         saved_tensors: the hooks for what autograd saves; set by :meth:`pack_with`.
     """
@@ -106,9 +97,8 @@ class Access:
         self._around_rerun = around_rerun
         self.gradient_arrived = backward.gradient_arrived  # called directly, because it is called for each gradient
         self.gradients_complete = backward.complete
-        self.depth = 0
         self.run_again = ""
-        self._calls = _Calls()
+        self.calls = RunningCalls()
         self._outermost: FrameType | None = None  # that of the outermost call, if it was made between steps
         self._closed = False
 
@@ -123,7 +113,7 @@ class Access:
             visits = (*visits, *(layer.masters for layer in visits if layer.masters is not None))
         step = self._step
         with held(self._lock):
-            self._end_interrupted()
+            self.end_interrupted()
             outside = self._is_outside()
             try:
                 if outside:
@@ -139,27 +129,26 @@ class Access:
                 raise
             if outside:
                 self._outermost = frame_of_call()
-            self.depth += 1
-            self._push_hooks()
+            self.calls.begin(self.saved_tensors.hooks if self._moves or self._offloads() else None)
             for layer in entered:
                 layer.parameters.watch()
         return visits
 
     def _is_outside(self) -> bool:
         """Whether no step, no backward and no call is running."""
-        return not (self._step.running or self._backward.tasks or self.depth)
+        return not (self._step.running or self._backward.tasks or self.calls.depth)
 
-    def _end_interrupted(self) -> None:
+    def end_interrupted(self) -> None:
         """Ends calls between steps that have ended in Ctrl-C, which user code has caught. torch tells no hook of that."""
-        outermost, here = self._outermost, threading.get_ident()
-        if outermost is not None and here == self._step.thread and not is_running(outermost):
-            self.reset()
+        outermost = self._outermost
+        if outermost is None or threading.get_ident() != self._step.thread or is_running(outermost):
+            return
+        if self.reset():
             self._step.end_interrupted()
 
     def leave(self, visits: Visits, output: Any) -> None:
         """Releases the layers of a module whose call has returned or raised."""
         with held(self._lock):
-            outside = False
             try:
                 if torch.is_grad_enabled() and visits:
                     self._watch(visits, output)
@@ -167,8 +156,7 @@ class Access:
                 # one, so the layers are released later.
                 self._residency.end_call(visits, release=sys.exception() is None)  # (4)
             finally:  # what was written on the device may be refused
-                self.depth = max(self.depth - 1, 0)
-                self._pop_hooks()
+                self.calls.end()
                 if outside := self._is_outside():
                     self._outermost = None
                     self._step.end(writes_follow=True)
@@ -202,6 +190,15 @@ class Access:
         self._backward.make_room(visits)
 
     # ------------------------------------------------------------------ autograd unpacks a weight
+
+    @contextmanager
+    def user_code(self) -> Iterator[None]:
+        """A context for the user code of a step: what autograd saves is packed, so that the graph holds no slot."""
+        with self.saved_tensors.hooks() if self._moves else nullcontext():
+            try:
+                yield
+            finally:
+                self.reset()
 
     def pack_with(self, saved_tensors: SavedTensors) -> None:
         """Has these hooks pack what autograd saves in calls from now on."""
@@ -246,18 +243,14 @@ class Access:
             RuntimeError: the run is over.
         """
         if self._closed:
-            name = parameters[0]._of.spans[parameters[0]._index].name
-            raise RuntimeError(
-                f"{name!r} was taken within a step of a run that is over, and is used now: it has no memory any more. Take "
-                f"it from its module: dict(module.named_parameters())[{name!r}]."
-            )
+            raise RuntimeError(_is_over(parameters[0]._of.spans[parameters[0]._index].name))
         wanted = {parameter._of.layer for parameter in parameters}
         residents = self._residents.layer in wanted
         layers = sorted(wanted - {self._residents.layer}, key=lambda layer: layer.index)
         if casts:
             layers = [masters.owner for masters in layers]
         with held(self._lock):
-            self._end_interrupted()
+            self.end_interrupted()
             self._notice_thread()
             for layer in layers:
                 if layer.experts is not None:
@@ -337,10 +330,8 @@ class Access:
 
     def reset(self) -> bool:
         """Drops the calls of this thread, which have ended, some without :meth:`leave`. Returns whether there were any."""
-        self._outermost, ended = None, self._calls.depth
-        self.depth = max(self.depth - ended, 0)
-        self._pop_hooks(ended)
-        return ended > 0
+        self._outermost = None
+        return self.calls.reset()
 
     def close(self) -> None:
         """Refuses weights from now on, because the run is over."""
@@ -354,28 +345,6 @@ class Access:
             for layer in self._residency.used:  # uses of these were not noticed, so they stay until the step is over
                 layer.pins += 1
             self._step.share(True)
-
-    def _push_hooks(self) -> None:
-        """Packs what autograd saves in the outermost call of a thread that builds a graph, and in those inside it.
-
-        This includes calls outside a step, in other threads, and forwards that run again in backward: all build graphs.
-        """
-        calls = self._calls
-        calls.depth += 1
-        if calls.hooks is not None or not torch.is_grad_enabled() or top_saved_tensors_hooks() is not None:
-            return
-        if self._moves or self._offloads():
-            hooks = self.saved_tensors.hooks()
-            hooks.__enter__()
-            calls.hooks, calls.pushed = hooks, calls.depth
-
-    def _pop_hooks(self, ended: int = 1) -> None:
-        calls = self._calls
-        calls.depth = max(calls.depth - ended, 0)
-        if calls.hooks is not None and calls.depth < calls.pushed:
-            hooks, calls.hooks = calls.hooks, None
-            if packs():  # otherwise a nested backward that failed has removed them already
-                hooks.__exit__(None, None, None)
 
     def _refuse_transforms_and_traces(self, visits: Visits) -> None:
         if torch.jit.is_tracing():
@@ -391,3 +360,10 @@ class Access:
                 f"where they cannot be streamed. Use torch.autograd.grad(..., create_graph=True), or keep the layer on "
                 f"the device: SuperpipelineStrategy(resident=[{name!r}])."
             )
+
+
+def _is_over(name: str) -> str:
+    return (
+        f"{name!r} was taken within a step of a run that is over, and is used now: it has no memory any more. Take "
+        f"it from its module: dict(module.named_parameters())[{name!r}]."
+    )

@@ -6,12 +6,14 @@ of saved tensors if saved-tensor hooks are active, so this is done here, for wei
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -65,6 +67,57 @@ def packs() -> bool:
     """Whether our hooks pack what autograd saves now, with no hooks of a user or of a checkpoint above them."""
     top = top_saved_tensors_hooks()
     return top is not None and top[0] in _our_packs
+
+
+class RunningCalls:
+    """Counts the calls of modules that are running, in all threads, and has hooks pack what autograd saves in them.
+
+    Attributes:
+        depth: how many calls are running.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self._here = _OfThread()
+
+    def begin(self, make_hooks: Callable[[], AbstractContextManager[None]] | None) -> None:
+        """Packs what autograd saves in the outermost call of a thread that builds a graph, and in those inside it.
+
+        This includes calls outside a step, in other threads, and forwards that run again in backward: all build graphs.
+        """
+        here = self._here
+        self.depth += 1
+        here.depth += 1
+        if make_hooks is None or here.hooks is not None:
+            return
+        if torch.is_grad_enabled() and top_saved_tensors_hooks() is None:
+            hooks = make_hooks()
+            hooks.__enter__()
+            here.hooks, here.pushed = hooks, here.depth
+
+    def end(self, number: int = 1) -> None:
+        """So many calls of this thread have ended."""
+        here = self._here
+        self.depth = max(self.depth - number, 0)
+        here.depth = max(here.depth - number, 0)
+        if here.hooks is not None and here.depth < here.pushed:
+            hooks, here.hooks = here.hooks, None
+            if packs():  # otherwise a nested backward that failed has removed them already
+                hooks.__exit__(None, None, None)
+
+    def reset(self) -> bool:
+        """All calls of this thread have ended. Returns whether there were any of which nobody was told."""
+        ended = self._here.depth
+        self.end(ended)
+        return ended > 0
+
+
+class _OfThread(threading.local):
+    """The calls of a thread: how many, and the hooks that one of them has pushed when there were so many."""
+
+    depth = 0
+    hooks: AbstractContextManager[None] | None = None
+    pushed = 0
 
 
 class SavedTensors:

@@ -186,6 +186,19 @@ class Step:
         if self._held and self.running:
             self.activate()
 
+    def show_host(self) -> None:
+        """Has the modules as they are outside a step, even in the midst of one, until :meth:`go_on`."""
+        self.take_back_writes()
+        self._exchange.to_host()
+        self._activations.remove()
+
+    def go_on(self, *, on_device: bool) -> None:
+        """Has a step go on after :meth:`show_host`. ``on_device`` says whether modules held the device's parameters before."""
+        if self.running and self.training:
+            self._activations.install()
+        if self.running and on_device:
+            self.activate()
+
     def take_back_writes(self, *, rests: bool = False) -> None:
         """Takes every weight that was written on the device back to the host.
 

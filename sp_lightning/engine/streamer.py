@@ -23,7 +23,7 @@ from sp_lightning.engine.peak import Peak
 from sp_lightning.engine.placement import ONE_DEVICE, Placement
 from sp_lightning.engine.residency import Residency
 from sp_lightning.engine.routed_calls import attach_hooks
-from sp_lightning.engine.saved_tensors import SavedTensors
+from sp_lightning.engine.saved_tensors import SavedTensors, packs
 from sp_lightning.engine.step import Step, StepKind
 from sp_lightning.engine.updating import Updating
 from sp_lightning.model.found import Found
@@ -85,7 +85,6 @@ class Streamer:
         # Hooks in backward run on autograd's threads. The lock is never held while user code runs.
         self._lock = threading.RLock()
         self._closed = False
-        self._in_user_code = False
         self._build_weights(pin, check_writes, placement, log)
         self._build_activations(modes, HostRing(device, pin=pin, limit=host_room), log)
         self._build_step(averages, placement)
@@ -190,8 +189,7 @@ class Streamer:
         kind = StepKind.INFERENCE if not training else StepKind.MANUAL if manual else StepKind.AUTOMATIC
         with self._lock:
             self._backward.abandon()
-            if self._access.reset():
-                self._step.end_interrupted()
+            self._access.end_interrupted()
             self._step.begin(phase, kind, quiet=quiet)
 
     def prefetch_for(self, phase: str, *, training: bool) -> None:
@@ -199,16 +197,9 @@ class Streamer:
         with self._lock:
             self._step.prefetch_for(phase, training=training)
 
-    @contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self) -> AbstractContextManager[None]:
         """A context for user code that builds a graph: saved weights are packed, so that the graph holds no slot."""
-        with self._access.saved_tensors.hooks() if self._moving else nullcontext():
-            self._in_user_code = True
-            try:
-                yield
-            finally:
-                self._in_user_code = False
-                self._access.reset()
+        return self._access.user_code()
 
     def await_backward(self) -> None:
         """Has the step end with the next backward, because user code has returned a loss (automatic optimization)."""
@@ -232,13 +223,13 @@ class Streamer:
     def abort(self) -> None:
         """Ends a step that has failed, and drops the gradients that were on their way.
 
-        Inside of the step's user code, which may catch the error, the step goes on, with what the host has of weights now.
+        Inside of its user code, which may catch the error, the step goes on with the weights that the host has now.
         """
         with self._lock:
             if self._closed:
                 return
             self.updates.recover()
-            if self._in_user_code and self._step.running:
+            if self._step.running and packs():
                 self._step.invalidate()
                 return
             self._access.reset()
@@ -250,21 +241,15 @@ class Streamer:
     def reading(self) -> Iterator[None]:
         """A context for code that reads the module, even in the middle of a step: it finds the host's parameters."""
         self.updates.finish()
-        step = self._step
         on_device = self._exchange.on_device
         try:
             with self._lock:
-                step.take_back_writes()
-                self._exchange.to_host()
-                self.activations.remove()
+                self._step.show_host()
             yield
         finally:  # user code may catch an error, and go on with the step
             with self._lock:
-                if step.running and step.training:
-                    self.activations.install()
-                if on_device and step.running:
-                    step.activate()
-                step.allow_writes()  # hooks of users follow (on_save_checkpoint), or user code that has caught an error
+                self._step.go_on(on_device=on_device)
+                self._step.allow_writes()  # user code follows (on_save_checkpoint)
 
     # ------------------------------------------------------------------ between steps
 

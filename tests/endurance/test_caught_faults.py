@@ -175,10 +175,10 @@ NAMES = [
 def state_of(module: Catches) -> dict[str, Any]:
     """What a caught fault must leave as it was."""
     streamer = streamer_of(module.trainer.strategy)
-    access = streamer._access
+    running = streamer._access.calls
     return {
         "a step runs": streamer._step.running,
-        "depth": (access.depth, access._calls.depth),
+        "depth": (running.depth, running._here.depth),
         "pins": [layer.pins for layer in streamer._layers],
         "slots in use": sum(slot.lent for slot in streamer._slots.all) - len(streamer._residency.used),
         "hooks on the thread": top_saved_tensors_hooks(),
