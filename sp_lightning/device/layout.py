@@ -13,6 +13,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from sp_lightning.device.torch_private import without_memory
+
 ALIGNMENT = 512
 """Every parameter begins at a multiple of so many bytes, as it would if torch's CUDA allocator had placed it.
 
@@ -129,3 +131,13 @@ def strided(memory: Tensor, offset: int, dtype: torch.dtype, shape: Iterable[int
     result = torch.empty(0, dtype=dtype, device=memory.device)
     result.set_(memory.untyped_storage(), offset // dtype.itemsize, tuple(shape), tuple(stride))
     return result
+
+
+def absent(like: Span | Tensor, device: torch.device, why: str) -> Tensor:
+    """A tensor without memory that has the shape, strides and dtype of ``like``. Reading it raises a RuntimeError: ``why``.
+
+    torch hides a tensor's class from some functions (transforms, TorchScript, C++ extensions). They read its memory, and would
+    compute with anything that was there.
+    """
+    stride = like.stride if isinstance(like, Span) else strides(like)
+    return without_memory(like.dtype, device, like.shape, stride, why)

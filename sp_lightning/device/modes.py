@@ -10,10 +10,12 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from sp_lightning.device.torch_private import (
+    clear_transforms,
     count_dispatch_modes,
     disable_dispatch_modes,
     frame_compiler,
     leave_frame_out,
+    transforms_active,
 )
 
 P = ParamSpec("P")
@@ -33,14 +35,14 @@ def no_dispatch_modes() -> AbstractContextManager[Any]:
 
 def held(lock: AbstractContextManager[Any], *, leaves_inference_mode: bool = False) -> AbstractContextManager[Any]:
     """Holds a lock outside of these modes. Nearly always there are none, and a second context would take the host time, too."""
-    if count_dispatch_modes() or (leaves_inference_mode and torch.is_inference_mode_enabled()):
+    if count_dispatch_modes() or transforms_active() or (leaves_inference_mode and torch.is_inference_mode_enabled()):
         return _held(lock, no_inference_mode() if leaves_inference_mode else _NOTHING)
     return lock
 
 
 @contextmanager
 def _held(lock: AbstractContextManager[Any], outside: AbstractContextManager[None]) -> Iterator[None]:
-    with lock, no_dispatch_modes(), outside:
+    with lock, clear_transforms(), no_dispatch_modes(), outside:
         yield
 
 

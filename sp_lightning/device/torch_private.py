@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, autograd, nn, serialization
 from torch._dynamo import decorators, eval_frame
+from torch._functorch import pyfunctorch
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
 from torch.nn.modules import batchnorm
@@ -85,6 +86,9 @@ DIFFERENTIATING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.T
 
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether operators go through a ``torch.func`` transform now. As :data:`interpreter_stack`, without making a list."""
+
+clear_transforms: Callable[[], AbstractContextManager[Any]] = pyfunctorch.temporarily_clear_interpreter_stack
+"""A context in which no ``torch.func`` transform runs, so that operators make ordinary tensors. No public way to leave them."""
 
 count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many ``TorchDispatchMode`` are active. The public API does not tell."""
@@ -194,6 +198,19 @@ storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """How many owners a storage, given by its :data:`storage_id`, has in C++: tensors, graphs, and one for all its Python
 objects. There is no public way to ask."""
+
+
+def without_memory(dtype: torch.dtype, device: torch.device, shape: Sequence[int], stride: Sequence[int], why: str) -> Tensor:
+    """A tensor that takes no memory. An operator that reads or writes it raises a RuntimeError that says why.
+
+    The public ``meta`` device has such tensors, and its operators compute with them without an error.
+    """
+    last = sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
+    nbytes = 0 if 0 in shape else (last + 1) * dtype.itemsize
+    storage = torch._C._construct_storage_from_data_pointer(0, device, nbytes)
+    tensor = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape, stride)
+    torch._C._set_storage_data_ptr_access_error_msg(storage_id(storage), why)
+    return tensor
 
 
 exchange_memory: Callable[[Tensor, Tensor], None] = torch._C._swap_tensor_impl

@@ -23,6 +23,12 @@ TRANSFORMS = (
     'SuperpipelineStrategy(resident=["**"], activations="keep").'
 )
 
+HIDDEN_READ = (
+    "The memory of the weight {name!r} was read while it is not on the device. A torch.func transform (vmap, jvp …), a "
+    "TorchScript function or a C++ extension that is given a weight does not ask for it. Pass weight.clone() instead, or keep "
+    "the weight on the device: SuperpipelineStrategy(resident=[{name!r}])."
+)
+
 
 def less_host_memory(overlap: str = "backward") -> str:
     """How a run takes less host memory, with ``optimizer_overlap`` as it is; by default gradients are none of it."""

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, increment_version
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.device.layout import Span, addresses, versions
+from sp_lightning.device.layout import Span, absent, addresses, versions
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import gradient_hooks
+from sp_lightning.observe.messages import HIDDEN_READ
 from sp_lightning.weights.casts import came_from_cast
 from sp_lightning.weights.device_parameter import (
     DeviceParameter,
@@ -121,7 +122,7 @@ class ParameterGroup:
         self._absent = [_with_user_class(StandIn, type(host)) for host in hosts]
         self._handles: list[RemovableHandle] = []
         with no_inference_mode():
-            self._away = [_nothing_like(span, device) for span in spans]
+            self._away = [self._absent_like(span, index) for index, span in enumerate(spans)]
             self.all = [self._make(index) for index in range(len(spans))]
         # An accumulator holds a reference to its parameter: kept alive, it adds one whether a graph is alive or not.
         self._accumulators: list[GradientEdge | None] = [None] * len(spans)
@@ -151,7 +152,7 @@ class ParameterGroup:
     def _make(self, index: int) -> DeviceParameter:
         host = self.hosts[index]
         # The data is set afterwards, because a parameter that was made of _away would share its version.
-        away = self._away[index].new_empty(()).expand_as(self._away[index])
+        away = torch.empty((), dtype=host.dtype, device=self.device).expand(host.shape)
         parameter: Any = nn.Parameter(away, requires_grad=host.requires_grad)
         tensor_data.__set__(parameter, self._away[index])
         object.__setattr__(parameter, "_of", self)
@@ -187,11 +188,14 @@ class ParameterGroup:
                 set_class(parameter, kind)
         self.attached = True
 
+    def _absent_like(self, value: Span | Tensor, index: int) -> Tensor:
+        return absent(value, self.device, HIDDEN_READ.format(name=self.spans[index].name))
+
     def set_apart(self, index: int, value: Tensor) -> None:
         """Keeps a weight that was given another dtype, for which the layer's memory has no place."""
         with no_inference_mode():
             self.apart[index] = value
-            self._away[index] = _nothing_like(value, self.device)
+            self._away[index] = self._absent_like(value, index)
 
     def refuse_exchanged(self, index: int) -> None:
         """Raises a RuntimeError if a weight that autograd saved in its layer's memory was given another dtype since."""
@@ -388,8 +392,3 @@ def _run(hooks: dict[int, Callable[..., Any]], gradient: Tensor) -> Tensor:
         gradient = gradient if replaced is None else replaced
     return gradient
 
-
-def _nothing_like(value: Span | Tensor, device: torch.device) -> Tensor:
-    """A scalar, NaN if the dtype has it, that is expanded to the shape of ``value``."""
-    fill = float("nan") if value.dtype.is_floating_point or value.dtype.is_complex else 0
-    return torch.full((), fill, dtype=value.dtype, device=device).expand(value.shape)
