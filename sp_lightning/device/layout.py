@@ -50,6 +50,8 @@ class Elsewhere:
 
     __slots__ = ()
     span: Span
+    attributes = frozenset({"_home"})
+    """What such a tensor's ``__dict__`` has beside what the user has put there."""
 
 
 def strides(tensor: Tensor) -> tuple[int, ...]:

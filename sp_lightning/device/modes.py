@@ -21,6 +21,10 @@ from sp_lightning.device.torch_private import (
 P = ParamSpec("P")
 R = TypeVar("R")
 _NOTHING: AbstractContextManager[None] = nullcontext()  # it may be entered again and again
+_NOT_IN_GRAPHS = (
+    "here Superpipeline moves weights, which no graph contains. Compile without fullgraph=True. To a compiled function, or "
+    "torch.cond, pass weight.clone() in place of a weight. Export (strict=True) copy.deepcopy(module), or after the run"
+)
 
 
 def no_inference_mode() -> AbstractContextManager[None]:
@@ -55,4 +59,5 @@ def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
         return (function if frame_compiler() is None else disabled)(*args, **kwargs)
 
     # This frame itself is left out. What it calls is left out by ``disabled``.
-    return leave_frame_out(call)
+    leave_frame_out(call, _NOT_IN_GRAPHS)
+    return call

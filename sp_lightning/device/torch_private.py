@@ -361,8 +361,15 @@ RNN_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 frame_compiler: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 """What ``torch.compile`` does with the frames that this thread enters now: None while it compiles nothing. No public way."""
 
-leave_frame_out: Callable[[Callable[..., Any]], Callable[..., Any]] = decorators.skip
-"""Has ``torch.compile`` leave out a frame. The public ``torch.compiler.disable(recursive=False)`` puts another around it."""
+
+def leave_frame_out(function: Callable[..., Any], why: str) -> None:
+    """Has ``torch.compile`` leave out a frame, and say why where it may leave out none (``fullgraph=True``).
+
+    The public ``torch.compiler.disable(recursive=False)`` puts another frame around it.
+    """
+    decorators.skip(function)
+    vars(function)["_torchdynamo_disable_msg"] = why
+
 
 DYNAMO_MARKS = ("_dynamo", "_has_dynamo", "_specialize_on")
 """How attributes begin that ``torch.compile`` looks for in a tensor's ``__dict__`` (``_has_dynamo…`` is not in torch 2.11)."""
@@ -378,9 +385,6 @@ NormBase = batchnorm._NormBase
 
 pruned_attribute: Callable[[Any], str] = attrgetter("_tensor_name")
 """Which attribute a ``torch.nn.utils.prune.BasePruningMethod`` prunes. It has no public name."""
-
-rebuild_parameter: Callable[..., nn.Parameter] = torch._utils._rebuild_parameter
-"""How ``pickle`` makes a parameter from data, ``requires_grad`` and hooks; ``torch.load`` allows this function by name."""
 
 
 def take_for_parameter(tensor: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -39,7 +40,7 @@ class _Calls(threading.local):
 
 
 class ModuleHooks:
-    """The hooks of one module. A copy of the module is a plain module, so these ignore every module but their own."""
+    """The hooks of one module. They ignore every other module."""
 
     def __init__(
         self, listener: Listener | None, module: nn.Module | None, visits: Visits, calls: _Calls | None = None
@@ -76,11 +77,51 @@ class ModuleHooks:
             if visits is not None and hooks._listener is not None:
                 hooks._listener.leave(visits, output if hooks is self else None)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHooks:
+
+def _ignore(*_: Any) -> None:
+    """What a pickled module has in place of a hook."""
+
+
+class Hook(partial[None]):
+    """A method of :class:`ModuleHooks`, as its module holds it. A copy of the module is a plain module, without it."""
+
+    handle: RemovableHandle
+
+    @property
+    def __name__(self) -> str:
+        """TorchScript, which compiles hooks, asks for their names."""
+        hooks = self.func.__self__  # type: ignore[attr-defined]
+        name = hooks._visits[0].name if hooks._visits else type(hooks._module).__name__
+        raise AttributeError(
+            f"torch.jit.script was called during a run for {name!r}, which the run streams. Script a deep copy, "
+            "torch.jit.script(copy.deepcopy(module)), or the module after the run."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        if (copied := memo.get(id(self.handle.hooks_dict_ref()))) is not None:
+            leaves = _Leaves(copied, self.handle.id)
+            memo[id(leaves)] = leaves
         return self
 
     def __reduce__(self) -> Any:
-        return ModuleHooks, (None, None, ())
+        return Hook, (_ignore,)
+
+
+class _Leaves:
+    """Takes a hook out of a copy's hooks when ``copy.deepcopy`` drops its memo: then the copy is whole."""
+
+    def __init__(self, hooks: dict[int, Any], key: int) -> None:
+        self._hooks, self._key = hooks, key
+
+    def __del__(self) -> None:
+        self._hooks.pop(self._key, None)
+
+
+def hook_on(register: Callable[..., RemovableHandle], method: Callable[..., None], **options: bool) -> RemovableHandle:
+    """Registers a method of a module's hooks in one of the module's ways: ``module.register_forward_hook``, say."""
+    hook = Hook(method)
+    hook.handle = register(hook, **options)
+    return hook.handle
 
 
 def frame_of_call() -> FrameType | None:
@@ -128,8 +169,8 @@ def attach_module_hooks(
         ]
     handles = []
     for module, hooks in hooks_of.items():
-        handles.append(module.register_forward_pre_hook(hooks.before, prepend=True))
-        handles.append(module.register_forward_hook(hooks.after, always_call=True))
+        handles.append(hook_on(module.register_forward_pre_hook, hooks.before, prepend=True))
+        handles.append(hook_on(module.register_forward_hook, hooks.after, always_call=True))
     return handles
 
 

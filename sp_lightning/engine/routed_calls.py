@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from sp_lightning.device.modes import never_compiled, no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import transforms_active
 from sp_lightning.engine.access import Access
-from sp_lightning.engine.module_hooks import ModuleHooks, Visits, attach_module_hooks
+from sp_lightning.engine.module_hooks import ModuleHooks, Visits, attach_module_hooks, hook_on
 from sp_lightning.model.stacks import Reading, how_it_reads
 from sp_lightning.weights.device_parameter import hides_stand_ins
 from sp_lightning.weights.expert_rows import ExpertRows, RoutedCall
@@ -102,9 +102,9 @@ def attach_hooks(access: Access, visits: dict[nn.Module, tuple[StreamedLayer, ..
     for module, experts in routed.items():
         calls = RoutedCalls(access, module, experts)
         hooks = _WithKeywords(calls, module, visits[module])
-        handles.append(module.register_forward_pre_hook(hooks.before_call, prepend=True, with_kwargs=True))
+        handles.append(hook_on(module.register_forward_pre_hook, hooks.before_call, prepend=True, with_kwargs=True))
         everywhere = register_module_forward_pre_hook(lambda *_: None)
         everywhere.remove()
         calls.pre_hooks += [handles[-1].hooks_dict_ref, everywhere.hooks_dict_ref]
-        handles.append(module.register_forward_hook(hooks.after, always_call=True))
+        handles.append(hook_on(module.register_forward_hook, hooks.after, always_call=True))
     return handles

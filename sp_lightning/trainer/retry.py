@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sp_lightning.activations.snapshot import TRUSTED
 from sp_lightning.device.torch_private import forward_hooks, forward_pre_hooks, tree_leaves
-from sp_lightning.engine.module_hooks import ModuleHooks
+from sp_lightning.engine.module_hooks import Hook
 from sp_lightning.trainer.compat import MODULE_ATTRIBUTES, logged_counts, random_states, restore_random_states
 
 # In a forward, modules of these packages change no state but buffers, whose writes torch counts.
@@ -75,7 +75,7 @@ class Snapshot:
         weights = state["parameters"] = []
         for name, child in module.named_modules():
             for hook in (*forward_hooks(child).values(), *forward_pre_hooks(child).values()):
-                if not isinstance(getattr(hook, "__self__", None), ModuleHooks):
+                if not isinstance(hook, Hook):
                     raise Unwatched(f"what a forward hook of {name!r} does")
             weights += [(id(p), p._version) for p in child._parameters.values() if p is not None]
             state.update(_state(name, child))

@@ -2,7 +2,7 @@
 
 A :class:`DeviceParameter` is a leaf of the autograd graph with the right shape, dtype and device for the whole step.
 While its layer is on the device it is a view of the slot, and computing with it is no slower than with a plain
-``Parameter``. While its layer is away it is a :class:`StandIn`: a NaN scalar that is expanded to the weight's shape, whose
+``Parameter``. While its layer is away it is a :class:`StandIn`: a tensor of the weight's shape without memory, whose
 class brings the layer before anything computes with it. Every use of a weight is therefore right, wherever it happens:
 a weight that is read outside of forward, arithmetic on ``self.parameters()``, ``torch.autograd.grad`` with respect to
 parameters.
@@ -12,6 +12,7 @@ Everything else that a user may reach through it is the host parameter's: ``.gra
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from sp_lightning.device.layout import Elsewhere
 from sp_lightning.device.metadata import METADATA
 from sp_lightning.device.modes import never_compiled, no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import (
     DYNAMO_MARKS,
     count_function_modes,
-    rebuild_parameter,
     tree_leaves,
     tree_map_only,
 )
@@ -51,8 +52,8 @@ class DeviceParameter(nn.Parameter):
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
         """Lets ``type(p)(data)`` make an ordinary parameter."""
-        user_class: Any = next(base for base in cls.__mro__ if not issubclass(base, DeviceParameter))
-        return user_class(data, requires_grad)
+        made: nn.Parameter = _users_class(cls)(data, requires_grad)
+        return made
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute that the user gave the host's parameter."""
@@ -61,11 +62,16 @@ class DeviceParameter(nn.Parameter):
         return getattr(self.host, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_ours = name in ("_of", "_index", "data", "grad", "requires_grad", "__class__")
-        if is_ours or name.startswith(DYNAMO_MARKS):  # torch.compile looks for its marks in the tensor's own __dict__
+        if _is_ours(name):
             object.__setattr__(self, name, value)
         else:
             setattr(self.host, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if _is_ours(name):
+            object.__delattr__(self, name)
+        else:
+            delattr(self.host, name)
 
     def __hash__(self) -> int:
         """Returns the hash of the host's parameter, so that dictionaries of parameters find it: ``optimizer.state[p]``."""
@@ -133,18 +139,28 @@ class DeviceParameter(nn.Parameter):
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         return self.host.register_post_accumulate_grad_hook(hook)
 
+    def _ordinary(self, data: Tensor) -> nn.Parameter:
+        """A parameter of the user's class with the attributes that the user has given the host's."""
+        made: Any = nn.Parameter(data, self.requires_grad)
+        vars(made).update((name, value) for name, value in vars(self.host).items() if name not in Elsewhere.attributes)
+        made.__class__ = _users_class(type(self))
+        return made
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Copies to a plain parameter, because a copied module is a plain module."""
+        """Copies to an ordinary parameter, as the user's class copies one, because a copied module is a plain module."""
         if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.data.detach().clone(), self.requires_grad)
+            memo[id(self)] = copy.deepcopy(self._ordinary(self.data.detach()), memo)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuild_parameter, (self.data.detach().clone(), self.requires_grad, {})
+        return self._ordinary(self.data.detach().clone()).__reduce_ex__(protocol)
 
 
 class StandIn(DeviceParameter):
-    """A device parameter whose layer is away. Reading its metadata is free; anything else brings the layer."""
+    """A device parameter whose layer is away. Reading its metadata is free; anything else brings the layer.
+
+    A function from which torch hides the class gets an error: :func:`~sp_lightning.device.layout.absent`.
+    """
 
     @classmethod
     @never_compiled  # transfers cannot be part of a compiled graph
@@ -183,6 +199,15 @@ class StandIn(DeviceParameter):
                 # state_dict() detaches. Writes through the .data of a detached tensor change no version.
                 away[0]._of.expose()
             return func(*args, **kwargs)
+
+
+def _is_ours(name: str) -> bool:
+    """Whether an attribute is the device parameter's own. torch.compile looks for its marks in the tensor's own ``__dict__``."""
+    return name in ("_of", "_index", "data", "grad", "requires_grad", "__class__") or name.startswith(DYNAMO_MARKS)
+
+
+def _users_class(kind: type) -> Any:
+    return next(base for base in kind.__mro__ if not issubclass(base, (DeviceParameter, Elsewhere)))
 
 
 def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:

@@ -222,6 +222,46 @@ def test_transforms_are_told_and_which_of_them_differentiate() -> None:
     assert told == [(False, []), (True, [False]), (True, [True]), (True, [True]), (True, [True, False])]
 
 
+def test_transforms_can_be_left() -> None:
+    def note(x: Tensor) -> Tensor:
+        with torch_private.clear_transforms():
+            assert not torch_private.transforms_active()
+            made = torch.ones(2)
+        assert torch_private.transforms_active()
+        assert made.data_ptr(), "a tensor that a transform made has no address"
+        return (x * made).sum()
+
+    assert torch.equal(torch.func.grad(lambda x: torch.vmap(note)(x).sum())(torch.ones(3, 2)), torch.ones(3, 2))
+
+
+READS = {
+    "an operator": lambda w: w + 1,
+    "a view": lambda w: w[0].mul(2),
+    "a write": lambda w: w.zero_(),
+    "a copy": lambda w: torch.empty(2, 3).copy_(w),
+    "vmap": torch.vmap(lambda w: w + 1),
+    "the address": lambda w: w.data_ptr(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_tensor_without_memory_says_why_when_it_is_read(read: str, dtype: torch.dtype) -> None:
+    made = torch_private.without_memory(dtype, torch.device("cpu"), (2, 3), (1, 2), "It is elsewhere.")
+    assert (made.shape, made.stride(), made.dtype) == ((2, 3), (1, 2), dtype)
+    parameter = nn.Parameter(torch.ones(2, 3, dtype=dtype), requires_grad=False)
+    parameter.data = made
+    with pytest.raises(RuntimeError, match="It is elsewhere"):
+        READS[read](parameter)
+    parameter.data = torch.ones(2, 3, dtype=dtype)
+    assert parameter.sum() == 6, "with memory again it is an ordinary one"
+
+
+def test_an_empty_tensor_needs_no_memory() -> None:
+    made = torch_private.without_memory(torch.float32, torch.device("cpu"), (0, 3), (3, 1), "It is elsewhere.")
+    assert made.shape == (0, 3)
+
+
 def test_dispatch_modes_are_counted_and_can_be_suspended() -> None:
     assert torch_private.count_dispatch_modes() == 0
     with _NotesOperators(), _NotesOperators() as mode:
@@ -502,9 +542,10 @@ def test_an_rnn_lists_its_weights_anew() -> None:
 def test_a_thread_that_compiles_says_so_in_a_frame_that_is_left_out() -> None:
     seen: list[bool] = []
 
-    @torch_private.leave_frame_out
     def look() -> None:
         seen.append(torch_private.frame_compiler() is not None)
+
+    torch_private.leave_frame_out(look, "It looks.")
 
     def function(x: Tensor) -> Tensor:
         look()
@@ -513,6 +554,8 @@ def test_a_thread_that_compiles_says_so_in_a_frame_that_is_left_out() -> None:
     function(torch.ones(1))
     torch.compile(function, backend="eager")(torch.ones(1))
     assert seen == [False, True]
+    with pytest.raises(RuntimeError, match=r"It looks\."):
+        torch.compile(lambda x: (look(), x + 1), backend="eager", fullgraph=True)(torch.ones(1))
 
 
 def test_compile_marks_tensors_with_attributes_that_begin_so() -> None:
@@ -547,22 +590,6 @@ def test_a_pruning_method_names_what_it_prunes() -> None:
     module = prune.l1_unstructured(nn.Linear(4, 1), "weight", amount=0.5)
     [method] = torch_private.forward_pre_hooks(module).values()
     assert torch_private.pruned_attribute(method) == "weight"
-
-
-def test_parameters_are_pickled_by_a_function_that_loading_allows() -> None:
-    class Ours(nn.Parameter):
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            return torch_private.rebuild_parameter, (self.data, self.requires_grad, {})
-
-    kept = torch_private.rebuild_parameter(torch.ones(2), False, {})
-    assert type(kept) is nn.Parameter
-    assert not kept.requires_grad
-    names = {arg for _, arg, _ in pickletools.genops(pickle.dumps(Ours(torch.ones(2)), 2)) if isinstance(arg, str)}
-    assert "torch._utils _rebuild_parameter" in names
-    file = io.BytesIO()
-    torch.save(Ours(torch.ones(2)), file)
-    file.seek(0)
-    assert type(torch.load(file, weights_only=True)) is nn.Parameter
 
 
 def test_a_tensor_of_another_class_can_be_taken_for_a_parameter() -> None:
