@@ -200,7 +200,9 @@ storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 objects. There is no public way to ask."""
 
 
-def without_memory(dtype: torch.dtype, device: torch.device, shape: Sequence[int], stride: Sequence[int], why: str) -> Tensor:
+def without_memory(
+    dtype: torch.dtype, device: torch.device, shape: Sequence[int], stride: Sequence[int], why: str
+) -> Tensor:
     """A tensor that takes no memory. An operator that reads or writes it raises a RuntimeError that says why.
 
     The public ``meta`` device has such tensors, and its operators compute with them without an error.

@@ -13,8 +13,8 @@ _SAID: set[str] = set()
 
 RUN_AGAIN_DIFFERED = (
     'Superpipeline ran the forward of {unit!r} again (activations="recompute"), and it did something else than before: it '
-    "depends on a global variable, a file, or random numbers that are not torch's. Keep or offload what it saves: "
-    'SuperpipelineStrategy(activations={{"{unit}": "offload", "**": "recompute"}}).'
+    "depends on a global variable (parametrize.cached() has one), a file, or random numbers that are not torch's. Keep or "
+    'offload what it saves: SuperpipelineStrategy(activations={{"{unit}": "offload", "**": "recompute"}}).'
 )
 
 TRANSFORMS = (
@@ -23,11 +23,27 @@ TRANSFORMS = (
     'SuperpipelineStrategy(resident=["**"], activations="keep").'
 )
 
+TRACES = (
+    "torch.func.linearize (or make_fx) was called inside a step: it traces a function, and no trace takes a weight of a module "
+    "that is streamed. Use torch.func.jvp in place of linearize; trace copy.deepcopy(module), or the module after the run."
+)
+
 HIDDEN_READ = (
     "The memory of the weight {name!r} was read while it is not on the device. A torch.func transform (vmap, jvp …), a "
     "TorchScript function or a C++ extension that is given a weight does not ask for it. Pass weight.clone() instead, or keep "
     "the weight on the device: SuperpipelineStrategy(resident=[{name!r}])."
 )
+
+_SIGNS = {
+    "don't yet support saved tensor hooks": TRANSFORMS,
+    "torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode": TRACES,
+}
+
+
+def in_our_words(error: BaseException) -> str | None:
+    """What is to be raised in place of an error of torch's that says nothing of its reason, which is this package."""
+    said = str(error) if isinstance(error, (RuntimeError, TypeError)) else ""
+    return next((message for sign, message in _SIGNS.items() if sign in said), None)
 
 
 def less_host_memory(overlap: str = "backward") -> str:

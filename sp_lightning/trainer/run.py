@@ -27,8 +27,8 @@ from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found, Parted
 from sp_lightning.observe.messages import (
     RUN_AGAIN_DIFFERED,
-    TRANSFORMS,
     after_out_of_memory,
+    in_our_words,
     less_host_memory,
     say_once,
 )
@@ -338,8 +338,8 @@ class Run:
             if self.ranks is not None and not isinstance(error, torch.OutOfMemoryError):  # that may be mended here
                 self.ranks.fail(error)
             self.abort()
-            if isinstance(error, RuntimeError) and "don't yet support saved tensor hooks" in str(error):
-                raise RuntimeError(TRANSFORMS) from error
+            if (said := in_our_words(error)) is not None:
+                raise RuntimeError(said) from error
             if isinstance(error, CheckpointError) and self.streamer is not None and self.streamer.run_again:
                 error.add_note(RUN_AGAIN_DIFFERED.format(unit=self.streamer.run_again))
             raise

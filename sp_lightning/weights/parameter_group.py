@@ -391,4 +391,3 @@ def _run(hooks: dict[int, Callable[..., Any]], gradient: Tensor) -> Tensor:
         replaced = hook(gradient)
         gradient = gradient if replaced is None else replaced
     return gradient
-

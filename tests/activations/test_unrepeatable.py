@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import CheckpointError
 
 from sp_lightning.activations.forward_state import Unrepeatable
 from sp_lightning.activations.offload import Offload
@@ -333,6 +336,34 @@ def test_auto_sees_what_is_written_between() -> None:
 
 
 # ---------------------------------------------------------------------- faults
+
+
+class Bounded(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return torch.tanh(weight)
+
+
+class CachedParametrizations(Module):
+    """torch keeps parametrized weights in a global dictionary, so that the second call of a layer saves other tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack(3))
+        for block in self.net.blocks:
+            parametrize.register_parametrization(block.inner, "weight", Bounded())
+
+    def loss(self, batch: Any) -> Tensor:
+        with parametrize.cached():
+            return super().loss(batch) + super().loss(batch + 1)
+
+
+def test_weights_that_torch_caches_are_no_part_of_a_second_forward() -> None:
+    said = r"(?s)ran the forward of 'net\.blocks\.\d' again.*parametrize\.cached\(\).*\"offload\""
+    with pytest.raises(CheckpointError) as caught:
+        fit(CachedParametrizations, vectors(), superpipeline(activations="recompute"))
+    assert re.search(said, "".join(caught.value.__notes__))
+    offloaded = {"net.blocks.*": "offload", "**": "recompute"}
+    ours = fit(CachedParametrizations, vectors(), superpipeline(activations=offloaded))
+    assert_same(ours, fit(CachedParametrizations, vectors()))
 
 
 class Retries(Module):

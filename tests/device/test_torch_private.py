@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import pickle
-import pickletools
 import weakref
 from typing import Any
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sp_lightning.device.device import Device
 from sp_lightning.model.checks import refuse_cuda_graphs
 from tests.support.models import Module, Stack, llama, tokens, vectors
-from tests.support.runs import Batches, LossRecorder, assert_equal, loader, superpipeline, trainer_for
+from tests.support.runs import Batches, LossRecorder, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 from tests.support.tiers import first
 
 # dynamo's own remarks: on inputs that are no leaves, and on hooks that it leaves out of graphs, as it is told to
@@ -133,6 +133,48 @@ def test_what_is_compiled_as_a_whole_moves_as_one_and_the_plan_says_so() -> None
     trainer_for(strategy).fit(module, loader(vectors(1)))
     assert [layer.name for layer in strategy.plan.layers] == ["net"]
     assert any("Compile its layers instead" in note for note in strategy.plan.notes)
+
+
+class WholeGraph(Module):
+    """A loss that is one graph and takes the head's weight; a conditional of torch's, whose branches are; bare blocks."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]))
+        self.head, self.kind = nn.Linear(16, 5), kind
+        self.criterion = torch.compile(self.error, backend="eager", fullgraph=True) if "loss" in kind else self.error
+        if "blocks" in kind:
+            for block in self.net.children():
+                block.compile(backend="eager", fullgraph="fullgraph" in kind)
+
+    @staticmethod
+    def error(hidden: Tensor, weight: Tensor) -> Tensor:
+        return (hidden @ weight.T).square().mean()
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden = self.net(batch)
+        weight = self.head.weight.clone() if "clone" in self.kind else self.head.weight
+        if "cond" in self.kind:
+            return torch.cond(hidden.sum() > 0, self.error, lambda h, w: (h @ w.T).abs().mean(), (hidden, weight))
+        return self.criterion(hidden, weight)
+
+
+@pytest.mark.parametrize(
+    ("refused", "remedy"),
+    first(
+        [("loss", "loss, clone"), ("cond", "cond, clone"), ("blocks, fullgraph", "blocks")],
+        ("loss", "loss, clone"),
+        why="other graphs that meet the engine",
+    ),
+)
+def test_a_graph_without_breaks_meets_the_engine_and_is_told_what_to_do(refused: str, remedy: str) -> None:
+    """Dynamo said that it skips a function of ours that is disabled, and that one is to remove that."""
+    told = r"Superpipeline moves weights.*without fullgraph=True.*weight\.clone\(\)"
+    with pytest.raises(RuntimeError, match=told):
+        trainer_for(superpipeline()).fit(WholeGraph(refused), loader(vectors()))
+    torch._dynamo.reset()
+    plain = fit(lambda: WholeGraph(refused), vectors())
+    torch._dynamo.reset()
+    assert_same(fit(lambda: WholeGraph(remedy), vectors(), superpipeline()), plain)
 
 
 class Asynchronous(Device):

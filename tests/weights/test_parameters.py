@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -123,3 +125,49 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
 def test_like_plain(name: str, precision: str) -> None:
     make, options = CASES[name]
     assert_like_plain(make, **options, precision=precision)
+
+
+class Tagged(nn.Parameter):
+    """A class with attributes, which says itself how it is copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = Tagged(self.data.clone(), self.requires_grad)
+        copied.copied_from = self.tag
+        return copied
+
+
+class CopiedInStep(Module):
+    """What copies and files of a module have of its weights, and what is left of attributes that a step sets and deletes."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack(3))
+        for index, block in enumerate(self.net.blocks):
+            block.inner.weight = Tagged(block.inner.weight.data)
+            block.inner.weight.tag = index
+            block.outer.weight = Scale(
+                block.outer.weight.data
+            )  # torch's own way of copying: the class without attributes
+            block.outer.weight.tag = index
+        self.seen: list[Any] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        file = io.BytesIO()
+        torch.save(self.net, file)
+        file.seek(0)
+        for net in (copy.deepcopy(self.net), torch.load(file, weights_only=False)):
+            for weight in (net.blocks[1].inner.weight, net.blocks[1].outer.weight):
+                self.seen.append((type(weight).__name__, dict(vars(weight)), weight.detach().clone()))
+            self.seen.append(net.eval()(batch).detach())
+        for parameter in self.parameters():
+            parameter.note = 1  # type: ignore[attr-defined]
+            del parameter.note  # type: ignore[attr-defined]
+            with pytest.raises(AttributeError):
+                del parameter.note  # type: ignore[attr-defined]
+            self.seen.append(hasattr(parameter, "note"))
+            del parameter.grad  # as torch does it
+        return super().loss(batch)
+
+
+def test_copies_and_files_of_weights_in_a_step_are_those_of_their_class() -> None:
+    """A deep copy lost the weight's class, a file its attributes; an attribute that was set could not be deleted (Opacus)."""
+    assert_like_plain(CopiedInStep)
