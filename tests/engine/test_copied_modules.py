@@ -79,9 +79,7 @@ def test_a_module_itself_is_not_scripted_during_a_run() -> None:
         def on_train_epoch_end(self) -> None:
             torch.jit.script(self.net)
 
-    with pytest.raises(
-        AttributeError, match=r"torch\.jit\.script .*'Stack'.*copy\.deepcopy\(module\).*after the run"
-    ):
+    with pytest.raises(AttributeError, match=r"torch\.jit\.script .*'Stack'.*copy\.deepcopy\(module\).*after the run"):
         start(superpipeline(), Scripts(Stack()))
     module = Module(Stack())
     start(superpipeline(), module)
