@@ -13,7 +13,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from sp_lightning.device.torch_private import without_memory
+from sp_lightning.device.torch_private import null_storage, refuse_access, storage_id
 
 ALIGNMENT = 512
 """Every parameter begins at a multiple of so many bytes, as it would if torch's CUDA allocator had placed it.
@@ -142,4 +142,8 @@ def absent(like: Span | Tensor, device: torch.device, why: str) -> Tensor:
     compute with anything that was there.
     """
     stride = like.stride if isinstance(like, Span) else strides(like)
-    return without_memory(like.dtype, device, like.shape, stride, why)
+    last = sum((length - 1) * step for length, step in zip(like.shape, stride, strict=True))
+    storage = null_storage(0, device, (last + 1) * like.dtype.itemsize if like.shape.numel() else 0)
+    result = torch.empty(0, dtype=like.dtype, device=device).set_(storage, 0, like.shape, stride)
+    refuse_access(storage_id(storage), why)
+    return result

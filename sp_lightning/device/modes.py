@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from sp_lightning.device.torch_private import (
+    WHY_LEFT_OUT,
     clear_transforms,
     count_dispatch_modes,
     disable_dispatch_modes,
@@ -59,5 +60,5 @@ def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
         return (function if frame_compiler() is None else disabled)(*args, **kwargs)
 
     # This frame itself is left out. What it calls is left out by ``disabled``.
-    leave_frame_out(call, _NOT_IN_GRAPHS)
-    return call
+    vars(call)[WHY_LEFT_OUT] = _NOT_IN_GRAPHS
+    return leave_frame_out(call)

@@ -199,21 +199,11 @@ storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """How many owners a storage, given by its :data:`storage_id`, has in C++: tensors, graphs, and one for all its Python
 objects. There is no public way to ask."""
 
+null_storage: Callable[[int, torch.device, int], Any] = torch._C._construct_storage_from_data_pointer
+"""A storage at an address, 0 for none, on a device, of a number of bytes. No public way makes one without memory."""
 
-def without_memory(
-    dtype: torch.dtype, device: torch.device, shape: Sequence[int], stride: Sequence[int], why: str
-) -> Tensor:
-    """A tensor that takes no memory. An operator that reads or writes it raises a RuntimeError that says why.
-
-    The public ``meta`` device has such tensors, and its operators compute with them without an error.
-    """
-    last = sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
-    nbytes = 0 if 0 in shape else (last + 1) * dtype.itemsize
-    storage = torch._C._construct_storage_from_data_pointer(0, device, nbytes)
-    tensor = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape, stride)
-    torch._C._set_storage_data_ptr_access_error_msg(storage_id(storage), why)
-    return tensor
-
+refuse_access: Callable[[int, str], None] = torch._C._set_storage_data_ptr_access_error_msg
+"""Takes its memory from a storage, given by its :data:`storage_id`. Who asks for it then gets a RuntimeError that says this."""
 
 exchange_memory: Callable[[Tensor, Tensor], None] = torch._C._swap_tensor_impl
 """Exchanges all that two tensors are but the Python objects and their attributes, also between devices, which ``p.data = other``
@@ -233,14 +223,9 @@ sparse_values: Callable[[Tensor], Tensor] = Tensor._values
 
 
 def coalesced(numbers: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
-    """A sparse tensor that has these rows, each once and in order.
+    """A sparse tensor of a shape that has ``rows`` ``(n, *shape[1:])``, each once: ``numbers`` ``(n,)``, ``int64``, ascend.
 
     The public ``torch.sparse_coo_tensor`` warns about checks of invariants that nobody asked for (torch 2.11).
-
-    Args:
-        numbers: of the rows, ascending, shape ``(n,)``, ``int64``.
-        rows: shape ``(n, *shape[1:])``.
-        shape: of the whole.
     """
     return torch.ops.aten._sparse_coo_tensor_unsafe(numbers[None], rows, shape, is_coalesced=True)
 
@@ -363,15 +348,11 @@ RNN_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 frame_compiler: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 """What ``torch.compile`` does with the frames that this thread enters now: None while it compiles nothing. No public way."""
 
+leave_frame_out: Callable[[Callable[..., Any]], Callable[..., Any]] = decorators.skip
+"""Has ``torch.compile`` leave out a frame. The public ``torch.compiler.disable(recursive=False)`` puts another around it."""
 
-def leave_frame_out(function: Callable[..., Any], why: str) -> None:
-    """Has ``torch.compile`` leave out a frame, and say why where it may leave out none (``fullgraph=True``).
-
-    The public ``torch.compiler.disable(recursive=False)`` puts another frame around it.
-    """
-    decorators.skip(function)
-    vars(function)["_torchdynamo_disable_msg"] = why
-
+WHY_LEFT_OUT = "_torchdynamo_disable_msg"
+"""The attribute of such a function that says why, where ``torch.compile`` may leave out none (``fullgraph=True``)."""
 
 DYNAMO_MARKS = ("_dynamo", "_has_dynamo", "_specialize_on")
 """How attributes begin that ``torch.compile`` looks for in a tensor's ``__dict__`` (``_has_dynamo…`` is not in torch 2.11)."""
