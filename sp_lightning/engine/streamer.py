@@ -281,10 +281,6 @@ class Streamer:
         """Takes a plan of the same layers and slots that counts other gradients, because layers were unfrozen."""
         self.plan = plan
 
-    def limit_activations(self, nbytes: int | None) -> None:
-        """Sets the most bytes of host memory that activations may take; None for no limit."""
-        self.activations.ring.limit = nbytes
-
     def changed(self) -> bool:
         """Whether the user replaced or renamed modules or parameters, or gave a parameter another dtype or shape."""
         return self._exchange.changed

@@ -262,7 +262,7 @@ class Run:
         check_host(needed, less_host_memory(self._options.optimizer_overlap))
         spare = spare_bytes(needed)
         self._host_room = None if spare is None else spare // self._count  # each rank offloads activations of its own
-        self.streamer.limit_activations(self._host_room)
+        self.streamer.activations.ring.limit = self._host_room
 
     # ------------------------------------------------------------------ between batches and after errors
 

@@ -185,7 +185,7 @@ def state_of(module: Catches) -> dict[str, Any]:
         "modules hold": {type(each) is nn.Parameter for each in module.parameters()},
         "activations": (len(streamer.activations._installed), sum("forward" in vars(m) for m in module.modules())),
         "the unit under way": streamer.activations.offload.call,
-        "first runs": list(streamer.activations._first_runs._running),
+        "first runs": list(forward_state.first_runs._running),
         "optimizer": [set(vars(each)) - {"_opt_called"} for each in module.trainer.optimizers],
         "groups": [len(each.param_groups) for each in module.trainer.optimizers],
         "torch": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
