@@ -104,7 +104,7 @@ class Hook(partial[None]):
         return self
 
     def __reduce__(self) -> Any:
-        return Hook, (_ignore,)
+        return partial, (_ignore,)
 
 
 class _Leaves:

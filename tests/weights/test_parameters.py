@@ -154,7 +154,7 @@ class CopiedInStep(Module):
         file = io.BytesIO()
         torch.save(self.net, file)
         file.seek(0)
-        for net in (copy.deepcopy(self.net), torch.load(file, weights_only=False)):
+        for net in (copy.deepcopy(self.net), copy.deepcopy(torch.load(file, weights_only=False))):
             for weight in (net.blocks[1].inner.weight, net.blocks[1].outer.weight):
                 self.seen.append((type(weight).__name__, dict(vars(weight)), weight.detach().clone()))
             self.seen.append(net.eval()(batch).detach())
