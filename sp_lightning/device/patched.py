@@ -1,4 +1,4 @@
-"""Whether users have put a step of their own on an optimizer."""
+"""What users have put on an optimizer or around one: a step of their own, a state that is another optimizer's."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ def own_step(optimizer: Optimizer) -> Callable[..., Any]:
             step = step.__wrapped__
         step = MethodType(step, optimizer)
     return step
+
+
+def state_of(optimizer: Any) -> Any:
+    """An optimizer's state by parameter, as it is now: no update that is under way is waited for.
+
+    One that wraps another (Opacus' ``DPOptimizer``, accelerate's) has none of its own, and gives that one's by a property.
+    """
+    found = vars(optimizer)
+    return found["state"] if "state" in found else optimizer.state
 
 
 def is_patched(optimizer: Any, step: Any) -> bool:

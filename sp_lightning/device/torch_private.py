@@ -323,8 +323,9 @@ def step_pre_hooks(optimizer: Any) -> list[Callable[..., Any]] | None:
 
 
 def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    """The hooks before and after an optimizer's step."""
-    return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    """The hooks before and after an optimizer's step. What wraps an optimizer may have none of its own."""
+    found = (getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))
+    return [hook for hooks in found for hook in hooks.values()]
 
 
 def global_step_hooks() -> list[Callable[..., Any]]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
+from sp_lightning.device.patched import state_of
 from sp_lightning.device.torch_private import fused_sgd_step, run_first_after_step
 
 
@@ -137,6 +138,6 @@ def _begins_together(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.P
 
     One rank alone has state, and refuses looks at it elsewhere; what is found there does not count.
     """
-    state = vars(optimizer)["state"]  # vars, because the property waits for updates, which is not necessary here
+    state = state_of(optimizer)
     buffers = [dict.get(state, p, {}).get("momentum_buffer") is not None for p in parameters]
     return all(buffers) or not any(buffers)

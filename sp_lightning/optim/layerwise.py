@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sp_lightning.device.patched import state_of
 from sp_lightning.device.torch_private import run_first_after_step, tree_map
 from sp_lightning.device.waits import Stream
 from sp_lightning.optim.clipping import Clipping
@@ -195,7 +196,7 @@ class LayerwiseStep:
         Raises:
             _UndividedError: they cannot be cut.
         """
-        by_layer, state = defaultdict(list), vars(self._optimizer)["state"]
+        by_layer, state = defaultdict(list), state_of(self._optimizer)
         if not self._begun and shares_state(self._optimizer.param_groups, state):
             raise _UndividedError("two parameters share a state", "Give each parameter a state of its own")
         for group in self._optimizer.param_groups:
@@ -223,13 +224,13 @@ class LayerwiseStep:
 
     def _submit(self, layer: StreamedLayer, groups: list[dict[str, Any]]) -> None:
         parameters = [parameter for group in groups for parameter in group["params"]]
-        has_state = vars(self._optimizer)["state"]
+        has_state = state_of(self._optimizer)
         if self._known is None and not all(parameter in has_state for parameter in parameters):
             self._updates.finish()  # those of the step before: new state is put in order step by step
         if type(self._optimizer) is self._class:
             self._optimizer.__class__ = waiting(self._class, self._updates.finish)
             if self._known is None:
-                self._known = set(vars(self._optimizer)["state"])
+                self._known = set(state_of(self._optimizer))
             order = [p for group in self._optimizer.param_groups for p in group["params"]]
             self._updates.afterwards(partial(self._updated, self._known, order))
         part = object.__new__(self._class)

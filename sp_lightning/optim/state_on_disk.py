@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from sp_lightning.device.layout import Span, bytes_of, part, whole_pages
 from sp_lightning.device.lease import shared
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
+from sp_lightning.device.patched import state_of
 from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.optim.state_transfers import StateTransfers, Stored, begin_fork, end_fork
 from sp_lightning.optim.updatable import OptimizerState
@@ -155,7 +156,7 @@ class StateOnDisk(OptimizerState):
             self._next.clear()
             self._roomy.clear()
             for layer, parameters in layers.items():
-                part_of = SimpleNamespace(state=vars(optimizer)["state"], param_groups=[{"params": parameters}])
+                part_of = SimpleNamespace(state=state_of(optimizer), param_groups=[{"params": parameters}])
                 self.bring(layer, part_of)
                 self.put(layer, part_of)
             self._next.clear()  # updates have an order of their own
@@ -256,7 +257,7 @@ class StateOnDisk(OptimizerState):
 
 def _tensors(optimizer: Any) -> list[Tensor]:
     """All tensors of the state of an optimizer's parameters, each once."""
-    state = vars(optimizer)["state"]
+    state = state_of(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     leaves = (leaf for p in parameters if p in state for leaf in tree_leaves(state[p]) if isinstance(leaf, Tensor))
     return list({id(leaf): leaf for leaf in leaves}.values())

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.device.device import Device
+from sp_lightning.device.patched import state_of
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.store.away import Away, give
 from sp_lightning.weights.gradient_sink import Wanted
@@ -74,7 +75,7 @@ class OnHost:
 
     def bring(self, layer: StreamedLayer, optimizer: Optimizer) -> None:
         """The state is on the host already, but for what an earlier run with ``disk=`` has left away."""
-        state = vars(optimizer)["state"]
+        state = state_of(optimizer)
         found = (state.get(p, {}) for group in optimizer.param_groups for p in group["params"])
         give([value for each in found for value in each.values() if type(value) is Away])
 

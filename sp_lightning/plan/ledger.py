@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sp_lightning.device.patched import state_of
 from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.model.wrapped import parts
 from sp_lightning.plan.plan import Plan
@@ -249,7 +250,7 @@ def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
             )
             continue
         if count is None:
-            leaves = tree_leaves(dict(vars(optimizer)["state"]))
+            leaves = tree_leaves(dict(state_of(optimizer)))
             state = [part for leaf in leaves if isinstance(leaf, torch.Tensor) for _, part in parts("", leaf)]
             if not state:
                 return None

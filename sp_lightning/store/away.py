@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sp_lightning.device.layout import Span
 from sp_lightning.device.metadata import UNCHANGED_BY_UPDATES
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
+from sp_lightning.device.patched import state_of
 from sp_lightning.device.torch_private import save_by_way_of, tree_leaves
 from sp_lightning.store.mapped_pages import is_on_disk, let_go
 
@@ -181,7 +182,7 @@ def save(content: Any, stream: IO[bytes]) -> None:
 def leave_files(optimizer: Any) -> None:
     """Copies state to memory that is in a checkpoint's file still, which somebody may cut off, and that nothing sends away."""
     with torch.DisableTorchFunctionSubclass(), no_inference_mode():
-        for leaf in tree_leaves(dict(vars(optimizer)["state"])):
+        for leaf in tree_leaves(dict(state_of(optimizer))):
             if type(leaf) is Tensor:
                 leaf.data = leaf.data.clone()
 
