@@ -108,6 +108,14 @@ class Device:
         self.synchronize(self.record(Stream.DOWNLOAD), Wait.APPLY_AFTER_DRAIN)
         return memory
 
+    def on_host(self, tensor: Tensor) -> Tensor:
+        """Returns a copy on the host of a tensor that is on the device, as part of a graph; any other tensor as it is."""
+        return tensor.to("cpu") if self.has(tensor) else tensor
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in memory of the device that is not the host's."""
+        return not self.computes_on_host and tensor.device == self.device
+
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """A context in which kernels are issued to ``stream``."""
         return nullcontext()

@@ -97,6 +97,7 @@ class Access:
         self._around_rerun = around_rerun
         self.gradient_arrived = backward.gradient_arrived  # called directly, because it is called for each gradient
         self.gradients_complete = backward.complete
+        self.device = lent.device
         self.run_again = ""
         self.calls = RunningCalls()
         self._outermost: FrameType | None = None  # that of the outermost call, if it was made between steps
@@ -119,7 +120,7 @@ class Access:
                 if outside:
                     step.begin_outside()
                 self._notice_thread()
-                step.activate()
+                step.activate(in_backward=bool(self._backward.tasks))
                 self._residents.group.sync_requires_grad()
                 entered = [layer for layer in visits if not layer.pins]
                 self._residency.begin_call(visits, backward=bool(self._backward.tasks))
@@ -130,6 +131,8 @@ class Access:
             if outside:
                 self._outermost = frame_of_call()
             self.calls.begin(self.saved_tensors.hooks if self._moves or self._offloads() else None)
+            if self._backward.tasks and self.calls.depth == 1:
+                self._exchange.watch_forward(True)
             for layer in entered:
                 layer.parameters.watch()
         return visits
@@ -157,6 +160,8 @@ class Access:
                 self._residency.end_call(visits, release=sys.exception() is None)  # (4)
             finally:  # what was written on the device may be refused
                 self.calls.end()
+                if self._backward.tasks and not self.calls.depth:
+                    self._exchange.watch_forward(False)
                 if outside := self._is_outside():
                     self._outermost = None
                     self._step.end(writes_follow=True)
@@ -185,7 +190,7 @@ class Access:
         """Hook on the outputs of a module: backward has come to its layers, and is done with those above them."""
         with held(self._lock):
             self._backward.join()
-            self._step.activate()
+            self._step.activate(in_backward=True)
             self._residency.pre_backward(visits)
         self._backward.make_room(visits)
 

@@ -125,6 +125,8 @@ class Backward:
                     "A backward that ran at the same time in another thread has failed, and this one was given up with it: its "
                     "gradients would be incomplete. Call backward in one thread at a time."
                 )
+            if not self.tasks:
+                self._step.compute_on_host(True)
             self.tasks.append(task)
             self._nested = self._nested or len(self.tasks) > 1
         queue_callback(partial(self._ends, task))
@@ -262,3 +264,5 @@ class Backward:
                 step.end(compare=well)  # otherwise there is an error already
             elif accumulated and step.kind is StepKind.MANUAL:
                 step.pause()
+            else:
+                step.compute_on_host(False)

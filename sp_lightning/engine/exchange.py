@@ -76,6 +76,17 @@ class Exchange:
                 self._watch.look_away()
             self._swap.hold_host()  # last, so that a call that was interrupted is repeated
 
+    def watch_captured(self, watch: bool) -> None:
+        """Sets whether what is computed with the host's parameters for a graph is computed with the device's."""
+        if watch:
+            self._swap.captured.watch()
+        else:
+            self._swap.captured.look_away()
+
+    def watch_forward(self, begins: bool) -> None:
+        """As :meth:`watch_captured`, for a forward that begins or ends within backward."""
+        self._swap.captured.watch_forward(begins)
+
     def close(self) -> None:
         """Drops the device parameters. Buffers stay on the host for good."""
         self._swap.close()

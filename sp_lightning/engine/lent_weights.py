@@ -29,12 +29,13 @@ class LentWeights:
         watch: is told which weights the engine itself has written, if ``check_writes`` looks for writes; otherwise None.
 
     Attributes:
+        device: as it was given.
         write_backs: how often the host has waited to take back a weight.
     """
 
     def __init__(self, slots: Slots, device: Device, stays: set[int], watch: WeightWatch | None) -> None:
         self._slots = slots
-        self._device = device
+        self.device = device
         self._stays = stays
         self._watch = watch
         self._given: set[int] = set()  # addresses of the memory that weights were given in this step
@@ -153,7 +154,7 @@ class LentWeights:
             if layer.experts is not None and value.untyped_storage().data_ptr() in self._slots.by_address:
                 value = layer.experts.completed(index, value)
             # The blocking copy in write() implies this wait. On a device where write() copies nothing, it is needed.
-            self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
+            self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
             self.write_backs += 1
             _refuse_both(group, index)
             if layer.block.write(index, value):
@@ -180,7 +181,7 @@ class LentWeights:
         group = layer.parameters
         written = group.take_written()
         if written:
-            self._device.access(slot.memory, Stream.COMPUTE, write=False)
+            self.device.access(slot.memory, Stream.COMPUTE, write=False)
         with no_inference_mode():
             values = {index: view(slot.memory, group.spans[index]) for index in written}
             self.write_back(layer, ((index, group.apart.get(index, value)) for index, value in values.items()))

@@ -126,13 +126,14 @@ class Step:
         self.thread = threading.get_ident()
         self._residency.prefetch.start("outside", training=False)
 
-    def activate(self) -> None:
+    def activate(self, *, in_backward: bool = False) -> None:
         """Puts device parameters into the modules, if they are not there."""
         if self._held:  # an optimizer's step has come to its closure, or has raised, and may have written weights
             self._held = False
             self.invalidate_unused()
             self._residents.invalidate()
         if self._exchange.to_device():
+            self._exchange.watch_captured(not in_backward)
             self._look_at_weights()
 
     def share(self, shared: bool) -> None:
@@ -172,6 +173,7 @@ class Step:
         """Prepares for user code that reads gradients and writes weights, after a backward in manual optimization."""
         self.take_back_writes()
         self._exchange.to_host()
+        self._exchange.watch_captured(True)  # the graph of a backward may be kept
         self.invalidate_unused()
         self._residents.invalidate()
 
@@ -180,6 +182,17 @@ class Step:
         if self.running and self.kind is StepKind.MANUAL and self._exchange.on_device:
             self._exchange.to_host()
             self._held = True
+        self._exchange.watch_captured(False)
+
+    def compute_on_host(self, on_host: bool) -> None:
+        """Sets whether what is computed with the host's parameters is left to the host: in backward, which adds up gradients."""
+        self._exchange.watch_captured(self.running and not on_host)
+
+    def hold_host_until_backward(self) -> None:
+        """Has modules hold the host's parameters: user code looks at weights beside gradients, which are on the host."""
+        self.take_back_writes()
+        self._exchange.to_host()
+        self._held = True
 
     def resume(self) -> None:
         """Has modules hold the device's parameters again after :meth:`hold_host`."""
@@ -242,6 +255,7 @@ class Step:
 
     def _has_ended(self, well: bool) -> None:
         self._exchange.to_host()
+        self._exchange.watch_captured(False)
         self._activations.remove()
         self._activations.flush()
         if self.training:

@@ -201,12 +201,21 @@ class Streamer:
         """A context for user code that builds a graph: saved weights are packed, so that the graph holds no slot."""
         return self._access.user_code()
 
-    def await_backward(self) -> None:
-        """Has the step end with the next backward, because user code has returned a loss (automatic optimization)."""
+    def await_backward(self, *, seen: bool = False) -> None:
+        """Has the step end with the next backward, because user code has returned a loss (automatic optimization).
+
+        Args:
+            seen: whether user code may look at weights and gradients before that backward.
+        """
         self._step.ends_with_backward = True
+        if seen:
+            with self._lock:
+                self._step.hold_host_until_backward()
 
     def announce_backward(self, loss: Tensor, *, quiet: bool) -> None:
         """Announces the ``backward`` of a loss; see :meth:`Backward.announce`."""
+        with self._lock:
+            self._step.resume()
         self._backward.announce(loss, quiet=quiet)
 
     def end_without_backward(self) -> None:

@@ -19,7 +19,7 @@ from sp_lightning.engine.residency import Residency
 from sp_lightning.engine.step import Step
 from sp_lightning.engine.turns import Turns
 from sp_lightning.optim.background import BackgroundUpdates
-from sp_lightning.weights.device_parameter import DeviceParameter, Untouched
+from sp_lightning.weights.device_parameter import Untouched
 from sp_lightning.weights.gradient_sink import GradientSink, Wanted
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.source import BlockSource
@@ -103,8 +103,7 @@ class Updating:
 
         Args:
             deferred: whether updates may go on meanwhile, because the step only submits some or has submitted some.
-            parameters: the parameters that it steps. A fused step writes device parameters without a change of their
-                versions.
+            parameters: the host parameters that it steps. A fused step writes them without a change of their versions.
         """
         if not deferred:
             self.updates.finish()
@@ -122,14 +121,10 @@ class Updating:
         with self._lock:
             self._step.resume()
 
-    def _note_step(self, parameter: Any) -> None:
-        host = parameter
-        if issubclass(type(parameter), DeviceParameter):
-            parameter._of.exposed.add(parameter._index)
-            host = parameter.host
+    def _note_step(self, parameter: Tensor) -> None:
         with Untouched():  # the parameter's update may be under way; nothing here has to wait for it
-            layer = self._layer_of.get(id(host))
-            if layer is not None and host.grad is not None:
+            layer = self._layer_of.get(id(parameter))
+            if layer is not None and parameter.grad is not None:
                 layer.parameters.steps += 1
 
     def before_early(self, layer: StreamedLayer) -> None:

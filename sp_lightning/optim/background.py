@@ -12,19 +12,18 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import Elsewhere
 from sp_lightning.device.metadata import UNCHANGED_BY_UPDATES
 from sp_lightning.device.waits import Stream, Wait
-from sp_lightning.weights.device_parameter import DeviceParameter
 from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.roles import Role, leave, take
 
 
 class BackgroundUpdates:
@@ -46,7 +45,7 @@ class BackgroundUpdates:
         self._lock = threading.RLock()  # several threads may wait; the background never takes the lock
         self._failure: BaseException | None = None
         self._afterwards: list[Callable[[], None]] = []
-        self._class_of = cache(self._make_class)
+        self._role = type("BeingUpdated", (_BeingUpdated,), {"_updates": self})
         self.partially_updated: str | None = None
         _all.add(self)
 
@@ -84,7 +83,7 @@ class BackgroundUpdates:
                 for parameter in block.parameters:
                     # None is updated of what is a plain tensor, a part of a wrapped parameter, or in a file.
                     if type(parameter) is not Tensor and not isinstance(parameter, Elsewhere):
-                        parameter.__class__ = self._class_of(type(parameter))
+                        take(parameter, self._role)
             self._work[layer] = self._device.later(update)
             self._then[layer] = then
 
@@ -150,7 +149,7 @@ class BackgroundUpdates:
     def recover(self) -> None:
         """Does what :meth:`join` does after an error that may have occurred while an update was being submitted."""
         self.join()
-        _restore_classes(self._layers)
+        self._restore_classes(self._layers)
 
     def close(self) -> None:
         """Drops an error that was raised. Its traceback holds activations, whose graph holds this object in turn."""
@@ -161,7 +160,7 @@ class BackgroundUpdates:
             # A KeyboardInterrupt may come here; the work is still known then.
             self._device.finish(self._work[layer], why)
             del self._work[layer]
-            _restore_classes(layer.family)
+            self._restore_classes(layer.family)
             then = self._then.pop(layer)
             if then is not None:
                 then()
@@ -171,16 +170,10 @@ class BackgroundUpdates:
             self.partially_updated = f"the optimizer's update failed in the background: {self._failure!r}"
             raise self._failure
 
-    def _make_class(self, users: type[nn.Parameter]) -> type[nn.Parameter]:
-        """The waiting class of parameters of a class of the user's. It has the same name, as error messages show it."""
-        return type(users.__name__, (_BeingUpdated, users), {"_updates": self, "__module__": users.__module__})
-
-
-def _restore_classes(layers: Iterable[StreamedLayer]) -> None:
-    for layer in layers:
-        for parameter in layer.block.parameters:
-            if issubclass(type(parameter), _BeingUpdated):
-                parameter.__class__ = type(parameter).__bases__[1]
+    def _restore_classes(self, layers: Iterable[StreamedLayer]) -> None:
+        for layer in layers:
+            for parameter in layer.block.parameters:
+                leave(parameter, self._role)
 
 
 _all: WeakSet[BackgroundUpdates] = WeakSet()
@@ -196,9 +189,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork)
 
 
-class _BeingUpdated(nn.Parameter):
+class _BeingUpdated(Role):
     """A host parameter whose update is under way. Whoever computes with it, or reads its gradient, waits first."""
 
+    rank = 0
     _updates: BackgroundUpdates
 
     @classmethod
@@ -212,18 +206,6 @@ class _BeingUpdated(nn.Parameter):
             if issubclass(kind, _BeingUpdated):
                 kind._updates.finish()  # after this the arguments have their ordinary classes again
         return func(*args, **(kwargs or {}))
-
-    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
-        """Lets ``type(p)(data)`` make an ordinary parameter."""
-        return cls.__bases__[1](data, requires_grad)
-
-    def __eq__(self, other: object) -> Any:
-        """Dictionaries and sets compare their keys by this; a device parameter is the same key as its host parameter."""
-        if issubclass(type(other), DeviceParameter) and other.host is self:  # type: ignore[attr-defined]
-            return True
-        return super().__eq__(other)
-
-    __hash__ = nn.Parameter.__hash__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._updates.finish()

@@ -73,7 +73,7 @@ class Batch:
             with streamer.saving():
                 output = step(*args, **kwargs)
                 if self._training and not manual and self._has_backward(output):
-                    streamer.await_backward()
+                    streamer.await_backward(seen=self._hooks.may_look_at_gradients_before_backward())
                 else:
                     streamer.end(writes_follow=self._training or self._hooks.may_write_after(self._phase))
                 return output

@@ -25,7 +25,7 @@ from sp_lightning.trainer.disk_tier import DiskTier, without
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.rank_steps import RankSteps
 from sp_lightning.trainer.run import Run
-from sp_lightning.trainer.step_hooks import StepHooks, in_place_of
+from sp_lightning.trainer.step_hooks import StepHooks, hold_hosts, in_place_of
 from sp_lightning.trainer.update_policy import (
     choose_overlap,
     nobody_looks_at_gradients,
@@ -33,7 +33,6 @@ from sp_lightning.trainer.update_policy import (
     scaler_of,
 )
 from sp_lightning.trainer.user_hooks import UserHooks
-from sp_lightning.weights.device_parameter import DeviceParameter
 
 Closure = Callable[[], Any]
 
@@ -289,7 +288,7 @@ class OptimizerSteps:
             result = closure()
             if self._run.streamer is not None:
                 self._run.streamer.end_without_backward()
-            _hold_hosts(optimizer)
+            hold_hosts(optimizer)
             if fused is not None and not (layerwise is not None and layerwise.begun):
                 fused.switch_on()  # gradients are there now, and may be sparse
             self._step_hooks.closed(optimizer)
@@ -342,19 +341,3 @@ class OptimizerSteps:
 
 def _leave_to_primary(optimizer: Optimizer, clip_val: float) -> None:
     """Stands in for clipping on the ranks that do not update weights."""
-
-
-def _hold_hosts(optimizer: Any) -> None:
-    """Puts the host's parameters into groups and the state's keys where the device's were put inside the step."""
-    for group in optimizer.param_groups:
-        if any(map(_is_device_s, group["params"])):
-            group["params"] = [p.host if _is_device_s(p) else p for p in group["params"]]
-    state = optimizer.state
-    if any(map(_is_device_s, state)):
-        items = list(state.items())
-        state.clear()
-        state.update((key.host if _is_device_s(key) else key, value) for key, value in items)
-
-
-def _is_device_s(key: Any) -> bool:
-    return issubclass(type(key), DeviceParameter)

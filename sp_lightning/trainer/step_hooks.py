@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.trainer.run import Run
+from sp_lightning.weights.device_parameter import DeviceParameter
 
 
 class StepHooks:
@@ -51,6 +52,7 @@ class StepHooks:
 
     def _prepare(self, optimizer: Optimizer, *_: Any) -> None:
         if self._run.streamer is not None:
+            hold_hosts(optimizer)
             parameters = (p for group in optimizer.param_groups for p in group["params"])
             self._run.streamer.updating.before(deferred=self._deferring(optimizer), parameters=parameters)
         self._begun = perf_counter()
@@ -105,3 +107,19 @@ def in_place_of(owner: Any, methods: Mapping[str, Any]) -> Iterator[None]:
         for name in methods:
             own.pop(name, None)
         own.update(before)
+
+
+def hold_hosts(optimizer: Any) -> None:
+    """Puts the host's parameters into groups and the state's keys where the device's are, because it was made within a step."""
+    for group in optimizer.param_groups:
+        if any(map(_is_device_s, group["params"])):
+            group["params"] = [p.host if _is_device_s(p) else p for p in group["params"]]
+    state = optimizer.state
+    if any(map(_is_device_s, state)):
+        items = list(state.items())
+        state.clear()
+        state.update((key.host if _is_device_s(key) else key, value) for key, value in items)
+
+
+def _is_device_s(key: Any) -> bool:
+    return issubclass(type(key), DeviceParameter)

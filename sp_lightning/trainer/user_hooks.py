@@ -47,6 +47,8 @@ _HOOKS = {
     ),
     # Between forward and backward.
     "backward": ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward"),
+    # The part of it in which the last step's gradients are there.
+    "zero_grad": ("on_before_zero_grad", "optimizer_zero_grad"),
     # Between two batches.
     "validate": ("on_validation_batch_start", "on_validation_batch_end", *_TRANSFER),
     "test": ("on_test_batch_start", "on_test_batch_end", *_TRANSFER),
@@ -90,6 +92,12 @@ class UserHooks:
         if point not in self._answers:
             self._answers[point] = self._check_writes or bool(hooks_of_users(self._module.trainer, point))
         return self._answers[point]
+
+    def may_look_at_gradients_before_backward(self) -> bool:
+        """Whether a hook runs between forward and the moment when gradients are set to None."""
+        if "zero_grad" not in self._answers:
+            self._answers["zero_grad"] = bool(hooks_of_users(self._module.trainer, "zero_grad"))
+        return self._answers["zero_grad"]
 
     def may_write_before_training_step(self) -> bool:
         """Whether somebody could write weights between the start of a batch and its training step.

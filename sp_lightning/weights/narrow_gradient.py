@@ -10,10 +10,8 @@ would not do: ``torch.tensor``, ``set_``, ``torch.func.jvp`` and others read a t
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 from sp_lightning.device.metadata import METADATA
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import no_torch_functions, subclasses_are_asked, tree_leaves
+from sp_lightning.weights.roles import Role, leave, take
 
 _tensor_data: Any = Tensor.data
 _tensor_grad: Any = Tensor.grad
@@ -61,8 +60,10 @@ class NarrowGradient(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-class _HasNarrowGradient(nn.Parameter):
+class _HasNarrowGradient(Role):
     """A host parameter whose gradient is narrow. It has the class of the user's again once somebody asks for ``grad``."""
+
+    rank = 2
 
     @property
     def grad(self) -> Tensor | None:
@@ -70,44 +71,18 @@ class _HasNarrowGradient(nn.Parameter):
         found: Tensor | None = _tensor_grad.__get__(self)  # this waits for an update that is under way
         if subclasses_are_asked():
             _widen(found)
-            _restore_class(self)
+            leave(self, _HasNarrowGradient)
         return found
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         _tensor_grad.__set__(self, value)
-        _restore_class(self)
+        leave(self, _HasNarrowGradient)
 
     @grad.deleter
     def grad(self) -> None:
         _tensor_grad.__delete__(self)
-        _restore_class(self)
-
-    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
-        """Lets ``type(p)(data)`` make an ordinary parameter."""
-        return cls.__bases__[1](data, requires_grad)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        kind, self.__class__ = self.__class__, _class_of_user(type(self))
-        try:
-            return copy.deepcopy(self, memo)
-        finally:
-            self.__class__ = kind
-
-
-@cache
-def _has_narrow(users: type[nn.Parameter]) -> Any:
-    """The class of parameters of a class of the user's. It has the same name, as error messages show it."""
-    return type(users.__name__, (_HasNarrowGradient, users), {"__module__": users.__module__})
-
-
-def _class_of_user(kind: type) -> Any:
-    return kind.__bases__[1]
-
-
-def _restore_class(parameter: nn.Parameter) -> None:
-    if _HasNarrowGradient in type(parameter).__bases__:
-        parameter.__class__ = _class_of_user(type(parameter))
+        leave(self, _HasNarrowGradient)
 
 
 def keep_narrow(parameter: nn.Parameter, came: Tensor, looked_at: Callable[[], None]) -> None:
@@ -123,7 +98,7 @@ def keep_narrow(parameter: nn.Parameter, came: Tensor, looked_at: Callable[[], N
     gradient.__class__ = NarrowGradient
     gradient.made_of, gradient.looked_at = (came, ()), looked_at
     parameter.grad = gradient
-    parameter.__class__ = _has_narrow(type(parameter))
+    take(parameter, _HasNarrowGradient)
 
 
 def stored(parameter: nn.Parameter) -> Tensor | None:
@@ -171,7 +146,7 @@ def widen_if_changed(parameter: nn.Parameter) -> None:
 def widen(parameter: nn.Parameter) -> None:
     """Widens a parameter's gradient if it is narrow."""
     _widen(stored(parameter))
-    _restore_class(parameter)
+    leave(parameter, _HasNarrowGradient)
 
 
 def drop(parameter: nn.Parameter) -> None:

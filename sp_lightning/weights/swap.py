@@ -11,6 +11,7 @@ from torch.jit import ScriptModule
 from sp_lightning.device.layout import strides
 from sp_lightning.model.found import Place
 from sp_lightning.model.wrapped import StandInForWrapped, parts
+from sp_lightning.weights.captured import Captured
 from sp_lightning.weights.device_parameter import DeviceParameter
 from sp_lightning.weights.layer import StreamedLayer
 
@@ -48,6 +49,7 @@ class Swap:
         ]
         self._to_device: list[_Exchange] = [(*place, device, host) for place, host, device in pairs]
         self._to_host: list[_Exchange] = [(*place, host, device) for place, host, device in pairs]
+        self.captured = Captured(plain, lambda: self.on_device)
         self._wrapped = list(wrapped)
         # What changed() compares. It is asked before each batch, so it walks along lists, and calls no function of Python's own.
         self._children = [(each, dict(each._modules), len(each._parameters)) for each in self._modules]
@@ -65,6 +67,7 @@ class Swap:
 
     def hold_host(self) -> None:
         """Puts the host's parameters into the modules."""
+        self.captured.look_away()
         _swap(self._to_host)
         for module in self._modules:  # user code may have tied weights since (b.weight = a.weight)
             parameters: dict[str, Any] = module._parameters

@@ -213,4 +213,4 @@ def test_no_device_memory_outlives_the_engine() -> None:
     gc.collect()
     assert len(device.on_device) >= 3
     assert all(storage.expired() for *_, storage in device.on_device)
-    assert not all(storage.expired() for *_, storage in device.on_host), "the parameters still live there"
+    assert not all(storage.expired() for *_, storage in device.host_ranges), "the parameters still live there"

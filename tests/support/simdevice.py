@@ -25,7 +25,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from sp_lightning.device.device import Device
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.block import HostBlock
+from sp_lightning.trainer.buffers import move_to_device
 
 HOST = "host"
 Agent = Stream | str
@@ -101,7 +102,8 @@ class SimDevice(Device):
         self.early: list[Race] = []  # where memory was unpinned; a finalizer cannot raise them
         self.clocks: dict[Agent, Clock] = {agent: {} for agent in (HOST, *Stream)}
         self.on_device: list[tuple[int, int, StorageWeakRef]] = []
-        self.on_host: list[tuple[int, int, StorageWeakRef]] = []
+        self.host_ranges: list[tuple[int, int, StorageWeakRef]] = []
+        self.derived: dict[int, StorageWeakRef] = {}  # storages of what compute has made
         self._engine = threading.local()
         self._regions: list[Region] = []
         self._runs: Agent = HOST  # who runs the Python code of now
@@ -150,7 +152,7 @@ class SimDevice(Device):
     def host_empty(self, nbytes: int, *, pin: bool = False) -> Tensor:
         memory = super().host_empty(nbytes)
         poison(memory)
-        self.on_host.append((*_range(memory), StorageWeakRef(memory.untyped_storage())))
+        self.host_ranges.append((*_range(memory), StorageWeakRef(memory.untyped_storage())))
         return memory
 
     def pin(self, memory: Tensor) -> bool:
@@ -177,6 +179,13 @@ class SimDevice(Device):
         with self.engine():
             poison(target)
         self._queues[stream].append((self._issued[stream], lambda: self._run_copy(target, source)))
+
+    def on_host(self, tensor: Tensor) -> Tensor:
+        if not self.has(tensor):
+            return tensor
+        self.access(tensor, Stream.COMPUTE, write=False)
+        with self.engine():
+            return tensor.clone()
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         self._run(self.record(stream))  # what runs inside runs at once, and so has what was issued before it
@@ -231,6 +240,27 @@ class SimDevice(Device):
             self._done[future] = dict(self.clocks[Stream.UPDATE])
         if why is not self.omit:
             self._learn(HOST, self._done[work])
+
+    # ------------------------------------------------------------------ where memory is
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in device memory: in a slot or a buffer, or made of what is there."""
+        return _within(tensor, self.on_device) or self.made_by_compute(tensor)
+
+    def made_by_compute(self, tensor: Tensor) -> bool:
+        """Whether an operator on the device has made a tensor's memory."""
+        if tensor.layout is not torch.strided or not tensor.ndim:
+            return False
+        known = self.derived.get(tensor.untyped_storage()._cdata)
+        return known is not None and not known.expired()
+
+    def take_buffers(self, module: nn.Module, stay: Sequence[nn.Module]) -> None:
+        """A module's buffers are on the device from now on, but for those of averages, which stay beside the weights."""
+        left_out = {inner for average in stay for inner in average.modules()}
+        for child in module.modules():
+            for buffer in child._buffers.values() if child not in left_out else ():
+                if buffer is not None and buffer.layout is torch.strided and buffer.ndim and buffer.numel():
+                    self.derived[buffer.untyped_storage()._cdata] = StorageWeakRef(buffer.untyped_storage())
 
     # ------------------------------------------------------------------ streams
 
@@ -315,7 +345,6 @@ class Watch(TorchDispatchMode):
     def __init__(self, device: SimDevice) -> None:
         super().__init__()
         self._device = device
-        self._derived: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -323,7 +352,7 @@ class Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         device = [each for each in tensors if self._on_device(each)]
-        host = [each for each in tensors if _within(each, self._device.on_host) and each.ndim]
+        host = [each for each in tensors if _within(each, self._device.host_ranges) and each.ndim]
         derived = [each for each in tensors if self._is_derived(each)]
         if host and (device or derived):
             raise Mixed(
@@ -348,21 +377,18 @@ class Watch(TorchDispatchMode):
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         """Compute has made this, on the device."""
-        known = self._derived.get(storage._cdata)
+        known = self._device.derived.get(storage._cdata)
         if known is None or known.expired():
             if self._device.capacity is not None:
                 self._device.allocate(storage.nbytes())
                 self._device.made.append((storage.nbytes(), StorageWeakRef(storage)))
-            self._derived[storage._cdata] = StorageWeakRef(storage)
+            self._device.derived[storage._cdata] = StorageWeakRef(storage)
 
     def _on_device(self, tensor: Tensor) -> bool:
         return _within(tensor, self._device.on_device)
 
     def _is_derived(self, tensor: Tensor) -> bool:
-        if tensor.layout is not torch.strided or not tensor.ndim:
-            return False
-        known = self._derived.get(tensor.untyped_storage()._cdata)
-        return known is not None and not known.expired()
+        return self._device.made_by_compute(tensor)
 
 
 def _within(tensor: Tensor, ranges: list[tuple[int, int, StorageWeakRef]]) -> bool:
@@ -410,9 +436,14 @@ def simulated(
         with self._device.engine():  # type: ignore[attr-defined]
             take(self, index, into)
 
+    def move(module: Any, found: Any, averages: Any, device: torch.device) -> None:
+        move_to_device(module, found, averages, device)
+        made[-1].take_buffers(module, averages)
+
     modes: list[Watch] = []
     with (
         mock.patch("sp_lightning.trainer.run.device_for", make),
+        mock.patch("sp_lightning.trainer.run.move_to_device", move),
         mock.patch.object(HostBlock, "write", engine_write),
         mock.patch.object(HostBlock, "_take", engine_take),
     ):

@@ -1,0 +1,120 @@
+"""Roles of host parameters: classes that a parameter has for a while beside its user's, because its uses differ meanwhile.
+
+A parameter may have several: its update is under way, its gradient is narrow, modules hold another in its place. They are
+taken and left in any order, and the class that is made of them has the name of the user's, as error messages show it.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from torch import nn
+
+from sp_lightning.device.layout import Elsewhere
+from sp_lightning.weights.device_parameter import DeviceParameter, set_class
+
+_lock = threading.RLock()  # an update may end in another thread
+
+
+class Role(nn.Parameter):
+    """A role. Its methods come before those of the roles with a higher :attr:`rank`, and before those of the user's class.
+
+    Attributes:
+        rank: its place among the roles of a parameter.
+        roles, users: of a made class: what it is made of.
+        made: the classes that begin with this role, which live as long as it does.
+    """
+
+    rank: ClassVar[int]
+    roles: ClassVar[tuple[type[Role], ...]] = ()
+    users: ClassVar[type[nn.Parameter]]
+    made: ClassVar[dict[Any, type[nn.Parameter]]]
+
+    def __init_subclass__(cls) -> None:
+        cls.made = {}
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        """Lets ``type(p)(data)`` make an ordinary parameter."""
+        return cls.users(data, requires_grad)
+
+    def __eq__(self, other: object) -> Any:
+        """Dictionaries and sets compare their keys by this; a device parameter is the same key as its host parameter."""
+        if issubclass(type(other), DeviceParameter) and other.host is self:  # type: ignore[attr-defined]
+            return True
+        return super().__eq__(other)
+
+    __hash__ = nn.Parameter.__hash__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with left([self], type(self).roles):
+            return copy.deepcopy(self, memo)
+
+
+def take(parameter: nn.Parameter, role: type[Role]) -> None:
+    """Gives a parameter a role, unless it has it."""
+    with _lock:
+        _change(parameter, lambda roles: (*roles, role))
+
+
+def leave(parameter: nn.Parameter, role: type[Role]) -> None:
+    """Takes a role from a parameter, if it has it."""
+    with _lock:
+        _change(parameter, lambda roles: tuple(each for each in roles if each is not role))
+
+
+def take_all(parameters: Sequence[nn.Parameter], role: type[Role]) -> None:
+    """Gives parameters a role. Each of them nearly always has the plain class, or none but this role, which is done at once."""
+    with _lock:
+        plain = _class_of((role,), nn.Parameter)
+        for parameter in parameters:
+            if type(parameter) is nn.Parameter:
+                set_class(parameter, plain)
+            elif not isinstance(parameter, Elsewhere):
+                take(parameter, role)
+
+
+def leave_all(parameters: Sequence[nn.Parameter], role: type[Role]) -> None:
+    """Takes a role from parameters, as :func:`take_all` gives it."""
+    with _lock:
+        plain = _class_of((role,), nn.Parameter)
+        for parameter in parameters:
+            if type(parameter) is plain:
+                set_class(parameter, nn.Parameter)
+            elif type(parameter) is not nn.Parameter:
+                leave(parameter, role)
+
+
+@contextmanager
+def left(parameters: Sequence[nn.Parameter], roles: Sequence[type[Role]]) -> Iterator[None]:
+    """A context in which parameters, which have these roles, are without them."""
+    for role in roles:
+        for parameter in parameters:
+            leave(parameter, role)
+    try:
+        yield
+    finally:
+        for role in roles:
+            for parameter in parameters:
+                take(parameter, role)
+
+
+def _change(parameter: Any, change: Callable[[tuple[type[Role], ...]], tuple[type[Role], ...]]) -> None:
+    kind = type(parameter)
+    before = kind.roles if issubclass(kind, Role) else ()
+    after = change(before)
+    roles = tuple(sorted(set(after), key=lambda role: role.rank)) if len(after) > 1 else after
+    if roles != before:
+        users = kind.users if before else kind
+        set_class(parameter, _class_of(roles, users) if roles else users)
+
+
+def _class_of(roles: tuple[type[Role], ...], users: type[nn.Parameter]) -> type[nn.Parameter]:
+    made = roles[0].made
+    if (roles, users) not in made:
+        attributes = {"__module__": users.__module__, "roles": roles, "users": users}
+        made[roles, users] = type(users.__name__, (*roles, users), attributes)
+    return made[roles, users]

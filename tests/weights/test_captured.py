@@ -1,0 +1,145 @@
+"""Weights that user code has captured before the step, and weights, gradients and state that it uses together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.bare import Manual, assert_like_plain, bare
+from tests.support.models import Module, Stack
+from tests.support.runs import assert_equal, superpipeline
+from tests.support.simdevice import simulated
+
+
+class Captures(Module):
+    """As gradnorm-pytorch: weights are put in a plain list in ``__init__``."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__(Stack(4))
+        self.use = use
+        self.captured = [list(self.net.parameters())]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, (weights,) = self.loss(batch), self.captured
+        if self.use == "grad":
+            found = torch.autograd.grad(loss, weights, retain_graph=True)
+        elif self.use == "allow_unused":
+            found = torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True)
+        elif self.use == "create_graph":
+            found = torch.autograd.grad(loss, weights, create_graph=True)
+            return loss + sum((g.square().sum() for g in found), torch.zeros(()))
+        elif self.use == "checkpoint":  # its forward runs again in backward
+            again = checkpoint(lambda x: F.linear(x, weights[-2], weights[-1]).tanh(), batch, use_reentrant=True)
+            return loss + again.square().mean()
+        else:
+            return loss + sum((p.square().sum() + p.abs().sum() + p.sum().square() for p in weights), torch.zeros(()))
+        return loss * sum((g.norm() for g in found if g is not None), torch.zeros(())).detach() + loss
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("use", ["grad", "allow_unused", "create_graph", "checkpoint", "penalty"])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_captured_weights_are_those_of_the_graph(use: str, accumulate: int) -> None:
+    """``grad`` did not find them, silently with ``allow_unused``; a penalty was added up in another order."""
+    assert_like_plain(lambda: Captures(use), accumulate_grad_batches=accumulate)
+
+
+class GradAfterBackward(Manual):
+    """``torch.autograd.grad`` after a backward that kept its graph."""
+
+    def __init__(self, taken: str) -> None:
+        super().__init__()
+        self.taken = taken
+        self.captured = [list(self.net.parameters())]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        before, loss = list(self.parameters()), self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss, retain_graph=True)
+        weights = {"before": before, "captured": self.captured[0], "now": list(self.parameters())}[self.taken]
+        self.seen.append(torch.autograd.grad(loss, weights, allow_unused=True))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("taken", ["before", "captured", "now"])
+def test_grad_after_a_backward_that_kept_its_graph(taken: str) -> None:
+    """Modules hold the host's weights then: an error said that they are not in the graph, or the gradient was None."""
+    assert_like_plain(lambda: GradAfterBackward(taken))
+
+
+# ---------------------------------------------------------------------- device and host meet
+
+
+class GradientsByHand(Manual):
+    """``torch.autograd.grad`` is what the refusal of ``create_graph`` recommends."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, weights = self.optimizers(), list(self.parameters())
+        for p, gradient in zip(weights, torch.autograd.grad(self.loss(batch), weights), strict=True):
+            p.grad = gradient
+        optimizer.step()  # type: ignore[union-attr]
+
+
+class OptimizerMadeInStep(Manual):
+    optimizer: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        self.optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.optimizer.step()
+        self.seen.append([self.optimizer.state[p]["exp_avg"].sum().item() for p in self.parameters()])
+
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+class Importance(Module):
+    """As AdaLoRA does: how much a weight matters is the weight times its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack(4))
+        self.seen: list[Any] = []
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.seen.append([(p * p.grad).abs().sum().item() for p in self.parameters() if p.grad is not None])
+
+
+class UsesWeightAfterBackward(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, net = self.optimizers(), self.net
+        hidden = net.stem(batch)  # type: ignore[operator, union-attr]
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(self.loss(batch))
+        self.manual_backward(F.linear(hidden, net.head.weight).square().mean())  # type: ignore[union-attr, arg-type]
+        optimizer.step()  # type: ignore[union-attr]
+
+
+MEET: dict[str, Callable[[], pl.LightningModule]] = {
+    "gradients-by-hand": GradientsByHand,
+    "optimizer-made-in-step": OptimizerMadeInStep,
+    "importance": Importance,
+    "captured-grad": lambda: Captures("grad"),
+    "captured-penalty": lambda: Captures("penalty"),
+    "weight-after-backward": UsesWeightAfterBackward,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*returned `None`, this fit will run with no optimizer")
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+@pytest.mark.parametrize("name", MEET)
+def test_device_and_host_do_not_meet(name: str, device: str) -> None:
+    """What is equal on the CPU was an error of two devices on a GPU."""
+    plain = bare(MEET[name], "auto")
+    with simulated() if device == "simulated" else contextlib.nullcontext():
+        assert_equal(bare(MEET[name], superpipeline(k=1)), plain, device)
