@@ -28,8 +28,8 @@ def state_of(optimizer: Any) -> Any:
 
     One that wraps another (Opacus' ``DPOptimizer``, accelerate's) has none of its own, and gives that one's by a property.
     """
-    found = vars(optimizer)
-    return found["state"] if "state" in found else optimizer.state
+    own = vars(optimizer).get("state")  # a property may wait
+    return optimizer.state if own is None else own
 
 
 def is_patched(optimizer: Any, step: Any) -> bool:

@@ -131,8 +131,7 @@ class Access:
             if outside:
                 self._outermost = frame_of_call()
             self.calls.begin(self.saved_tensors.hooks if self._moves or self._offloads() else None)
-            if self._backward.tasks and self.calls.depth == 1:
-                self._exchange.watch_forward(True)
+            self._exchange.watch_forward(bool(self._backward.tasks) and self.calls.depth == 1, begins=True)
             for layer in entered:
                 layer.parameters.watch()
         return visits
@@ -160,8 +159,7 @@ class Access:
                 self._residency.end_call(visits, release=sys.exception() is None)  # (4)
             finally:  # what was written on the device may be refused
                 self.calls.end()
-                if self._backward.tasks and not self.calls.depth:
-                    self._exchange.watch_forward(False)
+                self._exchange.watch_forward(bool(self._backward.tasks) and not self.calls.depth, begins=False)
                 if outside := self._is_outside():
                     self._outermost = None
                     self._step.end(writes_follow=True)

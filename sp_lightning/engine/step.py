@@ -188,11 +188,18 @@ class Step:
         """Sets whether what is computed with the host's parameters is left to the host: in backward, which adds up gradients."""
         self._exchange.watch_captured(self.running and not on_host)
 
-    def hold_host_until_backward(self) -> None:
-        """Has modules hold the host's parameters: user code looks at weights beside gradients, which are on the host."""
-        self.take_back_writes()
-        self._exchange.to_host()
-        self._held = True
+    def await_backward(self, *, seen: bool) -> None:
+        """Has the step end with the next backward, because user code has returned a loss (automatic optimization).
+
+        Args:
+            seen: whether user code may look at weights beside the last step's gradients before that backward. Modules hold
+                the host's parameters until then, because gradients are there.
+        """
+        self.ends_with_backward = True
+        if seen:
+            self.take_back_writes()
+            self._exchange.to_host()
+            self._held = True
 
     def resume(self) -> None:
         """Has modules hold the device's parameters again after :meth:`hold_host`."""

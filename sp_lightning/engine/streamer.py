@@ -202,15 +202,9 @@ class Streamer:
         return self._access.user_code()
 
     def await_backward(self, *, seen: bool = False) -> None:
-        """Has the step end with the next backward, because user code has returned a loss (automatic optimization).
-
-        Args:
-            seen: whether user code may look at weights and gradients before that backward.
-        """
-        self._step.ends_with_backward = True
-        if seen:
-            with self._lock:
-                self._step.hold_host_until_backward()
+        """Has the step end with the next backward; see :meth:`Step.await_backward`."""
+        with self._lock:
+            self._step.await_backward(seen=seen)
 
     def announce_backward(self, loss: Tensor, *, quiet: bool) -> None:
         """Announces the ``backward`` of a loss; see :meth:`Backward.announce`."""

@@ -149,7 +149,7 @@ class BackgroundUpdates:
     def recover(self) -> None:
         """Does what :meth:`join` does after an error that may have occurred while an update was being submitted."""
         self.join()
-        self._restore_classes(self._layers)
+        _restore_classes(self._layers)
 
     def close(self) -> None:
         """Drops an error that was raised. Its traceback holds activations, whose graph holds this object in turn."""
@@ -160,7 +160,7 @@ class BackgroundUpdates:
             # A KeyboardInterrupt may come here; the work is still known then.
             self._device.finish(self._work[layer], why)
             del self._work[layer]
-            self._restore_classes(layer.family)
+            _restore_classes(layer.family)
             then = self._then.pop(layer)
             if then is not None:
                 then()
@@ -170,10 +170,11 @@ class BackgroundUpdates:
             self.partially_updated = f"the optimizer's update failed in the background: {self._failure!r}"
             raise self._failure
 
-    def _restore_classes(self, layers: Iterable[StreamedLayer]) -> None:
-        for layer in layers:
-            for parameter in layer.block.parameters:
-                leave(parameter, self._role)
+
+def _restore_classes(layers: Iterable[StreamedLayer]) -> None:
+    for layer in layers:
+        for parameter in layer.block.parameters:
+            leave(parameter, _BeingUpdated)
 
 
 _all: WeakSet[BackgroundUpdates] = WeakSet()

@@ -34,7 +34,7 @@ class Captured:
     def __init__(self, pairs: Iterable[tuple[nn.Parameter, DeviceParameter]], on_device: Callable[[], bool]) -> None:
         of = {id(host): device for host, device in pairs if isinstance(host, nn.Parameter)}
         self._hosts = [device.host for device in of.values()]
-        self._role = type("InStep", (_InStep,), {"device_of": of, "on_device": staticmethod(on_device)})
+        self._role: type[_InStep] = type("InStep", (_InStep,), {"device_of": of, "on_device": staticmethod(on_device)})
 
     def watch(self) -> None:
         """Has uses of the host's parameters noticed from now on."""

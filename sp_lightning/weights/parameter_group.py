@@ -43,7 +43,6 @@ class Doors(Protocol):
     """The calls by which uses of weights reach the engine: the only way up from this wing."""
 
     device: Device
-    """Where weights are within a step."""
 
     def on_demand(self, parameters: Sequence[DeviceParameter], *, casts: bool = False) -> AbstractContextManager[None]:
         """A context during which these device parameters, or their ``casts``, are on the device."""
@@ -135,8 +134,7 @@ class ParameterGroup:
         self._kept: dict[int, int] = {}  # the same, for those that somebody has kept since then
         with no_inference_mode(), Untouched():
             self.counters = [parameter.detach() for parameter in self.all]
-            self._host_counters = [_counter(host) for host in hosts]
-        self._versions, self._host_versions = versions(self.counters), versions(self._host_counters)
+        self._versions, self._host_versions = versions(self.counters), versions(hosts)
         self._addresses = addresses(hosts)
 
     def come_by_rows(self, experts: ExpertRows) -> None:
@@ -213,7 +211,7 @@ class ParameterGroup:
             )
 
     def _with_those_apart(self, views: Sequence[Tensor]) -> Sequence[Tensor]:
-        with no_inference_mode(), torch.no_grad():
+        with no_inference_mode(), torch.no_grad(), Untouched():
             apart = {index: weight.copy_(self.hosts[index]) for index, weight in self.apart.items()}
         return [apart.get(index, value) for index, value in enumerate(views)]
 
@@ -279,7 +277,8 @@ class ParameterGroup:
 
     def version_once_fetched(self, index: int) -> int:
         """What :meth:`version` will be once :meth:`fetched` has counted what was written on the host since."""
-        return self.version(index) + (self._host_counters[index]._version != self._host_versions[index])
+        with Untouched():
+            return self.version(index) + (self.hosts[index]._version != self._host_versions[index])
 
     def _count_references(self) -> list[int]:
         return list(map(sys.getrefcount, self.all))
@@ -294,7 +293,7 @@ class ParameterGroup:
         """Two numbers for each weight, which rise if the host gets other values. The device's writes are taken back first."""
         if self.exposed or versions(self.counters) != self._versions:
             self.doors.take_back_writes(self.layer)
-        return versions(self._host_counters), list(self.unversioned_writes)
+        return versions(self.hosts), list(self.unversioned_writes)
 
     def written(self) -> bool:
         """Whether :meth:`take_written` would return any, or a weight has other memory than the layer's."""
@@ -341,7 +340,7 @@ class ParameterGroup:
     @property
     def stale(self) -> bool:
         """Whether a host parameter was written or exchanged since :meth:`fetched`."""
-        return versions(self._host_counters) != self._host_versions or addresses(self.hosts) != self._addresses
+        return versions(self.hosts) != self._host_versions or addresses(self.hosts) != self._addresses
 
     def fetched(self) -> None:
         """The device's copy is that of the host's parameters as they are now.
@@ -349,7 +348,7 @@ class ParameterGroup:
         Where they changed, the device parameters' versions change too, so that autograd's in-place check sees an
         optimizer step between forward and backward as it would on plain parameters.
         """
-        now = versions(self._host_counters)
+        now = versions(self.hosts)
         if now == self._host_versions:
             return
         for index, (old, new) in enumerate(zip(self._host_versions, now, strict=True)):
@@ -365,7 +364,7 @@ class ParameterGroup:
 
     def written_back(self) -> None:
         """Notes that the host's versions have changed because the host took over what was written on the device."""
-        self._host_versions = versions(self._host_counters)
+        self._host_versions = versions(self.hosts)
 
     def close(self) -> None:
         """Drops everything, because autograd holds hooks where the garbage collector does not see them."""
@@ -389,13 +388,6 @@ class ParameterGroup:
 def _with_user_class(kind: type[DeviceParameter], users: type[nn.Parameter]) -> type[DeviceParameter]:
     """A class of device parameters that also derives from the user's subclass of ``Parameter``, if there is one."""
     return kind if users in (nn.Parameter, Tensor) else type(f"{kind.__name__}{users.__name__}", (kind, users), {})
-
-
-def _counter(host: Tensor) -> Tensor:
-    """A tensor that has the version of another one, and no memory. It is asked without a look at the other's class."""
-    counter = host.detach()
-    tensor_data.__set__(counter, counter.new_empty(0))
-    return counter
 
 
 def _run(hooks: dict[int, Callable[..., Any]], gradient: Tensor) -> Tensor:

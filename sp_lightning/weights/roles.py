@@ -61,9 +61,9 @@ def take(parameter: nn.Parameter, role: type[Role]) -> None:
 
 
 def leave(parameter: nn.Parameter, role: type[Role]) -> None:
-    """Takes a role from a parameter, if it has it."""
+    """Takes a role, or a role that derives from it, from a parameter that may have it."""
     with _lock:
-        _change(parameter, lambda roles: tuple(each for each in roles if each is not role))
+        _change(parameter, lambda roles: tuple(each for each in roles if not issubclass(each, role)))
 
 
 def take_all(parameters: Sequence[nn.Parameter], role: type[Role]) -> None:

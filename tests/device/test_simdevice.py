@@ -152,5 +152,5 @@ def test_weights_of_the_host_in_the_model_are_noticed() -> None:
     to_device = Exchange.to_device
     exchanged = mock.patch.object(Exchange, "to_device", forgetful)
     # Otherwise the host's would be taken for some that user code has captured.
-    with simulated(), exchanged, mock.patch.object(Captured, "watch", lambda self: None), pytest.raises(Mixed):
+    with simulated(), exchanged, mock.patch.object(Captured, "watch"), pytest.raises(Mixed):
         fit(lambda: Module(Stack()), vectors(1), superpipeline())
