@@ -52,6 +52,11 @@ class RankSteps:
         if isinstance(scaler, HostGradScaler):
             scaler.together, self._scaler = self._unscale, scaler
         for optimizer in optimizers:
+            if "state" not in vars(optimizer):
+                raise ValueError(
+                    f"{type(optimizer).__name__} gives the state of an optimizer that it wraps, and several devices give it "
+                    "one of its own. Return the wrapped optimizer from configure_optimizers, or pass Trainer(devices=1)."
+                )
             self._replaced[optimizer] = vars(optimizer).get("step")
             step = partial(self._lead_step, own_step(optimizer)) if self._turns.ranks.primary else self._follow_step
             vars(optimizer)["step"] = MethodType(_with_hooks(step), optimizer)

@@ -48,6 +48,31 @@ def test_what_is_refused(strategy: dict[str, Any], message: str) -> None:
     assert all(error is not None and message in error for error in caught.value.errors)
 
 
+class Wrapper(torch.optim.Optimizer):
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    state: Any = property(lambda self: self.inner.state)
+    param_groups: Any = property(lambda self: self.inner.param_groups)
+    defaults: Any = property(lambda self: self.inner.defaults)
+
+
+class Wrapped(Net):
+    def configure_optimizers(self) -> Any:
+        return Wrapper(super().configure_optimizers())
+
+
+def train_wrapped() -> None:
+    fit(Wrapped, vectors(2), SuperpipelineStrategy(), devices=2)
+
+
+def test_an_optimizer_that_wraps_another_is_refused() -> None:
+    """Its state cannot be another one on the ranks that have none: ``AttributeError: property 'state' has no setter``."""
+    with pytest.raises(RanksFailed, match="Return the wrapped optimizer from configure_optimizers") as caught:
+        in_ranks(2, train_wrapped)
+    assert all(error is not None and "Wrapper gives the state" in error for error in caught.value.errors)
+
+
 # ---------------------------------------------------------------------- ranks differ
 
 
