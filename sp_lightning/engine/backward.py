@@ -84,6 +84,8 @@ class Backward:
             loss: the tensor that ``backward`` is called on.
             quiet: whether nothing can write weights between forward and backward.
         """
+        with self._lock:
+            self._step.resume()
         if loss.requires_grad:
             loss.register_hook(partial(self._begins, quiet))
 

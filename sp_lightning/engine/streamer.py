@@ -208,8 +208,6 @@ class Streamer:
 
     def announce_backward(self, loss: Tensor, *, quiet: bool) -> None:
         """Announces the ``backward`` of a loss; see :meth:`Backward.announce`."""
-        with self._lock:
-            self._step.resume()
         self._backward.announce(loss, quiet=quiet)
 
     def end_without_backward(self) -> None:

@@ -52,9 +52,13 @@ class StepHooks:
 
     def _prepare(self, optimizer: Optimizer, *_: Any) -> None:
         if self._run.streamer is not None:
-            hold_hosts(optimizer)
+            deferred = self._deferring(optimizer)
+            if (
+                not deferred
+            ):  # else a look at its state waits for updates; it was made before the step, or the closure holds hosts
+                hold_hosts(optimizer)
             parameters = (p for group in optimizer.param_groups for p in group["params"])
-            self._run.streamer.updating.before(deferred=self._deferring(optimizer), parameters=parameters)
+            self._run.streamer.updating.before(deferred=deferred, parameters=parameters)
         self._begun = perf_counter()
 
     def _followed(self, optimizer: Optimizer, argument: Any) -> Any:
