@@ -154,3 +154,20 @@ def test_weights_of_the_host_in_the_model_are_noticed() -> None:
     # Otherwise the host's would be taken for some that user code has captured.
     with simulated(), exchanged, mock.patch.object(Captured, "watch"), pytest.raises(Mixed):
         fit(lambda: Module(Stack()), vectors(1), superpipeline())
+
+
+class MixesBuffer(Module):
+    """Between steps weights are on the host, and buffers stay on the device."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.register_buffer("scale", torch.ones(16))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.scale * self.net.head.weight  # type: ignore[operator, union-attr]
+
+
+def test_buffers_are_device_memory() -> None:
+    """On a GPU that is torch's error about two devices; here nothing noticed it."""
+    with simulated(), pytest.raises(Mixed):
+        fit(MixesBuffer, vectors(1), superpipeline())
