@@ -218,6 +218,7 @@ class Step:
             self._activations.install()
         if self.running and on_device:
             self.activate()
+        self.allow_writes()  # user code follows (on_save_checkpoint)
 
     def take_back_writes(self, *, rests: bool = False) -> None:
         """Takes every weight that was written on the device back to the host.

@@ -221,21 +221,19 @@ class Streamer:
         with self._lock:
             self._step.end(writes_follow=writes_follow)
 
-    def abort(self) -> None:
+    def abort(self, *, over: bool = False) -> None:
         """Ends a step that has failed, and drops the gradients that were on their way.
 
-        Inside of its user code, which may catch the error, the step goes on with the weights that the host has now.
+        Inside of its user code, which may catch the error, the step goes on, unless the run is ``over``.
         """
         with self._lock:
             if self._closed:
                 return
             self.updates.recover()
-            if self._step.running and packs():
-                self._step.invalidate()
-                return
-            self._access.reset()
-            self._backward.abandon()
-            self._step.end(compare=False)  # there is an error already
+            if over or not (self._step.running and packs()):
+                self._access.reset()
+                self._backward.abandon()
+                self._step.end(compare=False)  # there is an error already
             self._step.invalidate()
 
     @contextmanager
@@ -250,7 +248,6 @@ class Streamer:
         finally:  # user code may catch an error, and go on with the step
             with self._lock:
                 self._step.go_on(on_device=on_device)
-                self._step.allow_writes()  # user code follows (on_save_checkpoint)
 
     # ------------------------------------------------------------------ between steps
 
@@ -340,7 +337,7 @@ class Streamer:
     def close(self) -> None:
         """Frees device memory and removes hooks. The host's parameters stay in the modules as ordinary CPU parameters."""
         with self._lock:
-            self.abort()
+            self.abort(over=True)
             self.updates.close()
             self._closed = True
             unwatch(self._backward)

@@ -179,7 +179,7 @@ class Run:
 
     def _end_engine(self) -> None:
         if self.streamer is not None:
-            self.streamer.abort()  # so what is on its way counts, such as layers for a step that does not come
+            self.streamer.abort(over=True)  # so what is on its way counts, such as layers for a step that does not come
             self._results = self._now()
             streamer, self.streamer = self.streamer, None
             streamer.close()
