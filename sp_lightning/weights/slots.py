@@ -196,6 +196,11 @@ class Slots:
                 if layer.slot is slot and not slot.lent:
                     layer.slot = slot.layer = None
             raise
+        finally:  # some of it may have been issued before an error
+            filled = self._latest = self._device.record(Stream.UPLOAD)
+            for layer, slot, _ in transfer:
+                slot.filled = layer.transfer = filled
+        self.transfers += 1
 
     def _send(self, transfer: Sequence[tuple[StreamedLayer, Slot, Staged]]) -> None:
         for layer, slot, (source, staged) in transfer:
@@ -233,10 +238,6 @@ class Slots:
             layer.slot = slot
             layer.fetches += 1
             self.fetched_bytes += nbytes
-        filled = self._latest = self._device.record(Stream.UPLOAD)
-        for layer, slot, _ in transfer:
-            slot.filled = layer.transfer = filled
-        self.transfers += 1
 
     def _landed(self, layer: StreamedLayer, slot: Slot) -> None:
         """Notes that all of a layer was issued that was on its way."""

@@ -27,6 +27,7 @@ from sp_lightning.optim.layerwise import LayerwiseStep
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.slots import Slots
+from sp_lightning.weights.uploads import Uploads
 from tests.support.engine import streamer_of
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_equal, assert_same, fit, superpipeline
@@ -138,7 +139,7 @@ ROWS = [
     Row("begin_call / end_call", Slots, "use", 3, calls),
     Row("begin_call / end_call", LentWeights, "move_in", 3, calls),
     Row("on_demand: begin_call / end_call", Slots, "use", 2, reads, IN),
-    Row("fetch: slot taken / filled", Slots, "views", 2, calls),
+    Row("fetch: slot taken / filled", Uploads, "send", 3, calls),
     Row("modules: to_device / to_host", Exchange, "to_device", 1, calls),
     Row("modules: to_host / to_device", Exchange, "to_host", 1, saves, IN),
     Row("reading: to_host / install, to_device", nn.Module, "state_dict", 1, saves, BOTH, RECOMPUTE),
