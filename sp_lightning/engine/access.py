@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.exchange import Exchange
 from sp_lightning.engine.host_source import tied
 from sp_lightning.engine.lent_weights import LentWeights
-from sp_lightning.engine.module_hooks import Visits, frame_of_call, is_running
+from sp_lightning.engine.module_hooks import Visits
 from sp_lightning.engine.residency import Residency, needed_again
 from sp_lightning.engine.saved_tensors import RunningCalls, SavedTensors, packs
 from sp_lightning.engine.step import Step
@@ -100,7 +99,6 @@ class Access:
         self.device = lent.device
         self.run_again = ""
         self.calls = RunningCalls()
-        self._outermost: FrameType | None = None  # that of the outermost call, if it was made between steps
         self._closed = False
 
     # ------------------------------------------------------------------ a module is called
@@ -114,7 +112,6 @@ class Access:
             visits = (*visits, *(layer.masters for layer in visits if layer.masters is not None))
         step = self._step
         with held(self._lock):
-            self.end_interrupted()
             outside = self._is_outside()
             try:
                 if outside:
@@ -128,8 +125,6 @@ class Access:
                 if outside:
                     step.end(writes_follow=True)
                 raise
-            if outside:
-                self._outermost = frame_of_call()
             self.calls.begin(self.saved_tensors.hooks if self._moves or self._offloads() else None)
             self._exchange.watch_forward(bool(self._backward.tasks) and self.calls.depth == 1, begins=True)
             for layer in entered:
@@ -139,14 +134,6 @@ class Access:
     def _is_outside(self) -> bool:
         """Whether no step, no backward and no call is running."""
         return not (self._step.running or self._backward.tasks or self.calls.depth)
-
-    def end_interrupted(self) -> None:
-        """Ends calls between steps that have ended in Ctrl-C, which user code has caught. torch tells no hook of that."""
-        outermost = self._outermost
-        if outermost is None or threading.get_ident() != self._step.thread or is_running(outermost):
-            return
-        if self.reset():
-            self._step.end_interrupted()
 
     def leave(self, visits: Visits, output: Any) -> None:
         """Releases the layers of a module whose call has returned or raised."""
@@ -161,7 +148,6 @@ class Access:
                 self.calls.end()
                 self._exchange.watch_forward(bool(self._backward.tasks) and not self.calls.depth, begins=False)
                 if outside := self._is_outside():
-                    self._outermost = None
                     self._step.end(writes_follow=True)
             if visits and not outside:
                 self._residency.fetch_ahead()
@@ -253,7 +239,6 @@ class Access:
         if casts:
             layers = [masters.owner for masters in layers]
         with held(self._lock):
-            self.end_interrupted()
             self._notice_thread()
             for layer in layers:
                 if layer.experts is not None:
@@ -333,8 +318,19 @@ class Access:
 
     def reset(self) -> bool:
         """Drops the calls of this thread, which have ended, some without :meth:`leave`. Returns whether there were any."""
-        self._outermost = None
         return self.calls.reset()
+
+    def refuse_interrupted(self) -> None:
+        """Refuses to go on to the next batch if a call between steps has ended in Ctrl-C. torch tells no hook of that.
+
+        Raises:
+            RuntimeError: it has. Until now its weights were on the device, where writes of the host's are not seen.
+        """
+        if self.reset():
+            raise RuntimeError(
+                "A call of a module between two steps has ended in Ctrl-C, which was caught: what was written to weights since "
+                "may be lost. Let the KeyboardInterrupt end the run, and go on from a checkpoint."
+            )
 
     def close(self) -> None:
         """Refuses weights from now on, because the run is over."""

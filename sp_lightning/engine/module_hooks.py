@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import FrameType
 from typing import Any, Protocol
 
 from torch import nn
@@ -122,25 +120,6 @@ def hook_on(register: Callable[..., RemovableHandle], method: Callable[..., None
     hook = Hook(method)
     hook.handle = register(hook, **options)
     return hook.handle
-
-
-def frame_of_call() -> FrameType | None:
-    """The frame in which torch calls the present hook of a module. It lasts at least as long as the call; None if compiled."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename != _OF_TORCH:
-        frame = frame.f_back
-    return frame
-
-
-def is_running(call: FrameType) -> bool:
-    """Whether what runs now was called, directly or not, from a frame."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame is not call:
-        frame = frame.f_back
-    return frame is not None
-
-
-_OF_TORCH = nn.Module.__call__.__code__.co_filename
 
 
 def attach_module_hooks(

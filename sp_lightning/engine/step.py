@@ -273,22 +273,6 @@ class Step:
         if self.shared:
             self.share(False)
 
-    def end_interrupted(self) -> None:
-        """Ends calls between two steps that have ended in an exception of which torch tells no hook, as Ctrl-C is.
-
-        Raises:
-            RuntimeError: they may have written weights, which may have been written on the host since.
-        """
-        written = next((layer.name for layer in self._layers if layer.parameters.written()), None)
-        self.end()
-        self.invalidate()
-        if written is not None:
-            raise RuntimeError(
-                f"A call between two steps has ended in Ctrl-C, which was caught. Before that it had written weights of "
-                f"{written!r}, or had handed them out (.data, .detach()), and they may have been written by other references "
-                "since: one of both would be lost. Let the KeyboardInterrupt end the run, and go on from a checkpoint."
-            )
-
     def _end_round(self, well: bool) -> None:
         """Has all issued that is on its way from other ranks, of which one may have failed."""
         try:

@@ -189,7 +189,6 @@ class Streamer:
         kind = StepKind.INFERENCE if not training else StepKind.MANUAL if manual else StepKind.AUTOMATIC
         with self._lock:
             self._backward.abandon()
-            self._access.end_interrupted()
             self._step.begin(phase, kind, quiet=quiet)
 
     def prefetch_for(self, phase: str, *, training: bool) -> None:
@@ -281,6 +280,7 @@ class Streamer:
 
     def changed(self) -> bool:
         """Whether the user replaced or renamed modules or parameters, or gave a parameter another dtype or shape."""
+        self._access.refuse_interrupted()
         return self._exchange.changed
 
     def thawed(self) -> bool:

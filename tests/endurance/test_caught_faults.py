@@ -155,12 +155,12 @@ ROWS = [
     Row("optimizer: deferring / its end", LayerwiseStep, "_groups_by_layer", 1, steps, IN, AHEAD),
 ]
 ERRORS = (RuntimeError, torch.OutOfMemoryError, KeyboardInterrupt)
-UNTOLD = ("between", KeyboardInterrupt)  # torch calls no hook, and the engine sees it in the next call or step
+UNTOLD = ("between", KeyboardInterrupt)  # torch calls no hook, so the next step is refused
 CASES = [
     (row, when, error)
     for row, error in product(ROWS, ERRORS)
     for when in row.when
-    if row.does is not writes_and_calls or (when, error) != UNTOLD
+    if (when, error) != UNTOLD or row.owner in (Step, nn.Module, AtomicCheckpointIO)
 ]
 
 
@@ -227,7 +227,7 @@ class Catches(Module):
         for weight in self.kept:
             weight.data.mul_(0.99)
         self.seen.append(self.net(batch).detach().clone())
-        if streamer_of(self.trainer.strategy) is not None:
+        if streamer_of(self.trainer.strategy) is not None and (self.when, self.error) != UNTOLD:
             self.whole = self.whole or state_of(self)
             assert_equal(state_of(self), self.whole, "state")
 
@@ -248,7 +248,7 @@ class Catches(Module):
             self.row.does(self)
         if self.row.manual:
             calls(self)  # torch tells nobody that an optimizer's step has raised, so that is seen now
-        if ours and self.error is not KeyboardInterrupt:  # torch tells nobody of that: the next call or step sees it
+        if ours and self.error is not KeyboardInterrupt:  # torch tells no hook of that: the step's end sees it
             assert_equal(state_of(self), before, "state")
 
     def configure_optimizers(self) -> Optimizer:
@@ -269,8 +269,6 @@ def test_a_caught_fault(row: Row, when: str, error: type[BaseException], tmp_pat
 @pytest.mark.usefixtures("everything_is_worth_moving")
 @pytest.mark.parametrize(("row", "when", "error"), CASES, ids=NAMES)
 def test_a_caught_fault_on_a_device(row: Row, when: str, error: type[BaseException], tmp_path: Path) -> None:
-    if (when, error) == UNTOLD:
-        pytest.skip("a transfer may read what is written after Ctrl-C between two steps; what it has read is dropped")
     with simulated():
         compare(row, when, error, tmp_path, k_prime=2)
 
@@ -287,10 +285,8 @@ def compare(row: Row, when: str, error: type[BaseException], tmp_path: Path, k_p
     assert_equal(ours.module.seen, plain.module.seen, "what was seen")
 
 
-def test_ctrl_c_in_a_call_between_steps_that_had_written_weights_is_refused(tmp_path: Path) -> None:
-    """If the host's weights were then written through .data, nobody could say which of both writes came last."""
-    row = Row("", torch, "tanh", 4, writes_and_calls)
-    with pytest.raises(
-        RuntimeError, match=r"ended in Ctrl-C, which was caught. Before that .* weights of 'net.blocks.1'"
-    ):
+def test_ctrl_c_in_a_call_between_steps_that_was_caught_is_refused(tmp_path: Path) -> None:
+    """torch calls no hook after it. What was written to the host's weights since could be ignored until the next step."""
+    row = Row("", torch, "tanh", 4, calls)
+    with pytest.raises(RuntimeError, match="between two steps has ended in Ctrl-C, which was caught"):
         fit(lambda: Catches(row, *UNTOLD, tmp_path), vectors(4), superpipeline(k=1))
