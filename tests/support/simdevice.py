@@ -394,7 +394,10 @@ class Watch(TorchDispatchMode):
 def _within(tensor: Tensor, ranges: list[tuple[int, int, StorageWeakRef]]) -> bool:
     if tensor.layout is not torch.strided or not tensor.numel():
         return False
-    address = tensor.data_ptr()
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # a weight that is away has no memory
+        return False
     return any(start <= address < end and not alive.expired() for start, end, alive in ranges)
 
 
