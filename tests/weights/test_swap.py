@@ -70,3 +70,4 @@ def test_a_change_is_noticed(change: Callable[[Any], None]) -> None:
     assert not streamer.changed()
     change(net)
     assert streamer.changed()
+    streamer.close()
