@@ -7,7 +7,7 @@ import hashlib
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import DisableTorchFunctionSubclass, Tensor
 
 from sp_lightning.device.layout import part
 from sp_lightning.model.wrapped import parts
@@ -31,7 +31,9 @@ def digest(tensor: Tensor) -> str:
 
 def _of_values(tensor: Tensor) -> str:
     result = hashlib.sha256(usedforsecurity=False)
-    for _, plain in parts("", tensor.detach()):
+    with DisableTorchFunctionSubclass():  # within a step a host parameter would give the device's values
+        detached = tensor.detach()
+    for _, plain in parts("", detached):
         memory = plain.cpu().resolve_conj().resolve_neg().contiguous()
         result.update(repr((plain.dtype, tuple(plain.shape))).encode())
         if memory.nbytes:
