@@ -34,6 +34,11 @@ HIDDEN_READ = (
     "the weight on the device: SuperpipelineStrategy(resident=[{name!r}])."
 )
 
+ON_THE_HOST = (
+    "Superpipeline keeps gradients on the host, and weights between two steps. Bring one of them to the other: "
+    "param.grad.to(param.device) inside training_step, buffer.to(param.device) in a hook between two steps."
+)
+
 _SIGNS = {
     "don't yet support saved tensor hooks": TRANSFORMS,
     "torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode": TRACES,
@@ -44,6 +49,13 @@ def in_our_words(error: BaseException) -> str | None:
     """What is to be raised in place of an error of torch's that says nothing of its reason, which is this package."""
     said = str(error) if isinstance(error, (RuntimeError, TypeError)) else ""
     return next((message for sign, message in _SIGNS.items() if sign in said), None)
+
+
+def note_devices(error: BaseException) -> None:
+    """Adds to torch's error about two devices what this package keeps on the host. The mix may be another one of the user's."""
+    told = ON_THE_HOST in getattr(error, "__notes__", ())
+    if isinstance(error, RuntimeError) and "Expected all tensors to be on the same device" in str(error) and not told:
+        error.add_note(ON_THE_HOST)
 
 
 def less_host_memory(overlap: str = "backward") -> str:

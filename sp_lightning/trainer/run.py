@@ -30,6 +30,7 @@ from sp_lightning.observe.messages import (
     after_out_of_memory,
     in_our_words,
     less_host_memory,
+    note_devices,
     say_once,
 )
 from sp_lightning.observe.stats import Stats
@@ -340,6 +341,7 @@ class Run:
             self.abort()
             if (said := in_our_words(error)) is not None:
                 raise RuntimeError(said) from error
+            note_devices(error)
             if isinstance(error, CheckpointError) and self.streamer is not None and self.streamer.run_again:
                 error.add_note(RUN_AGAIN_DIFFERED.format(unit=self.streamer.run_again))
             raise

@@ -54,3 +54,20 @@ def test_an_engine_that_cannot_be_built_anew_leaves_what_was_known() -> None:
     assert strategy.stats().fetched_layers > 0
     assert strategy.plan.k == 1
     assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in module.parameters())
+
+
+class MixesDevices(Module):
+    """Gets torch's error of an accelerator, where its gradients are on the host: ``p * p.grad`` before backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+        )
+
+
+def test_an_error_about_two_devices_says_what_is_on_the_host() -> None:
+    """It named neither this package nor the remedy, and plain Lightning raises no such error."""
+    with pytest.raises(RuntimeError, match="found at least two devices") as caught:
+        trainer_for(SuperpipelineStrategy(k=1)).fit(MixesDevices(Stack()), loader(vectors()))
+    (note,) = caught.value.__notes__
+    assert "param.grad.to(param.device)" in note
