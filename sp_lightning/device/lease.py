@@ -105,6 +105,16 @@ class Lease:
             or storage.data_ptr() != address
         )
 
+    @property
+    def moved(self) -> bool:
+        """Whether the storage has moved to another address in place (``share_memory_``). Its views no longer see the memory."""
+        return self._storage.data_ptr() != self._own[2]
+
+    def in_use_beside(self, own: int) -> bool:
+        """As :attr:`in_use`, but so many tensors are not counted that the lease's user has made itself."""
+        tensors, objects, address = self._own
+        return self._holders() != (tensors + own, objects, address)
+
     def _holders(self) -> tuple[int, int, int]:
         storage = self._storage
         return storage_use_count(self._id), sys.getrefcount(storage), storage.data_ptr()

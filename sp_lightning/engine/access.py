@@ -95,7 +95,7 @@ class Access:
         self._unit = unit
         self._around_rerun = around_rerun
         self.gradient_arrived = backward.gradient_arrived  # called directly, because it is called for each gradient
-        self.gradients_complete = backward.complete
+        self.gradients_complete, self.at_host = backward.complete, backward.at_host
         self.device = lent.device
         self.run_again = ""
         self.calls = RunningCalls()

@@ -75,6 +75,10 @@ class Backward:
         ] = {}  # by depth of the graph task: how many gradients, and the last one's name
         self._closed = False
 
+    def at_host(self) -> bool:
+        """Whether no step, call or backward runs, so that modules hold the host's parameters. Not once the run is over."""
+        return not (self._step.running or self._step.on_device or self.tasks or self._closed)
+
     # ------------------------------------------------------------------ it begins
 
     def announce(self, loss: Tensor, *, quiet: bool) -> None:
@@ -100,7 +104,6 @@ class Backward:
                 residency.release(layer)  # the host's weights were written or given other memory
             self._step.compare_writes()
             if not quiet:
-                self._lent.take_back_late(residency.slots.all)
                 self._step.invalidate_unused()
 
     def join(self) -> None:

@@ -98,7 +98,7 @@ class HostSource:
             return
         self._refuse_tied(block, displaced)
         self.synchronize()
-        layer.invalidate()
+        layer.leave_slot()
         for index in displaced:
             keep_saved(layer, index)
             layer.parameters.unversioned_writes[index] += 1

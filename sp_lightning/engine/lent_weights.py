@@ -13,9 +13,10 @@ from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.weights.device_parameter import same_place
 from sp_lightning.weights.expert_rows import NOTHING
+from sp_lightning.weights.kept_memory import KeptMemory
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.parameter_group import ParameterGroup
-from sp_lightning.weights.slots import Slot, Slots
+from sp_lightning.weights.slots import Slot, Slots, SlotState
 from sp_lightning.weights.weight_watch import WeightWatch
 
 
@@ -31,6 +32,8 @@ class LentWeights:
     Attributes:
         device: as it was given.
         write_backs: how often the host has waited to take back a weight.
+        refuses: whether a weight that host and device have written is refused. Otherwise the host's write counts, because
+            there is an error already.
     """
 
     def __init__(self, slots: Slots, device: Device, stays: set[int], watch: WeightWatch | None) -> None:
@@ -42,6 +45,7 @@ class LentWeights:
         self._kept: set[StreamedLayer] = set()  # released layers of which somebody may keep device parameters
         self._outside: set[StreamedLayer] = set()  # released layers with weights in memory that somebody else holds
         self.write_backs = 0
+        self.refuses = True
 
     # ------------------------------------------------------------------ a use begins
 
@@ -58,6 +62,9 @@ class LentWeights:
     def fetched(self, layer: StreamedLayer) -> None:
         """Notes that the device's copy is that of the host's present parameters."""
         layer.parameters.fetched()
+        if layer.slot is not None and layer.slot.kept is not None:
+            self._slots.join(layer.slot)  # whoever holds the slot may read it at any time
+            self._keep(layer.slot)
 
     def move_in(self, layer: StreamedLayer, slot: Slot) -> None:
         """Makes the layer's device parameters views of its slot."""
@@ -110,17 +117,19 @@ class LentWeights:
             return
         outside: dict[int, Tensor] = {}
         try:
-            if indices := group.take_written():
+            if indices := self._written(slot):
                 written = {index: group.value(index) for index in indices}
                 places = self._slots.views(layer, slot)
                 outside = {index: value for index, value in written.items() if not same_place(value, places[index])}
                 self.write_back(layer, written.items())
+                if slot.kept is not None:
+                    self._keep(slot)
         finally:  # it may be refused
             group.detach()
             if not group.let_go():
                 self._kept.add(layer)
         if outside:  # param.data = other: the slot does not have these values
-            layer.invalidate()
+            layer.leave_slot()
             self._keep_outside(layer, outside)
 
     def moved_out(self, layer: StreamedLayer, slot: Slot) -> None:
@@ -129,13 +138,14 @@ class LentWeights:
             layer.masters.parameters.casts = None
         if layer.experts is not None:
             layer.experts.needed = NOTHING
+        group = layer.parameters
+        if not slot.escaped:
+            group.exposed.intersection_update(group.outside)
         if layer.on_demand:
-            group = layer.parameters
             if slot.escaped:  # the weights may be written through a view at any time
                 group.casts = None
             else:
                 layer.invalidate()
-                group.exposed.intersection_update(group.outside)
 
     def let_go(self) -> bool:
         """Takes the memory from device parameters that nobody keeps any more. Returns whether there were any."""
@@ -156,7 +166,12 @@ class LentWeights:
             # The blocking copy in write() implies this wait. On a device where write() copies nothing, it is needed.
             self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
             self.write_backs += 1
-            _refuse_both(group, index)
+            if _written_on_both(group, index):
+                if self.refuses:
+                    raise RuntimeError(_both(group.spans[index].name))
+                continue
+            if self._watch is not None:
+                self._watch.compare_one(layer.block, index)
             if layer.block.write(index, value):
                 if index in layer.block.apart:
                     group.set_apart(index, value)
@@ -179,18 +194,58 @@ class LentWeights:
         if layer is None:
             return
         group = layer.parameters
-        written = group.take_written()
-        if written:
+        if written := self._written(slot):
             self.device.access(slot.memory, Stream.COMPUTE, write=False)
+            with no_inference_mode():
+                values = {index: view(slot.memory, group.spans[index]) for index in written}
+                self.write_back(layer, ((index, group.apart.get(index, value)) for index, value in values.items()))
+        if slot.kept is not None:
+            self._keep(slot)
+        self._slots.forget_dropped(slot)
+        if not slot.escaped and not group.attached:
+            group.exposed.intersection_update(group.outside)
+            if slot.stale:
+                layer.leave_slot()
+
+    def _written(self, slot: Slot) -> list[int]:
+        """The indices of the weights in a slot that were written since they were taken back last, or may have been."""
+        assert slot.layer is not None
+        group = slot.layer.parameters
+        written = group.take_written()
+        if slot.kept is None:
+            return written
+        found = set(slot.kept.written(group, self._values(slot), refuse=self.refuses))
+        if found:
+            group.fetched()  # the host's are those of before, whatever their versions say
+        if group.attached:  # param.data = other
+            places = self._slots.views(slot.layer, slot)
+            found |= {index for index in written if not same_place(group.value(index), places[index])}
+        return sorted(found)
+
+    def _values(self, slot: Slot) -> list[Tensor]:
+        """The weights in a slot, once everything is done that writes them."""
+        assert slot.layer is not None
+        self.device.access(slot.memory, Stream.COMPUTE, write=False)
+        self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
         with no_inference_mode():
-            values = {index: view(slot.memory, group.spans[index]) for index in written}
-            self.write_back(layer, ((index, group.apart.get(index, value)) for index, value in values.items()))
+            return [view(slot.memory, span) for span in slot.layer.parameters.spans]
+
+    def _keep(self, slot: Slot) -> None:
+        """Has what may be written of a slot from now on compared with what it is: its views, and the host's weights."""
+        assert slot.layer is not None
+        group = slot.layer.parameters
+        group.expose()
+        slot.kept = KeptMemory(group, self._values(slot))
 
     def take_back(self, layer: StreamedLayer) -> None:
         """Takes back what may have been written of a layer through ``.data``."""
-        group = layer.parameters
-        if group.attached:
-            self.write_back(layer, ((index, group.value(index)) for index in group.take_written()))
+        group, slot = layer.parameters, layer.slot
+        if group.attached and slot is not None:
+            self.write_back(layer, [(index, group.value(index)) for index in self._written(slot)])
+            if slot.kept is not None:
+                self._keep(slot)
+        elif group.attached:  # residents
+            self.write_back(layer, [(index, group.value(index)) for index in group.take_written()])
         else:
             self._take_back_outside(layer)
             self.take_back_late([slot for slot in self._slots.all if slot.layer is layer])
@@ -203,6 +258,9 @@ class LentWeights:
         self._stays -= self._given
         self._given.clear()
         self.take_back_late(self._slots.all)
+        for slot in self._slots.all:
+            if slot.layer is not None and slot.kept is None and slot.state is SlotState.HELD:
+                self._keep(slot)
 
     # ------------------------------------------------------------------ weights that are given other memory
 
@@ -238,7 +296,7 @@ class LentWeights:
             self._slots.synchronize(Wait.UPDATE_AFTER_FETCH, layer)  # a transfer of the old values may be under way
             self.write_back(layer, group.outside.items())
             if group.unversioned_writes != before:
-                layer.invalidate()
+                layer.leave_slot()
             self._keep_outside(layer, group.outside)
 
 
@@ -247,18 +305,17 @@ def keep_saved(layer: StreamedLayer, index: int) -> None:
     layer.parameters.present_values[index].keep(layer.block.copy_of(index))
 
 
-def _refuse_both(group: ParameterGroup, index: int) -> None:
-    """Refuses to overwrite a weight that was written on the host since the device's came.
+def _written_on_both(group: ParameterGroup, index: int) -> bool:
+    """Whether a weight that the host is to take back was written there, too, since the device's came."""
+    return group.version_once_fetched(index) != group.version(index)
 
-    Raises:
-        RuntimeError: it was.
-    """
-    if group.version_once_fetched(index) != group.version(index):
-        raise RuntimeError(
-            f"Parameter {group.spans[index].name!r} was written on the host, by an optimizer that steps inside a step of "
-            "training, say, while the same weight was written on the device or handed out there (.data, .detach()); one of "
-            "both would be lost. Read it before the optimizer's step, or clone it."
-        )
+
+def _both(name: str) -> str:
+    return (
+        f"Parameter {name!r} was written on the host, by an optimizer that steps inside a step of "
+        "training, say, while the same weight was written on the device or handed out there (.data, .detach()); one of "
+        "both would be lost. Read it before the optimizer's step, or clone it."
+    )
 
 
 def _refuse_other_order(span: Span, value: Tensor) -> None:

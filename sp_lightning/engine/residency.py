@@ -13,7 +13,7 @@ from typing import Protocol
 from sp_lightning.plan.plan import Plan
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.prefetch import Prefetch
-from sp_lightning.weights.slots import Slot, Slots
+from sp_lightning.weights.slots import Slot, Slots, SlotState
 from sp_lightning.weights.source import BlockSource
 
 
@@ -145,9 +145,10 @@ class Residency:
             self.fetch_ahead()
         if (layer.slot is not None or layer.experts is not None) and not early and layer.outdated:
             layer.invalidate()
+        absent = layer.slot is None or layer.slot.stale
         if layer.experts is not None:
             layer.experts.count_use()
-        if layer.slot is None or (layer.experts is not None and not layer.experts.complete):
+        if absent or (layer.experts is not None and not layer.experts.complete):
             if early:
                 raise RuntimeError(needed_again(layer, "its weights were needed again"))
             self.demand_fetches += 1
@@ -173,6 +174,12 @@ class Residency:
             return  # every layer is there
         for pairs in self.prefetch.transfers():
             self._fetch(pairs)
+
+    def renew(self) -> None:
+        """Brings present weights to memory that somebody holds, who sees them there as in views of a plain parameter."""
+        for slot in self.slots.all:
+            if slot.stale and slot.layer is not None and slot.state is SlotState.HELD:
+                self._fetch([(slot.layer, slot)])
 
     def release_exchanged(self, layer: StreamedLayer) -> None:
         """Releases a layer that is about to be staged, if the user has given its host parameters other memory."""

@@ -79,6 +79,11 @@ class Step:
         """Whether a backward is, or was, expected."""
         return self.kind is not StepKind.INFERENCE
 
+    @property
+    def on_device(self) -> bool:
+        """Whether modules hold device parameters."""
+        return self._exchange.on_device
+
     # ------------------------------------------------------------------ it begins
 
     def begin(self, phase: str, kind: StepKind, *, quiet: bool) -> None:
@@ -89,6 +94,7 @@ class Step:
             kind: what the step is expected to do.
             quiet: whether nothing can have written weights since the last step or :meth:`prefetch_for`.
         """
+        self._lent.refuses = True
         if not quiet:
             self.invalidate()
         training = kind is not StepKind.INFERENCE
@@ -161,7 +167,9 @@ class Step:
         """Marks the copies of all layers that are not in use as out of date."""
         self._residency.let_rest(False)
         used = self._residency.used
+        self._lent.take_back_late(self._residency.slots.all)
         self._source.doubt([layer for layer in self._layers if layer.kind is not Kind.RESIDENTS and layer not in used])
+        self._residency.renew()
 
     def allow_writes(self) -> None:
         """Prepares for user code that may write weights between steps: no transfer reads them, and no copy is trusted."""
@@ -231,7 +239,8 @@ class Step:
         self._lent.take_back_all()
         self._residents.take_back_writes()
         for layer in self._layers:
-            layer.parameters.exposed.clear()
+            if layer.kind is not Kind.RESIDENTS and (layer.slot is None or not layer.slot.escaped):
+                layer.parameters.exposed.clear()
 
     def stop_expecting(self) -> None:
         """Drops the expectation of :meth:`prefetch_for`, because the window has changed, for example."""
@@ -251,6 +260,7 @@ class Step:
         """
         if compare:
             self.compare_writes()
+        self._lent.refuses = compare  # until the next step begins
         self.running = False
         for layer in self._layers:
             layer.pins = 0

@@ -108,7 +108,7 @@ class Streamer:
         self._lent = LentWeights(self._slots, device, self._stays, self._watch)
         self._source = placement.source(self._layers, self._slots, self.updates, device, self._watch)
         self._residents = Residents(
-            self._resident_layer, self._source, device, write_back=self._lent.write_back, stays=self._stays
+            self._resident_layer, self._source, device, self._lent.write_back, lambda: self._lent.refuses, self._stays
         )
         self._peak = Peak(self.found, self._slots, self._residents, self._gradients)
         prefetch = Prefetch(plan, self._slots, self._layers, self._source.ready)

@@ -3,7 +3,8 @@
 :class:`~sp_lightning.weights.layer.StreamedLayer` is what travels together. ``slots`` is the device memory, ``prefetch`` and
 ``trace`` say what comes next, ``source`` where bytes come from. ``uploads`` copies whole layers, ``sliced_uploads`` with several
 devices each a part. ``parameter_group`` and ``device_parameter`` are what modules
-hold in a step, ``swap`` puts them there; ``residents`` stay on the device, of ``embedding_rows`` only rows travel, ``casts``
+hold in a step, ``swap`` puts them there; ``kept_memory`` finds what was written to memory that user code holds beyond that;
+``residents`` stay on the device, of ``embedding_rows`` only rows travel, ``casts``
 travel in place of float32 weights. ``gradients`` go back to the host in ``drains``, where a
 ``narrow_gradient`` keeps the dtype in which it came until somebody asks for it. ``gradient_sink`` is what the engine knows of
 that; with several devices ``reduced_gradients`` sums them on the way, each layer by a ``rank_sum``, into the

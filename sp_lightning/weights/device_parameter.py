@@ -89,6 +89,8 @@ class DeviceParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
+        if self._of.doors.at_host():
+            return self.host.data
         # A write through .data changes no version, and it may come as long as somebody holds what is returned here.
         with self._of.present(self):
             self._of.exposed.add(self._index)
@@ -97,6 +99,9 @@ class DeviceParameter(nn.Parameter):
     @data.setter
     def data(self, value: Tensor) -> None:
         if value is self:  # module.to(…) assigns this if it changes nothing
+            return
+        if self._of.doors.at_host():
+            self.host.data = value
             return
         with self._of.present(self):
             self._of.exposed.add(self._index)
@@ -126,6 +131,8 @@ class DeviceParameter(nn.Parameter):
         self._of.sync_requires_grad()
 
     def as_subclass(self, cls: Any) -> Any:
+        if self._of.doors.at_host():
+            return self.host.as_subclass(cls)
         with self._of.present(self):  # torch's own method does not call __torch_function__
             return super().as_subclass(cls)
 
@@ -191,6 +198,9 @@ class StandIn(DeviceParameter):
                 "a class that is no list, tuple or dictionary. Pass the weight itself, or keep its layer on the device: "
                 "SuperpipelineStrategy(resident=[…])."
             )
+        if away[0]._of.doors.at_host():  # a parameter that was kept is the host's between steps
+            args, kwargs = tree_map_only(DeviceParameter, _host, (args, kwargs))
+            return func(*args, **kwargs)
         with away[0]._of.doors.on_demand(away):
             stacked = any(each._of.experts is not None for each in away)  # these stay stand-ins
             if stacked or away[0]._of.shared or away[0]._of.doors.saves_raw():
@@ -229,6 +239,8 @@ def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
     if None not in casts.values():
         return _call(casts, func, args, kwargs) if casts else None
     away = [argument for argument in (*args, *kwargs.values()) if issubclass(type(argument), StandIn)]
+    if away[0]._of.doors.at_host():
+        return None
     with away[0]._of.doors.on_demand(away, casts=True):
         casts = {group: group.casts for group in casts}
         return None if None in casts.values() else _call(casts, func, args, kwargs)
@@ -237,7 +249,7 @@ def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
 def _look_up(indices: Any, weight: Any, *args: Any, **kwargs: Any) -> Tensor | None:
     """Returns the result of ``embedding`` with the rows alone; None if that needs the whole weight."""
     look_up = weight._of.look_up if isinstance(weight, StandIn) else None
-    return None if look_up is None else look_up(weight, indices, *args, **kwargs)
+    return None if look_up is None or weight._of.doors.at_host() else look_up(weight, indices, *args, **kwargs)
 
 
 def _compute_by_rows(func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -245,7 +257,9 @@ def _compute_by_rows(func: Callable[..., Any], types: Any, args: Sequence[Any], 
     for at, argument in enumerate(args):
         if issubclass(type(argument), StandIn):  # isinstance is slow: the metaclass of Parameter checks in Python
             experts = argument._of.experts
-            return NotImplemented if experts is None else experts.compute(func, types, args, kwargs, at)
+            if experts is None or argument._of.doors.at_host():
+                return NotImplemented
+            return experts.compute(func, types, args, kwargs, at)
     return NotImplemented
 
 
@@ -349,6 +363,10 @@ def _present_edge(parameter: DeviceParameter) -> GradientEdge:
     """As :func:`gradient_edge`. The user may have frozen or unfrozen the parameter since its layer was used last."""
     parameter._of.sync_requires_grad()
     return gradient_edge(parameter)
+
+
+def _host(parameter: DeviceParameter) -> nn.Parameter:
+    return parameter.host
 
 
 def _alias(parameter: DeviceParameter) -> Tensor:

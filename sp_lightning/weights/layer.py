@@ -33,9 +33,9 @@ class Kind(enum.Enum):
 class StreamedLayer:
     """One layer: everything that the engine knows about it.
 
-    The device's copy is valid if :attr:`slot` is not None and the copy is not :attr:`outdated`. Whoever writes the host's
-    weights in a way that no version shows calls :meth:`invalidate`. Residents have no slot: their memory is theirs, and
-    :class:`~sp_lightning.weights.residents.Residents` answers for it. The prefetch asks for the slot alone: what it fetches
+    The device's copy is valid if :attr:`slot` is not None, nor ``stale``, and the copy is not :attr:`outdated`. Whoever writes
+    the host's weights in a way that no version shows calls :meth:`invalidate`. Residents have no slot: their memory is theirs,
+    and :class:`~sp_lightning.weights.residents.Residents` answers for it. The prefetch asks for the slot alone: what it fetches
     in vain, or not at all, is found out when the layer is used.
 
     Args:
@@ -125,9 +125,23 @@ class StreamedLayer:
             widen(parameter)
 
     def invalidate(self) -> None:
-        """Marks the device's copy as out of date, because the host's weights were or may have been written."""
-        if self.experts is not None and self.experts.cache is not None:
-            self.experts.cache.drop(self)
+        """Marks the device's copy as out of date, because the host's weights were or may have been written.
+
+        A slot that somebody holds stays the layer's, and the layer will come to it again: views of a weight follow it.
+        """
+        if self.slot is None or not self.slot.escaped or self.slot.lease.moved:
+            self.leave_slot()
+        else:
+            self._drop_cached()
+            self.slot.stale = True
+
+    def leave_slot(self) -> None:
+        """As :meth:`invalidate`, but weights were given other memory: whoever holds the old one keeps the old values."""
+        self._drop_cached()
         slot, self.slot = self.slot, None
         if slot is not None:
             slot.layer = None
+
+    def _drop_cached(self) -> None:
+        if self.experts is not None and self.experts.cache is not None:
+            self.experts.cache.drop(self)

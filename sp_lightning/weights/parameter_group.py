@@ -43,6 +43,7 @@ class Doors(Protocol):
     """The calls by which uses of weights reach the engine: the only way up from this wing."""
 
     device: Device
+    at_host: Callable[[], bool]  # whether no step runs, so that modules hold the host's parameters
 
     def on_demand(self, parameters: Sequence[DeviceParameter], *, casts: bool = False) -> AbstractContextManager[None]:
         """A context during which these device parameters, or their ``casts``, are on the device."""

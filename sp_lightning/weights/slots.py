@@ -25,6 +25,7 @@ from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.weights.expert_cache import ExpertCache
 from sp_lightning.weights.expert_rows import NOTHING
+from sp_lightning.weights.kept_memory import KeptMemory
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.uploads import OnItsWay, Uploads
 
@@ -58,6 +59,9 @@ class Slot:
         layer: the layer whose weights are in it; None if they are out of date.
         lent: whether it is in use.
         escaped: whether views of it outlived its last use.
+        stale: whether its layer's weights were or may have been written on the host since it was fetched. Its layer is to
+            come to it again, because of those views.
+        kept: what such views are compared with, which may be written at any time; None within the step that took them.
         filled: the event of the transfer into it.
         coming: its layer, while other ranks have yet to announce that they bring it, too.
         idle: the event after the last kernel that used it.
@@ -72,6 +76,8 @@ class Slot:
     layer: StreamedLayer | None = None
     lent: bool = False
     escaped: bool = False
+    stale: bool = False
+    kept: KeptMemory | None = None
     filled: Any = None
     coming: OnItsWay | None = None
     idle: Any = None
@@ -194,7 +200,7 @@ class Slots:
                 if layer.experts is not None:
                     layer.experts.present = NOTHING
                 if layer.slot is slot and not slot.lent:
-                    layer.slot = slot.layer = None
+                    layer.invalidate()
             raise
         finally:  # some of it may have been issued before an error
             filled = self._latest = self._device.record(Stream.UPLOAD)
@@ -217,7 +223,7 @@ class Slots:
             begun = self._device.mark(Stream.UPLOAD)
             nbytes = source.nbytes
             experts = layer.experts
-            pieces = None if experts is None else experts.take(fresh=slot.layer is not layer)
+            pieces = None if experts is None else experts.take(fresh=slot.layer is not layer or slot.stale)
             if experts is None or pieces is None:
                 target = slot.memory if slot.memory.nbytes == nbytes else slot.memory[:nbytes]
                 slot.coming = self._uploads.send(layer, target, source, partial(self._landed, layer, slot))
@@ -230,12 +236,12 @@ class Slots:
                     # What was fetched there before may have been overwritten unused, so that compute has not waited for it.
                     self._device.wait(Stream.COMPUTE, slot.filled, Wait.BRING_AFTER_FETCH)
                     experts.from_cache(slot.memory)
-                    if not slot.lent:  # a release will tell the last kernel of a slot that is in use
+                    if not (slot.lent or slot.escaped):  # else nobody knows the last kernel yet
                         slot.idle = self._device.record(Stream.COMPUTE)
             self._device.note("fetch", layer.index, begun, Stream.UPLOAD, nbytes)
-            slot.layer = layer
-            slot.escaped = False
-            layer.slot = slot
+            slot.layer, slot.stale, layer.slot = layer, False, slot
+            if slot.escaped:
+                self.forget_dropped(slot)
             layer.fetches += 1
             self.fetched_bytes += nbytes
 
@@ -302,7 +308,14 @@ class Slots:
         slot.lent = False
         slot.escaped = slot.lease.in_use
         if not slot.escaped:
+            slot.kept = None
             slot.idle = self._device.record(Stream.COMPUTE)
+
+    def forget_dropped(self, slot: Slot) -> None:
+        """Notes that the views of a slot are dropped, if they are. What was written through them was taken back."""
+        slot.escaped = slot.lease.in_use
+        if not slot.escaped:
+            slot.kept = None
 
     def give_back_extra(self) -> None:
         """Frees the extra slots that nobody holds.
@@ -334,14 +347,16 @@ class Slots:
 
         A slot that somebody still holds stays as an extra one until nobody does.
         """
-        held = [slot for slot in self.all if not slot.overwritable]
+        held = [(slot, slot.layer) for slot in self.all if not slot.overwritable]
         self._free()
         self._plan = plan
         for layer in self._layers:
             layer.planned = plan.moving[layer.index]  # its parameters lie as before, but it may use another ring
-        for slot in held:
+        for slot, holds in held:
             slot.extra = True
             self._keep(slot)
+            if holds is not None:
+                holds.slot = slot
         self._make_planned()
 
     def close(self) -> None:

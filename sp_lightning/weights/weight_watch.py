@@ -45,17 +45,25 @@ class WeightWatch:
         Raises:
             RuntimeError: a weight has other values although its version and its address are the same.
         """
-        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            for (block, index), now in zip(self._places, threads.map(_look, self._places), strict=True):
-                before = self._looks.get((block, index), now)
-                if now[:2] == before[:2] and now != before:  # other versions and addresses are noticed elsewhere
-                    self._looks = {}  # the error is raised only once
-                    name = block.planned.spans[index].name
-                    raise RuntimeError(
-                        f"Parameter {name!r} was written within a step by a way that torch shows no sign of: the .data of a "
-                        "reference that was taken before the step, numpy(), DLPack, or its storage. What is on the device of "
-                        "it is out of date. Reach it through its module within a step, or write it between two steps."
-                    )
+        if self._looks:
+            with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+                for place, now in zip(self._places, threads.map(_look, self._places), strict=True):
+                    self._compare(place, now)
+
+    def compare_one(self, block: HostBlock, index: int) -> None:
+        """Does what :meth:`compare` does for one weight, before the engine overwrites it with what is on the device."""
+        if (block, index) in self._looks:
+            self._compare((block, index), _look((block, index)))
+
+    def _compare(self, place: tuple[HostBlock, int], now: _Look) -> None:
+        before = self._looks.get(place, now)
+        if now[:2] == before[:2] and now != before:  # other versions and addresses are noticed elsewhere
+            self._looks = {}  # the error is raised only once
+            raise RuntimeError(
+                f"Parameter {place[0].planned.spans[place[1]].name!r} was written within a step by a way that torch shows no "
+                "sign of: the .data of a reference that was taken before the step, numpy(), DLPack, or its storage. What is on "
+                "the device of it is out of date. Reach it through its module within a step, or write it between two steps."
+            )
 
 
 def _look(place: tuple[HostBlock, int]) -> _Look:

@@ -13,18 +13,25 @@ from torch import Tensor
 
 from sp_lightning.activations.offload import Offload
 from sp_lightning.activations.offloaded_storage import OffloadedStorage
+from sp_lightning.device.layout import part
 from sp_lightning.device.modes import no_dispatch_modes
 from sp_lightning.engine.exchange import Exchange
 from sp_lightning.store.block import HostBlock
+from sp_lightning.weights import kept_memory
+from sp_lightning.weights.digest import digest
 from sp_lightning.weights.slots import Slot, Slots, SlotState
 from tests.support.simdevice import poison
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Poison every streamer inside; each use of a layer fetches it anew."""
+    """Poison every streamer inside; each use of a layer fetches it anew.
+
+    What the engine itself does with the host's weights meanwhile (takes back what was written, adopts memory that they were
+    given, compares them) finds them as if they were not hidden. Otherwise the poison, and not the engine, changes numbers.
+    """
     release, to_device, to_host = Slots.release, Exchange.to_device, Exchange.to_host
-    write = HostBlock.write
+    write, adopt = HostBlock.write, HostBlock.adopt
     hidden: dict[HostBlock, Tensor] = {}  # the blocks' memory, while what a fetch reads is a copy of it
 
     def poisoned_release(self: Slots, slot: Slot) -> None:
@@ -34,35 +41,58 @@ def poisoned() -> Iterator[None]:
                 slot.layer.invalidate()
             slot.memory.fill_(0xFF)
 
+    def hide_one(block: HostBlock) -> None:
+        hidden[block] = block.weights
+        block.memory.common = block.weights.clone()
+        hidden[block].fill_(0xFF)
+
+    def show_one(block: HostBlock) -> None:
+        copy, block.memory.common = block.weights, hidden.pop(block)
+        block.weights.copy_(copy)
+
     def hide(self: Exchange) -> bool:
         if not self.on_device:
             for block in self._swap.blocks:
-                hidden[block] = block.weights
-                block.memory.common = block.weights.clone()
-                hidden[block].fill_(0xFF)
+                hide_one(block)
         return to_device(self)
 
     def show(self: Exchange) -> None:
         if self.on_device:
             for block in self._swap.blocks:
-                copy, block.memory.common = block.weights, hidden.pop(block)
-                block.weights.copy_(copy)
+                show_one(block)
         to_host(self)
 
     def hidden_write(self: HostBlock, index: int, value: Tensor) -> bool:
         written = write(self, index, value)
         if written and self in hidden:
             span = self.planned.spans[index]
-            part = slice(span.offset, span.offset + span.nbytes)
-            self.weights[part] = hidden[self][part]
-            hidden[self][part] = 0xFF
+            its = slice(span.offset, span.offset + span.nbytes)
+            self.weights[its] = hidden[self][its]
+            hidden[self][its] = 0xFF
         return written
+
+    def hidden_adopt(self: HostBlock) -> None:
+        if self not in hidden:
+            return adopt(self)
+        show_one(self)  # else parameters would become views of the copy, and their next values be read from elsewhere
+        adopt(self)
+        return hide_one(self)
+
+    def hidden_digest(tensor: Tensor) -> str:
+        for block, memory in hidden.items():
+            offset = tensor.data_ptr() - memory.data_ptr()
+            if 0 <= offset < memory.nbytes:
+                span = next(span for span in block.planned.spans if span.offset == offset)
+                return digest(part(block.weights, span))
+        return digest(tensor)
 
     with (
         mock.patch.object(Slots, "release", poisoned_release),
         mock.patch.object(Exchange, "to_device", hide),
         mock.patch.object(Exchange, "to_host", show),
         mock.patch.object(HostBlock, "write", hidden_write),
+        mock.patch.object(HostBlock, "adopt", hidden_adopt),
+        mock.patch.object(kept_memory, "digest", hidden_digest),
     ):
         yield
 

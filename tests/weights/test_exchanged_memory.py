@@ -287,6 +287,38 @@ def test_weights_that_are_moved_between_two_backwards(options: dict[str, Any]) -
     assert_same(fit(make, vectors(), superpipeline(k=2, k_prime=1, **options)), plain)
 
 
+class Adversarial(Module):
+    """FGM by hand: an embedding is moved along its gradient for a second backward, and given its old values as other memory."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Embedding(20, 16), *(Linears() for _ in range(3))))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        weight: Any = self.net[0].weight
+        before = weight.data.clone()
+        weight.data.add_(0.5 * weight.grad / weight.grad.norm())
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        self.net[0].weight.data = before
+        optimizer.step()
+        return loss
+
+
+@pytest.mark.parametrize("resident", [[], ["net.0"]])
+def test_the_poison_of_tests_changes_no_numbers_itself(resident: list[str]) -> None:
+    """It did: memory that a weight was given within a step was adopted into the copy that stood for the hidden block."""
+    words = [torch.randint(0, 20, (2, 5), generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    plain = fit(Adversarial, words)
+    for options in ({"k": 1}, {"k": 3}):
+        with poisoned():
+            assert_same(fit(Adversarial, words, superpipeline(k_prime=1, resident=resident, **options)), plain)
+
+
 @pytest.mark.parametrize("what", ["weight", "tied", "module", "pruned", "bias"])
 def test_what_is_exchanged_before_its_second_run_is_refused(what: str) -> None:
     class Exchanges(Module):
