@@ -135,12 +135,12 @@ class AddsUp(Callback):
         parameters = {p for module in modules for p in module._parameters.values() if p is not None}
         aside = [p for p in parameters if not any(self.is_on_host(part) for _, part in parts("", p))]
         buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
-        engine = sum(end - start for start, end, alive in self.made[0].on_device if not alive.expired())
+        engine = sum(end - start for start, end, alive in self.made[0].device_ranges if not alive.expired())
         self.weights.append(engine + sum(map(tensor_bytes, (*aside, *buffers))))
         self.gradients.append(sum(p.grad.nbytes for p in aside if p.grad is not None))
 
     def is_on_host(self, tensor: Tensor) -> bool:
-        return any(start <= tensor.data_ptr() < end for start, end, _ in self.made[0].on_host)
+        return any(start <= tensor.data_ptr() < end for start, end, _ in self.made[0].host_ranges)
 
 
 def scripted() -> Module:

@@ -101,7 +101,7 @@ class SimDevice(Device):
         self.pinned: set[int] = set()
         self.early: list[Race] = []  # where memory was unpinned; a finalizer cannot raise them
         self.clocks: dict[Agent, Clock] = {agent: {} for agent in (HOST, *Stream)}
-        self.on_device: list[tuple[int, int, StorageWeakRef]] = []
+        self.device_ranges: list[tuple[int, int, StorageWeakRef]] = []
         self.host_ranges: list[tuple[int, int, StorageWeakRef]] = []
         self.derived: dict[int, StorageWeakRef] = {}  # storages of what compute has made
         self._engine = threading.local()
@@ -124,7 +124,7 @@ class SimDevice(Device):
     def in_use(self) -> int:
         """Bytes of device memory, now."""
         self.made = [each for each in self.made if not each[1].expired()]
-        slots = sum(end - start for start, end, alive in self.on_device if not alive.expired())
+        slots = sum(end - start for start, end, alive in self.device_ranges if not alive.expired())
         return slots + sum(nbytes for nbytes, _ in self.made)
 
     def allocate(self, nbytes: int) -> None:
@@ -146,7 +146,7 @@ class SimDevice(Device):
         self.allocate(nbytes)
         memory = super().empty(nbytes)
         poison(memory)
-        self.on_device.append((*_range(memory), StorageWeakRef(memory.untyped_storage())))
+        self.device_ranges.append((*_range(memory), StorageWeakRef(memory.untyped_storage())))
         return memory
 
     def host_empty(self, nbytes: int, *, pin: bool = False) -> Tensor:
@@ -245,7 +245,7 @@ class SimDevice(Device):
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor is in device memory: in a slot or a buffer, or made of what is there."""
-        return _within(tensor, self.on_device) or self.made_by_compute(tensor)
+        return _within(tensor, self.device_ranges) or self.made_by_compute(tensor)
 
     def made_by_compute(self, tensor: Tensor) -> bool:
         """Whether an operator on the device has made a tensor's memory."""
@@ -385,7 +385,7 @@ class Watch(TorchDispatchMode):
             self._device.derived[storage._cdata] = StorageWeakRef(storage)
 
     def _on_device(self, tensor: Tensor) -> bool:
-        return _within(tensor, self._device.on_device)
+        return _within(tensor, self._device.device_ranges)
 
     def _is_derived(self, tensor: Tensor) -> bool:
         return self._device.made_by_compute(tensor)
