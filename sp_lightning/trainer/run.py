@@ -222,7 +222,7 @@ class Run:
     def _place(self, found: Found, plan: Plan, device: Device) -> Placement:
         """Makes the engine's parts that depend on where weights are."""
         accumulate = self._module.trainer.accumulate_grad_batches * self._trains
-        sliced = takes_slices(self._options.transfer, device, self.ranks, self._log)
+        sliced = takes_slices(self._options.transfer, device, self.ranks, self._log, trains=self._trains)
         if self.ranks is not None:
             return OnRanks(self.ranks, sliced=sliced)
         return place(found, plan, self._options, self._device, accumulate=accumulate)

@@ -21,11 +21,12 @@ _MUCH = 0.8
 """Slices have to take at most this share of the time: they make ranks wait for each other."""
 
 
-def takes_slices(transfer: Transfer, device: Device, ranks: Ranks | None, log: logging.Logger) -> bool:
+def takes_slices(transfer: Transfer, device: Device, ranks: Ranks | None, log: logging.Logger, *, trains: bool) -> bool:
     """Whether the devices of a node upload layers together. Collective; all ranks have the same answer.
 
     With ``"auto"`` some memory is uploaded both ways, by all ranks at once, as in a run. Where the model computes on the host
-    there is nothing to upload, and the answer is no.
+    there is nothing to upload, and the answer is no. So it is in training, because gathers beside sums of gradients are what
+    neither NCCL nor torch promises (see :mod:`~sp_lightning.weights.sliced_uploads`): a user asks for them by name.
     """
     if ranks is None or ranks.size == 1:
         if transfer == "sliced":
@@ -38,6 +39,9 @@ def takes_slices(transfer: Transfer, device: Device, ranks: Ranks | None, log: l
         return transfer == "sliced"
     if device.computes_on_host:
         log.debug('Superpipeline: transfer="auto": layers are uploaded whole; the model computes on the host.')
+        return False
+    if trains:
+        log.debug('Superpipeline: transfer="auto": layers are uploaded whole, because the run trains.')
         return False
     whole, sliced = measure(device, ranks)
     taken = bool(ranks.all_have(int(sliced < _MUCH * whole), "how layers are uploaded"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from time import sleep
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -168,7 +169,8 @@ def measured() -> tuple[float, float, bool]:
         dist.init_process_group("gloo", rank=rank(), world_size=2)
     ranks = Ranks(torch.device("cpu"))
     device = Device(torch.device("cpu"))
-    return *slices.measure(device, ranks, 1 << 20), slices.takes_slices("auto", device, ranks, logging.getLogger())
+    log = logging.getLogger()
+    return *slices.measure(device, ranks, 1 << 20), slices.takes_slices("auto", device, ranks, log, trains=False)
 
 
 def test_what_is_faster_is_measured() -> None:
@@ -176,6 +178,29 @@ def test_what_is_faster_is_measured() -> None:
         assert whole > 0
         assert sliced > 0
         assert not faster  # on a CPU nothing is uploaded
+
+
+class UploadsFaster(Device):
+    """An accelerator as far as the choice goes."""
+
+    computes_on_host = False
+
+
+def chosen() -> tuple[bool, bool]:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=rank(), world_size=2)
+    ranks, log = Ranks(torch.device("cpu")), logging.getLogger()
+    device = UploadsFaster(torch.device("cpu"))
+    with mock.patch.object(slices, "measure", return_value=(2.0, 1.0)):
+        training, prediction = (
+            slices.takes_slices("auto", device, ranks, log, trains=trains) for trains in (True, False)
+        )
+    return training, prediction
+
+
+def test_auto_takes_no_slices_in_training() -> None:
+    """Sums of gradients run beside them there, in another process group, and no order of the two is promised by NCCL."""
+    assert in_ranks(2, chosen) == [(False, True)] * 2
 
 
 def test_another_transfer_is_refused() -> None:
