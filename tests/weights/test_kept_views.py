@@ -103,8 +103,9 @@ WAYS = {
 # a storage's, and those of the host's weights, which modules hold after backward.
 UNSEEN = {
     name
-    for name, (kind, taken, written, _) in WAYS.items()
+    for name, (kind, taken, written, manual) in WAYS.items()
     if (kind in ("data of a view", "numpy", "storage") and written == "before backward")
+    or (kind == "data of a view" and (taken, written, manual) == ("after backward", "before step", True))
     or (kind not in ("detach", "view", "parameters") and (taken, written) == ("after backward", "next batch"))
 }
 FIRST = [
