@@ -28,6 +28,7 @@ from sp_lightning.device.torch_private import (
     interpreter_stack,
     tree_leaves,
 )
+from sp_lightning.device.waits import Wait
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.exchange import Exchange
 from sp_lightning.engine.host_source import tied
@@ -187,7 +188,7 @@ class Access:
             try:
                 yield
             finally:
-                self.reset()
+                self.calls.reset()
 
     def pack_with(self, saved_tensors: SavedTensors) -> None:
         """Has these hooks pack what autograd saves in calls from now on."""
@@ -293,6 +294,19 @@ class Access:
         with held(self._lock):
             self._lent.take_back(layer)
 
+    def host_is_used(self, layer: StreamedLayer) -> None:
+        """Has the host's weights be what the device's are, and read by no transfer, because user code reads or writes them."""
+        with held(self._lock):
+            if self._exchange.on_device and layer.parameters.written():
+                self._step.take_back_writes()
+                if layer in self._residency.used:  # user code runs inside of its module's call
+                    self._lent.take_back(layer)
+            if (
+                layer is self._residents.layer
+            ):  # they are in use all the time, so that nothing else notices the next use
+                self._residents.group.ask(before_use=True)
+            self.device.synchronize(layer.transfer, Wait.UPDATE_AFTER_FETCH)
+
     def replacing(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
         """Prepares ``param.data = value``: graphs that saved views of the weight keep its old values.
 
@@ -315,22 +329,6 @@ class Access:
                 raise RuntimeError(tied(layer.planned.spans[index].name, other.planned.spans[at].name))
 
     # ------------------------------------------------------------------ threads, hooks, refusals
-
-    def reset(self) -> bool:
-        """Drops the calls of this thread, which have ended, some without :meth:`leave`. Returns whether there were any."""
-        return self.calls.reset()
-
-    def refuse_interrupted(self) -> None:
-        """Refuses to go on to the next batch if a call between steps has ended in Ctrl-C. torch tells no hook of that.
-
-        Raises:
-            RuntimeError: it has. Until now its weights were on the device, where writes of the host's are not seen.
-        """
-        if self.reset():
-            raise RuntimeError(
-                "A call of a module between two steps has ended in Ctrl-C, which was caught: what was written to weights since "
-                "may be lost. Let the KeyboardInterrupt end the run, and go on from a checkpoint."
-            )
 
     def close(self) -> None:
         """Refuses weights from now on, because the run is over."""

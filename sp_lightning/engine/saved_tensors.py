@@ -111,6 +111,18 @@ class RunningCalls:
         self.end(ended)
         return ended > 0
 
+    def refuse_interrupted(self) -> None:
+        """Refuses to go on to the next batch if a call between steps has ended in Ctrl-C. torch tells no hook of that.
+
+        Raises:
+            RuntimeError: it has. Until now its weights were on the device, where writes of the host's are not seen.
+        """
+        if self.reset():
+            raise RuntimeError(
+                "A call of a module between two steps has ended in Ctrl-C, which was caught: what was written to weights since "
+                "may be lost. Let the KeyboardInterrupt end the run, and go on from a checkpoint."
+            )
+
 
 class _OfThread(threading.local):
     """The calls of a thread: how many, and the hooks that one of them has pushed when there were so many."""

@@ -230,7 +230,7 @@ class Streamer:
                 return
             self.updates.recover()
             if over or not (self._step.running and packs()):
-                self._access.reset()
+                self._access.calls.reset()
                 self._backward.abandon()
                 self._step.end(compare=False)  # there is an error already
             self._step.invalidate()
@@ -280,7 +280,7 @@ class Streamer:
 
     def changed(self) -> bool:
         """Whether the user replaced or renamed modules or parameters, or gave a parameter another dtype or shape."""
-        self._access.refuse_interrupted()
+        self._access.calls.refuse_interrupted()
         return self._exchange.changed
 
     def thawed(self) -> bool:

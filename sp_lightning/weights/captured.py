@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from sp_lightning.device.metadata import METADATA
 from sp_lightning.device.modes import never_compiled
 from sp_lightning.device.torch_private import tree_leaves, tree_map_only
-from sp_lightning.device.waits import Wait
 from sp_lightning.weights.device_parameter import DeviceParameter, Untouched
 from sp_lightning.weights.roles import Role, leave_all, left, take_all
 
@@ -67,7 +66,7 @@ class _InStep(Role):
         kwargs = kwargs or {}
         if func in _OF_THE_HOST:
             if func == _GET_DATA:
-                _wait_for_transfers(args[:1])
+                _host_is_used(args[:1])
             if func == _SET_GRADIENT and args[1] is not None:  # torch.autograd.grad has returned it, say
                 args = args[0], _device_parameter(args[0])._of.doors.device.on_host(args[1])
             with Untouched():
@@ -79,15 +78,15 @@ class _InStep(Role):
         if _on_device(func, leaves, role):
             args, kwargs = tree_map_only(_InStep, _device_parameter, (args, kwargs))
             return func(*args, **kwargs)
-        _wait_for_transfers(hosts)
+        _host_is_used(hosts)
         with left(hosts, [role]):  # the others' classes are asked
             return func(*args, **kwargs)
 
 
-def _wait_for_transfers(hosts: Iterable[nn.Parameter]) -> None:
-    """Has the host wait until no transfer reads its weights, which may be written now. A forward may still be behind."""
+def _host_is_used(hosts: Iterable[nn.Parameter]) -> None:
+    """Prepares host weights to be read and written: they have what was written on the device, and no transfer reads them."""
     for group in {_device_parameter(host)._of for host in hosts}:
-        group.doors.device.synchronize(group.layer.transfer, Wait.UPDATE_AFTER_FETCH)
+        group.doors.host_is_used(group.layer)
 
 
 def _role_of(host: nn.Parameter) -> type[_InStep]:

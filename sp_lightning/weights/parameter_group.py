@@ -63,6 +63,9 @@ class Doors(Protocol):
     def take_back_writes(self, layer: StreamedLayer) -> None:
         """Has the host take over what was written on the device, because somebody asks which weights were written."""
 
+    def host_is_used(self, layer: StreamedLayer) -> None:
+        """Called within a step before user code reads the host's weights of a layer, or writes them."""
+
     def reading_rows(self, layer: StreamedLayer) -> AbstractContextManager[Staged | None]:
         """A context in which nobody writes a table's weight; yields its bytes, or None if all of it is on the device."""
 
@@ -350,13 +353,11 @@ class ParameterGroup:
         optimizer step between forward and backward as it would on plain parameters.
         """
         now = versions(self.hosts)
-        if now == self._host_versions:
-            return
-        for index, (old, new) in enumerate(zip(self._host_versions, now, strict=True)):
-            if old != new:
-                with no_inference_mode(), Untouched():
-                    increment_version(self.all[index])
-                self._versions[index] += 1
+        changed = [i for i, (old, new) in enumerate(zip(self._host_versions, now, strict=True)) if old != new]
+        for index in changed:
+            with no_inference_mode(), Untouched():
+                increment_version(self.all[index])
+            self._versions[index] += 1
         self._host_versions = now
 
     def adopted(self) -> None:

@@ -211,6 +211,6 @@ def test_no_device_memory_outlives_the_engine() -> None:
         train(streamer, net, torch.ones(2, 4, requires_grad=True))
     del streamer
     gc.collect()
-    assert len(device.on_device) >= 3
-    assert all(storage.expired() for *_, storage in device.on_device)
+    assert len(device.device_ranges) >= 3
+    assert all(storage.expired() for *_, storage in device.device_ranges)
     assert not all(storage.expired() for *_, storage in device.host_ranges), "the parameters still live there"

@@ -143,3 +143,44 @@ def test_device_and_host_do_not_meet(name: str, device: str) -> None:
     plain = bare(MEET[name], "auto")
     with simulated() if device == "simulated" else contextlib.nullcontext():
         assert_equal(bare(MEET[name], superpipeline(k=1)), plain, device)
+
+
+class Clips(Manual):
+    """Clips captured weights in the middle of a step, and goes on with the module's."""
+
+    def __init__(self, before: str) -> None:
+        super().__init__()
+        self.before = before
+        self.captured = [list(self.parameters())]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        for regularized in (False, True):
+            optimizer.zero_grad()
+            weights = sum((p.square().sum() for p in self.parameters()), torch.zeros(()))
+            self.manual_backward(weights if regularized else self.loss(batch))
+            optimizer.step()
+            with torch.no_grad():
+                if self.before == "a look":
+                    self.seen.append([p.detach().sum() for p in self.parameters()])
+                elif self.before == "a write":
+                    for p in self.parameters():
+                        p.mul_(0.5)
+                for p in self.captured[0]:
+                    p.clamp_(-0.05, 0.05)
+                self.seen.append([p.abs().max() for p in (*self.captured[0], *self.parameters())])
+
+
+@pytest.mark.parametrize("check_writes", [False, True])
+@pytest.mark.parametrize("resident", [(), ("net.head", "net.blocks.1")], ids=["streamed", "resident"])
+@pytest.mark.parametrize("before", ["nothing", "a look", "a write"])
+def test_writes_of_captured_weights_are_seen_in_the_same_step(
+    before: str, resident: tuple[str, ...], check_writes: bool
+) -> None:
+    """A resident weight's were not seen before the next call of a module, and what the module had written was not there. A
+    look at a weight by ``detach`` before was taken for a write, and the clipping refused."""
+    plain = bare(lambda: Clips(before), "auto")
+    for device in (contextlib.nullcontext, simulated):
+        with device():
+            ours = bare(lambda: Clips(before), superpipeline(k=1, resident=resident, check_writes=check_writes))
+        assert_equal(ours, plain, device.__name__)
