@@ -207,6 +207,7 @@ class Step:
         if seen:
             self.take_back_writes()
             self._exchange.to_host()
+            self._source.synchronize()  # user code may write them, too
             self._held = True
 
     def resume(self) -> None:

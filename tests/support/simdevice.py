@@ -358,7 +358,8 @@ class Watch(TorchDispatchMode):
             raise Mixed(
                 f"{func} takes memory of the host store {_shapes(host)} and of the device {_shapes(device + derived)}"
             )
-        written = {id(args[i]) for i, each in enumerate(func._schema.arguments[: len(args)]) if _is_written(each)}
+        declared = zip(func._schema.arguments, args, strict=False)
+        written = {id(each) for argument, given in declared if _is_written(argument) for each in tree_leaves(given)}
         for each in device:
             self._device.access(each, Stream.COMPUTE, write=id(each) in written)
         for each in host:

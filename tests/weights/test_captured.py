@@ -115,6 +115,23 @@ class Importance(Module):
         self.seen.append([(p * p.grad).abs().sum().item() for p in self.parameters() if p.grad is not None])
 
 
+class WritesBeforeBackward(Module):
+    """A mean teacher's average is taken, and written back, before gradients are set to None."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.net(batch)
+        return self.net.head(batch).square().mean()  # type: ignore[operator, union-attr]
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            for block in self.net.blocks:  # type: ignore[union-attr]
+                block.inner.weight.mul_(0.9)
+
+
 class UsesWeightAfterBackward(Manual):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer, net = self.optimizers(), self.net
@@ -129,6 +146,7 @@ MEET: dict[str, Callable[[], pl.LightningModule]] = {
     "gradients-by-hand": GradientsByHand,
     "optimizer-made-in-step": OptimizerMadeInStep,
     "importance": Importance,
+    "writes-before-backward": WritesBeforeBackward,
     "captured-grad": lambda: Captures("grad"),
     "captured-penalty": lambda: Captures("penalty"),
     "weight-after-backward": UsesWeightAfterBackward,
