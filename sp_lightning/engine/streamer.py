@@ -337,10 +337,10 @@ class Streamer:
     def close(self) -> None:
         """Frees device memory and removes hooks. The host's parameters stay in the modules as ordinary CPU parameters."""
         with self._lock:
+            unwatch(self._backward)  # first: the rest may raise, and this is the process's
             self.abort(over=True)
             self.updates.close()
             self._closed = True
-            unwatch(self._backward)
             self._backward.close()
             self._access.close()
             for handle in self._module_hooks:

@@ -163,6 +163,7 @@ CELLS = [cell for cell in CELLS if cell[:2] != ("linearize", "outside, an ensemb
         ("grad", "outside, passed", "32-true"),
         ("functionalize", "outside, passed", "bf16-mixed"),
         ("linearize", "outside", "32-true"),
+        second=CELLS[::11],
         why="other transforms, reads and precisions of the same",
     ),
 )

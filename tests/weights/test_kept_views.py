@@ -19,7 +19,7 @@ from tests.support.models import Module, vectors
 from tests.support.poison import poisoned
 from tests.support.runs import assert_same, fit, superpipeline
 from tests.support.simdevice import simulated
-from tests.support.tiers import first
+from tests.support.tiers import first, some
 
 pytestmark = pytest.mark.usefixtures("everything_is_worth_moving")
 
@@ -140,7 +140,7 @@ def judge(way: str, precision: Any, **options: Any) -> None:
 OPTIONS: list[dict[str, Any]] = [{"k": 1, "k_prime": 1}, {"k": 4, "k_prime": 1}, {"k": 2, "resident": ["net.1"]}]
 
 
-@pytest.mark.parametrize("way", first(WAYS, *FIRST, why="the same at other moments"))
+@pytest.mark.parametrize("way", first(WAYS, *FIRST, second=list(WAYS)[::9], why="the same at other moments"))
 def test_writes_of_what_was_kept(way: str) -> None:
     for options in OPTIONS:
         if way not in UNSEEN:
@@ -149,7 +149,7 @@ def test_writes_of_what_was_kept(way: str) -> None:
 
 
 @pytest.mark.rest("the same where weights travel as casts")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", some(WAYS, *list(WAYS)[4::20], why="the same at other moments"))
 def test_in_mixed_precision(way: str) -> None:
     for options in OPTIONS[:2]:
         if way not in UNSEEN:
@@ -157,16 +157,20 @@ def test_in_mixed_precision(way: str) -> None:
         judge(way, "bf16-mixed", check_writes=True, **options)
 
 
+# After backward modules hold the host's weights, which a device may be reading from the next forward on.
+ON_A_DEVICE = [
+    way
+    for way in WAYS
+    if way not in UNSEEN and not ("after backward, after step" in way or "after backward, next batch" in way)
+]
+
+
 @pytest.mark.parametrize(
     "way",
     first(
-        # After backward modules hold the host's weights, which a device may be reading from the next forward on.
-        [
-            w
-            for w in WAYS
-            if w not in UNSEEN and not ("after backward, after step" in w or "after backward, next batch" in w)
-        ],
+        ON_A_DEVICE,
         *FIRST[1:3],
+        second=ON_A_DEVICE[::12],
         why="the same at other moments",
     ),
 )
