@@ -127,7 +127,8 @@ class Access:
                     step.end(writes_follow=True)
                 raise
             self.calls.begin(self.saved_tensors.hooks if self._moves or self._offloads() else None)
-            self._exchange.watch_forward(bool(self._backward.tasks) and self.calls.depth == 1, begins=True)
+            if self._backward.tasks and self.calls.depth == 1:
+                self._exchange.watch_forward(begins=True)
             for layer in entered:
                 layer.parameters.watch()
         return visits
@@ -147,7 +148,8 @@ class Access:
                 self._residency.end_call(visits, release=sys.exception() is None)  # (4)
             finally:  # what was written on the device may be refused
                 self.calls.end()
-                self._exchange.watch_forward(bool(self._backward.tasks) and not self.calls.depth, begins=False)
+                if self._backward.tasks and not self.calls.depth:
+                    self._exchange.watch_forward(begins=False)
                 if outside := self._is_outside():
                     self._step.end(writes_follow=True)
             if visits and not outside:

@@ -170,7 +170,8 @@ class Backward:
             self._noted()
             if complete:
                 self.sink.drain(layer)
-        self.sink.land()
+        if complete:
+            self.sink.land()
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Sends off what is left of other layers' gradients, because the backward of ``layers`` begins."""

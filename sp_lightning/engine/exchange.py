@@ -83,10 +83,9 @@ class Exchange:
         else:
             self._swap.captured.look_away()
 
-    def watch_forward(self, in_backward: bool, *, begins: bool) -> None:
+    def watch_forward(self, *, begins: bool) -> None:
         """Does the same as a forward that is within backward begins or ends."""
-        if in_backward:
-            self._swap.captured.watch_forward(begins)
+        self._swap.captured.watch_forward(begins)
 
     def close(self) -> None:
         """Drops the device parameters. Buffers stay on the host for good."""

@@ -30,7 +30,8 @@ class Peak:
 
     def note(self) -> None:
         """Measures; called whenever more memory may be in use than ever before."""
-        now = self.weight_bytes + self._gradients.device_bytes
-        now += sum(tensor_bytes(parameter.grad) for parameter in self._aside if parameter.grad is not None)
+        now = self._slots.device_bytes + self._residents.nbytes + self._staying + self._gradients.device_bytes
+        if self._aside:  # nearly always nothing, and this is called several times for each layer
+            now += sum(tensor_bytes(parameter.grad) for parameter in self._aside if parameter.grad is not None)
         if now > self.most:
             self.most = now
