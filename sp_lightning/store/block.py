@@ -120,7 +120,7 @@ class HostBlock:
         if (value.shape, value.dtype) != (target.shape, target.dtype):
             if value.shape == target.shape and not self._fetched_seldom:
                 self.apart.add(index)
-                with no_inference_mode():
+                with no_inference_mode(), torch.DisableTorchFunctionSubclass():  # as below
                     target.data = value.to("cpu", copy=True)
                 return True
             raise RuntimeError(
