@@ -76,10 +76,15 @@ class Exchange:
                 self._watch.look_away()
             self._swap.hold_host()  # last, so that a call that was interrupted is repeated
 
-    def watch_captured(self, watch: bool) -> None:
-        """Sets whether what is computed with the host's parameters for a graph is computed with the device's."""
+    def watch_captured(self, watch: bool, *, thread: int | None = None) -> None:
+        """Sets whether what is computed with the host's parameters for a graph is computed with the device's.
+
+        Args:
+            watch: whether it is.
+            thread: the identifier of the thread that runs the step; None for the same as before.
+        """
         if watch:
-            self._swap.captured.watch()
+            self._swap.captured.watch(thread)
         else:
             self._swap.captured.look_away()
 

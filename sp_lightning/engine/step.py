@@ -139,7 +139,7 @@ class Step:
             self.invalidate_unused()
             self._residents.invalidate()
         if self._exchange.to_device():
-            self._exchange.watch_captured(not in_backward)
+            self._exchange.watch_captured(not in_backward, thread=self.thread)
             self._look_at_weights()
 
     def share(self, shared: bool) -> None:

@@ -10,6 +10,7 @@ of ``.data`` and ``.grad``) are those of the host's memory: between backward and
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -36,8 +37,9 @@ class Captured:
         self._hosts = [device.host for device in of.values()]
         self._role: type[_InStep] = type("InStep", (_InStep,), {"device_of": of, "on_device": staticmethod(on_device)})
 
-    def watch(self) -> None:
-        """Has uses of the host's parameters noticed from now on."""
+    def watch(self, thread: int | None = None) -> None:
+        """Has uses of the host's parameters noticed from now on. ``thread`` runs the step; None for the same as before."""
+        self._role.thread = self._role.thread if thread is None else thread
         take_all(self._hosts, self._role)
 
     def watch_forward(self, begins: bool) -> None:
@@ -57,6 +59,7 @@ class _InStep(Role):
     device_of: dict[int, DeviceParameter]
     on_device: Callable[[], bool]
     used = False
+    thread = 0
 
     @classmethod
     @never_compiled
@@ -103,8 +106,11 @@ def _on_device(func: Callable[..., Any], leaves: Sequence[Any], role: type[_InSt
         return False
     if func in _OF_GRAPHS or any(issubclass(type(leaf), DeviceParameter) for leaf in leaves):
         return True
-    if func in (Tensor.detach, torch.detach):  # it may be written
-        return role.on_device()
+    if func in (
+        Tensor.detach,
+        torch.detach,
+    ):  # it may be written. Other threads look at the host's, which never leaves.
+        return role.on_device() and threading.get_ident() == role.thread
     others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not issubclass(type(leaf), _InStep) and leaf.ndim]
     device = next(iter(role.device_of.values()))._of.doors.device
     if any(map(device.has, others)):
