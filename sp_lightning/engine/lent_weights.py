@@ -312,9 +312,9 @@ def _written_on_both(group: ParameterGroup, index: int) -> bool:
 
 def _both(name: str) -> str:
     return (
-        f"Parameter {name!r} was written on the host, by an optimizer that steps inside a step of "
-        "training, say, while the same weight was written on the device or handed out there (.data, .detach()); one of "
-        "both would be lost. Read it before the optimizer's step, or clone it."
+        f"Parameter {name!r} was written on the host, through a view from before the step (.detach()), say, while the same "
+        "weight was written on the device or handed out there (.data, .detach()); one of both would be lost. Take such views "
+        "anew within the step, from the module."
     )
 
 

@@ -146,6 +146,38 @@ def test_a_look_at_a_weight_between_two_writes_of_an_optimizer_is_no_write() -> 
     assert_same(ours, plain)
 
 
+class WritesOnBoth(Module):
+    """Writes each weight through the module, and then through a view that it has taken before the step, or anew."""
+
+    def __init__(self, *, anew: bool) -> None:
+        super().__init__(Stack())
+        self.anew = anew
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.views = [weight.detach() for weight in self.net.parameters()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            for weight in self.net.parameters():
+                weight.mul_(0.9)
+            views = [weight.detach() for weight in self.net.parameters()] if self.anew else self.views
+            for view in views:
+                view.add_(0.01)
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("options", [{}, {"resident": ["net.head"]}], ids=str)
+def test_a_weight_that_host_and_device_write_is_refused(options: dict[str, Any]) -> None:
+    ours = superpipeline(k=1, k_prime=1, **options)
+    with pytest.raises(RuntimeError, match=r"Parameter 'net\..*' was written on the host.*one of both would be lost"):
+        fit(lambda: WritesOnBoth(anew=False), vectors(3), ours)
+    plain, remedied = (
+        fit(lambda: WritesOnBoth(anew=True), vectors(3), each)
+        for each in ("auto", superpipeline(k=1, k_prime=1, **options))
+    )
+    assert_same(remedied, plain)
+
+
 class Holds(TwoSteps):
     """Notes whether the modules hold the device's weights."""
 
