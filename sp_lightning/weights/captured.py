@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sp_lightning.device.metadata import METADATA
 from sp_lightning.device.modes import never_compiled
 from sp_lightning.device.torch_private import tree_leaves, tree_map_only
-from sp_lightning.weights.device_parameter import DeviceParameter, Untouched
+from sp_lightning.weights.device_parameter import DeviceParameter, Untouched, hides_stand_ins
 from sp_lightning.weights.roles import Role, leave_all, left, take_all
 
 
@@ -67,52 +67,46 @@ class _InStep(Role):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # Another thread may take the role from a parameter at any time: its class is not asked again.
+        role = next(each for each in cls.roles if issubclass(each, _InStep))
+        of = role.device_of
         if func in _OF_THE_HOST:
             if func == _GET_DATA:
-                _host_is_used(args[:1])
-            if func == _SET_GRADIENT and args[1] is not None:  # torch.autograd.grad has returned it, say
-                args = args[0], _device_parameter(args[0])._of.doors.device.on_host(args[1])
+                _host_is_used([of[id(args[0])]])
+            if func == _SET_GRADIENT and args[1] is not None and id(args[0]) in of:
+                args = args[0], of[id(args[0])]._of.doors.device.on_host(args[1])
             with Untouched():
                 return func(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
-        hosts = [leaf for leaf in leaves if issubclass(type(leaf), _InStep)]
-        role = _role_of(hosts[0])
+        hosts = [leaf for leaf in leaves if id(leaf) in of]
+        others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in of]
         role.used = True
-        if _on_device(func, leaves, role):
-            args, kwargs = tree_map_only(_InStep, _device_parameter, (args, kwargs))
+        if _on_device(func, others, role):
+            args, kwargs = tree_map_only(Tensor, lambda each: of.get(id(each), each), (args, kwargs))
             return func(*args, **kwargs)
-        _host_is_used(hosts)
-        with left(hosts, [role]):  # the others' classes are asked
+        _host_is_used([of[id(host)] for host in hosts])
+        # Nobody waits for an update here: what has that role, too, was asked first. Other classes among the arguments are asked.
+        with left(hosts, [role]) if hides_stand_ins(others) else Untouched():
             return func(*args, **kwargs)
 
 
-def _host_is_used(hosts: Iterable[nn.Parameter]) -> None:
+def _host_is_used(parameters: Iterable[DeviceParameter]) -> None:
     """Prepares host weights to be read and written: they have what was written on the device, and no transfer reads them."""
-    for group in {_device_parameter(host)._of for host in hosts}:
+    for group in {parameter._of for parameter in parameters}:
         group.doors.host_is_used(group.layer)
 
 
-def _role_of(host: nn.Parameter) -> type[_InStep]:
-    return next(role for role in type(host).roles if issubclass(role, _InStep))  # type: ignore[attr-defined]
-
-
-def _device_parameter(host: nn.Parameter) -> DeviceParameter:
-    return _role_of(host).device_of[id(host)]
-
-
-def _on_device(func: Callable[..., Any], leaves: Sequence[Any], role: type[_InStep]) -> bool:
+def _on_device(func: Callable[..., Any], others: Sequence[Tensor], role: type[_InStep]) -> bool:
     """Whether a call is to be given the device's parameters: for a graph, or because another argument is on the device."""
     if func == Tensor.data.__set__:  # type: ignore[attr-defined]
         return False
-    if func in _OF_GRAPHS or any(issubclass(type(leaf), DeviceParameter) for leaf in leaves):
+    if func in _OF_GRAPHS or any(issubclass(type(other), DeviceParameter) for other in others):
         return True
-    if func in (
-        Tensor.detach,
-        torch.detach,
-    ):  # it may be written. Other threads look at the host's, which never leaves.
+    if func in (Tensor.detach, torch.detach):
+        # It may be written. Other threads look at the host's memory, which never leaves.
         return role.on_device() and threading.get_ident() == role.thread
-    others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not issubclass(type(leaf), _InStep) and leaf.ndim]
     device = next(iter(role.device_of.values()))._of.doors.device
+    others = [other for other in others if other.ndim]
     if any(map(device.has, others)):
         return True
     return torch.is_grad_enabled() and (not others or device.computes_on_host)
