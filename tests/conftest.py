@@ -57,7 +57,9 @@ def _nothing_left_behind() -> Iterator[None]:
     assert not torch_optimizer._global_optimizer_pre_hooks
     assert not torch_optimizer._global_optimizer_post_hooks
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    assert getattr(*ENGINE_CALL) is torch.autograd.graph._engine_run_backward
+    call = getattr(*ENGINE_CALL)
+    setattr(*ENGINE_CALL, torch.autograd.graph._engine_run_backward)  # one test fails, not all that come after it
+    assert call is torch.autograd.graph._engine_run_backward
     assert torch.is_grad_enabled()
     assert rank_zero_only.rank == 0  # otherwise later tests log and write nothing
 

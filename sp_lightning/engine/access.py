@@ -303,9 +303,7 @@ class Access:
                 self._step.take_back_writes()
                 if layer in self._residency.used:  # user code runs inside of its module's call
                     self._lent.take_back(layer)
-            if (
-                layer is self._residents.layer
-            ):  # they are in use all the time, so that nothing else notices the next use
+            if layer is self._residents.layer:  # they are in use all the time: only this has their next use noticed
                 self._residents.group.ask(before_use=True)
             self.device.synchronize(layer.transfer, Wait.UPDATE_AFTER_FETCH)
 

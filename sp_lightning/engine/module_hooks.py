@@ -40,9 +40,7 @@ class _Calls(threading.local):
 class ModuleHooks:
     """The hooks of one module. They ignore every other module."""
 
-    def __init__(
-        self, listener: Listener | None, module: nn.Module | None, visits: Visits, calls: _Calls | None = None
-    ) -> None:
+    def __init__(self, listener: Listener, module: nn.Module, visits: Visits, calls: _Calls | None = None) -> None:
         self._listener = listener
         self._module = module
         self._visits = visits
@@ -51,7 +49,7 @@ class ModuleHooks:
     @never_compiled  # transfers cannot be part of a compiled graph
     def before(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook."""
-        if module is self._module and self._listener is not None:
+        if module is self._module:
             visits: Visits | None = None
             try:
                 visits = self._listener.enter(self._visits, args)
@@ -61,7 +59,7 @@ class ModuleHooks:
     @never_compiled
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook. It is called after an exception as well, but for Ctrl-C and the like."""
-        if module is not self._module or self._listener is None:
+        if module is not self._module:
             return
         running = self._calls.running
         at = len(running) - 1
@@ -72,7 +70,7 @@ class ModuleHooks:
         ended = running[at:]
         del running[at:]
         for hooks, visits in reversed(ended):  # usually one; calls inside this one that have ended in Ctrl-C come first
-            if visits is not None and hooks._listener is not None:
+            if visits is not None:
                 hooks._listener.leave(visits, output if hooks is self else None)
 
 

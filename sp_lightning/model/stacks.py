@@ -24,23 +24,10 @@ _DIMENSIONS = 3
 # A forward takes hidden states, the indices of the experts, and their weights.
 _ARGUMENTS = 3
 # Words in the names of arguments that say what is routed where, and words beside them of which that is not so.
-_OF_INDICES = frozenset(
-    [
-        "assignment",
-        "assignments",
-        "expert",
-        "experts",
-        "idx",
-        "index",
-        "indices",
-        "inds",
-        "router",
-        "routes",
-        "routing",
-        "selected",
-        "topk",
-    ]
-)
+_OF_INDICES = frozenset((
+    "assignment", "assignments", "expert", "experts", "idx", "index", "indices", "inds", "router", "routes", "routing",
+    "selected", "topk",
+))  # fmt: skip
 _OF_OTHERS = frozenset(["batch", "block", "head", "layer", "position", "step"])
 NEARLY_ALL = 3 / 4
 """From this share of the experts on the layer moves whole, in one piece, and ahead of time if its last call was like that."""

@@ -179,9 +179,12 @@ class Run:
         self._parted.clear()
 
     def _end_engine(self) -> None:
-        if self.streamer is not None:
+        if self.streamer is None:
+            return
+        try:
             self.streamer.abort(over=True)  # so what is on its way counts, such as layers for a step that does not come
             self._results = self._now()
+        finally:
             streamer, self.streamer = self.streamer, None
             streamer.close()
 

@@ -53,9 +53,7 @@ class StepHooks:
     def _prepare(self, optimizer: Optimizer, *_: Any) -> None:
         if self._run.streamer is not None:
             deferred = self._deferring(optimizer)
-            if (
-                not deferred
-            ):  # else a look at its state waits for updates; it was made before the step, or the closure holds hosts
+            if not deferred:  # else it was made before the step, and a look at its state would wait for updates
                 hold_hosts(optimizer)
             parameters = (p for group in optimizer.param_groups for p in group["params"])
             self._run.streamer.updating.before(deferred=deferred, parameters=parameters)

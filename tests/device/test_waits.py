@@ -13,7 +13,6 @@ where a device waits for more than the simulation: the two that are not are list
 | CLOSE_AFTER_FETCH | prediction |
 | RESIDENTS_AFTER_USE, USE_AFTER_RESIDENTS | training, with residents |
 | UPDATE_AFTER_RESIDENTS | an optimizer step before any forward, in manual optimization |
-| CAST_AFTER_FETCH | weights written between forward and backward, in mixed precision |
 | WRITE_BACK_AFTER_USE | weights written in place on the device |
 | FETCH_AFTER_UPDATE | updates in the background |
 | READ_AFTER_UPDATE | updates in the background, and a callback that looks at weights |
@@ -28,7 +27,7 @@ where a device waits for more than the simulation: the two that are not are list
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -99,8 +98,9 @@ def as_a_device_does() -> Iterator[None]:
         def later(self: Any, *args: Any, **options: Any) -> None:
             access = self._device.access
 
-            def note(memory: Tensor, by: Stream | None, *, write: bool) -> None:
-                freed.append(memory) if by is Stream.COMPUTE else access(memory, by, write=write)
+            def note(memory: Tensor | Iterable[Tensor], by: Stream | None, *, write: bool) -> None:
+                tensors = [memory] if isinstance(memory, Tensor) else list(memory)
+                freed.extend(tensors) if by is Stream.COMPUTE else access(tensors, by, write=write)
 
             with mock.patch.object(self._device, "access", note):
                 method(self, *args, **options)

@@ -156,12 +156,6 @@ class NoBackward(Module):
         return loss if batch_idx < 2 else None
 
 
-class WritesBeforeBackward(Module):
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        for p in optimizer.param_groups[0]["params"]:
-            p.data.mul_(0.9)
-
-
 class Text(Stack):
     """Looks up twice in a table, the second time while the first rows may still be leaving."""
 
@@ -176,10 +170,6 @@ class Text(Stack):
 
 def looked_up(strategy: Any) -> Outcome:
     return fit(lambda: Module(Text()), vectors(), strategy)
-
-
-def cast_again(strategy: Any) -> Outcome:
-    return fit(lambda: WritesBeforeBackward(Stack()), vectors(), strategy, precision="bf16-mixed")
 
 
 def predicted(make: Any, batches: Any, strategy: Any) -> Outcome:
@@ -230,7 +220,6 @@ SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {
     Wait.FETCH_AFTER_USE: training,
     Wait.USE_AFTER_FETCH: training,
     Wait.BRING_AFTER_FETCH: left_out_with_a_cache,
-    Wait.CAST_AFTER_FETCH: cast_again,
     Wait.WRITE_BACK_AFTER_USE: written_in_place,
     Wait.RESIDENTS_AFTER_USE: training,
     Wait.USE_AFTER_RESIDENTS: training,

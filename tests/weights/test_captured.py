@@ -202,3 +202,32 @@ def test_writes_of_captured_weights_are_seen_in_the_same_step(
         with device():
             ours = bare(lambda: Clips(before), superpipeline(k=1, resident=resident, check_writes=check_writes))
         assert_equal(ours, plain, device.__name__)
+
+
+class LooksInsideItsCall(Manual):
+    """A block writes its weight while it is being called, and reads it through a list from before the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block: Any = self.net.blocks[1]
+        self.captured = [[block.inner.weight]]
+        block.register_forward_pre_hook(self.writes)
+
+    def writes(self, block: Any, args: Any) -> None:
+        (weight,) = self.captured[0]
+        with torch.no_grad():
+            block.inner.weight.mul_(0.5)
+            self.seen.append(weight.abs().max())
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def test_captured_weights_are_the_modules_inside_of_its_call() -> None:
+    plain = bare(LooksInsideItsCall, "auto")
+    for device in (contextlib.nullcontext, simulated):
+        with device():
+            assert_equal(bare(LooksInsideItsCall, superpipeline(k=1)), plain, device.__name__)
