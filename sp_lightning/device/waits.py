@@ -30,6 +30,7 @@ class Wait(enum.Enum):
     FETCH_AFTER_USE = "a slot is overwritten after the last kernel that read it"
     USE_AFTER_FETCH = "a layer is read after its transfer"
     BRING_AFTER_FETCH = "experts that were kept are copied into a slot after the transfer that came there before"
+    CAST_AFTER_FETCH = "casts are made anew after the last transfer that read them"
     WRITE_BACK_AFTER_USE = "the host takes a weight after the kernels that wrote it on the device"
     RESIDENTS_AFTER_USE = "residents are sent again after the last kernel that read them"
     USE_AFTER_RESIDENTS = "residents are read after their transfer"

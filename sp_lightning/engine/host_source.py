@@ -53,9 +53,8 @@ class HostSource:
         self._adopt(layer)
         if layer.masters is not None and layer.casts is not None:
             self._adopt(layer.masters)
-            if (
-                not layer.casts.current
-            ):  # whoever has written the masters has waited for the transfers that read the casts
+            if not layer.casts.current:
+                self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
                 self._use(layer.masters.block)
             layer.casts.refresh()
         self._use(layer.block)

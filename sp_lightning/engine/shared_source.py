@@ -25,7 +25,7 @@ class SharedSource(HostSource):
         if layer.casts is not None and any(written):
             memory_of(layer).written = True
             layer.casts.doubt()
-            self._slots.synchronize(Wait.UPDATE_AFTER_FETCH, layer)
+            self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
             layer.casts.refresh()
         elif layer.casts is not None:
             layer.casts.trust()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -179,14 +179,13 @@ class Run:
         self._parted.clear()
 
     def _end_engine(self) -> None:
-        if self.streamer is None:
-            return
-        try:
-            self.streamer.abort(over=True)  # so what is on its way counts, such as layers for a step that does not come
-            self._results = self._now()
-        finally:
-            streamer, self.streamer = self.streamer, None
-            streamer.close()
+        if self.streamer is not None:
+            with closing(self.streamer):
+                self.streamer.abort(
+                    over=True
+                )  # what is on its way counts, such as layers for a step that does not come
+                self._results = self._now()
+                self.streamer = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the engine, which may be at work: a copy is that of a run that is over."""
