@@ -341,9 +341,9 @@ LIKE_OTHERS = frozenset(name for name in CASES if name.startswith("stacked/")) -
 
 
 def pairs() -> Iterator[tuple[str, str, int]]:
-    """Case, variant, and the tier that they are in. The second tier has each case with every ninth variant."""
+    """Case, variant, and the tier that they are in. The second tier has each case with every twelfth variant."""
     for number, variant in enumerate(VARIANTS.values()):
         for index, name in enumerate(CASES):
             if name in variant.cases:
-                third = name in SLOW or name in LIKE_OTHERS or (number + index) % 9
+                third = name in SLOW or name in LIKE_OTHERS or (number + index) % 12
                 yield name, variant.name, 1 if name in variant.quick else 3 if third else 2

@@ -140,7 +140,7 @@ def judge(way: str, precision: Any, **options: Any) -> None:
 OPTIONS: list[dict[str, Any]] = [{"k": 1, "k_prime": 1}, {"k": 4, "k_prime": 1}, {"k": 2, "resident": ["net.1"]}]
 
 
-@pytest.mark.parametrize("way", first(WAYS, *FIRST, second=list(WAYS)[::9], why="the same at other moments"))
+@pytest.mark.parametrize("way", first(WAYS, *FIRST, second=list(WAYS)[::18], why="the same at other moments"))
 def test_writes_of_what_was_kept(way: str) -> None:
     for options in OPTIONS:
         if way not in UNSEEN:
@@ -149,7 +149,7 @@ def test_writes_of_what_was_kept(way: str) -> None:
 
 
 @pytest.mark.rest("the same where weights travel as casts")
-@pytest.mark.parametrize("way", some(WAYS, *list(WAYS)[4::20], why="the same at other moments"))
+@pytest.mark.parametrize("way", some(WAYS, *list(WAYS)[4::40], why="the same at other moments"))
 def test_in_mixed_precision(way: str) -> None:
     for options in OPTIONS[:2]:
         if way not in UNSEEN:
@@ -170,7 +170,7 @@ ON_A_DEVICE = [
     first(
         ON_A_DEVICE,
         *FIRST[1:3],
-        second=ON_A_DEVICE[::12],
+        second=ON_A_DEVICE[::24],
         why="the same at other moments",
     ),
 )
