@@ -181,9 +181,7 @@ class Run:
     def _end_engine(self) -> None:
         if self.streamer is not None:
             with closing(self.streamer):
-                self.streamer.abort(
-                    over=True
-                )  # what is on its way counts, such as layers for a step that does not come
+                self.streamer.abort(over=True)  # so what is on its way counts, as layers for a step that does not come
                 self._results = self._now()
                 self.streamer = None
 
