@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -13,16 +14,14 @@ from sp_lightning.device.pinned import PinnedMemory
 from sp_lightning.device.waits import Wait
 from sp_lightning.engine.host_source import HostSource
 from sp_lightning.optim.background import BackgroundUpdates
+from sp_lightning.plan.succession import Succession
+from sp_lightning.store.direct_file import Transfer
 from sp_lightning.store.file_block import FileBlock
-from sp_lightning.store.scratch import Transfer
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.slots import Slots, Staged
 
 WINDOW = 3
 """Layers that are staged at once: one that is copied to the device, and those that are read meanwhile."""
-
-
-_Two = tuple[StreamedLayer | None, StreamedLayer | None]
 
 
 @dataclass(eq=False)
@@ -63,8 +62,7 @@ class FileSource(HostSource):
         super().__init__(layers, slots, updates, device, *args)
         self._slots, self._device = slots, device
         self._buffers: list[_Buffer] = []
-        self._next: dict[_Two, StreamedLayer] = {}
-        self._last: _Two = None, None
+        self._fetches = Succession[StreamedLayer](2)
         self._largest = 0
         self._pin = False
         for layer in layers:
@@ -85,8 +83,7 @@ class FileSource(HostSource):
         staged = super().stage(layer)
         if not isinstance(layer.block, FileBlock):
             return staged
-        self._next[self._last] = layer
-        self._last = self._last[1], layer
+        self._fetches.note(layer)
         buffer = self._read(layer)
         if buffer is None:
             self._make_one_free()
@@ -103,16 +100,10 @@ class FileSource(HostSource):
         layer.block.complete(buffer.bytes)
         layer.parameters.adopted()  # weights may have come to memory, with the values that they had
         buffer.staged = layer.fetches
-        self._read_ahead()
+        for following in islice(self._fetches.coming(), WINDOW - 1):
+            if self._read(following) is None:
+                break
         return buffer.bytes[: layer.planned.nbytes], None
-
-    def _read_ahead(self) -> None:
-        last = self._last
-        for _ in range(WINDOW - 1):
-            following = self._next.get(last)
-            if following is None or self._read(following) is None:
-                return
-            last = last[1], following
 
     def _read(self, layer: StreamedLayer) -> _Buffer | None:
         """Returns the buffer with a layer's bytes, which may be on their way; None if there is none to spare."""

@@ -9,7 +9,7 @@ from weakref import WeakSet
 from torch import Tensor
 
 from sp_lightning.device.layout import whole_pages
-from sp_lightning.store.scratch import aligned_memory
+from sp_lightning.store.direct_file import aligned_memory
 
 
 class StagingRing:

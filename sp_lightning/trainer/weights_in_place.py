@@ -18,8 +18,7 @@ from sp_lightning.plan.host_memory import remedy_for, room_for
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.file_block import home_of
-from sp_lightning.store.mapped import FilePlace, Mappings
-from sp_lightning.store.weight_reader import BOUNCE
+from sp_lightning.store.weights_in_files import BOUNCE, FilePlace, Mappings
 
 Places = Sequence[FilePlace | None]
 

@@ -14,7 +14,7 @@ from sp_lightning.plan.ledger import make_ledger
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.state_placement import WINDOW, choose_on_disk
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.store.mapped_pages import is_on_disk, supported
+from sp_lightning.store.mapped_file import is_on_disk, supported
 from sp_lightning.store.scratch import refuse_full
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.weights_in_place import InFiles, in_files, place_weights

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.store import scratch
+from sp_lightning.store.scratch import ScratchFile
 from sp_lightning.trainer import disk_tier
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_disk import fails, on_disk, without_room
@@ -137,7 +137,7 @@ def test_a_slow_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_without_direct_io_and_files_without_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch, "_works", lambda _: False)
+    monkeypatch.setattr(ScratchFile, "_works", lambda _: False)
     ours = fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path))
     assert_same(ours, fit(lambda: Module(Stack()), vectors()))
 

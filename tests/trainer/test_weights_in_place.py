@@ -18,10 +18,10 @@ from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.plan import host_memory
-from sp_lightning.store import weight_reader
+from sp_lightning.store import direct_file
+from sp_lightning.store.direct_file import DirectFile
 from sp_lightning.store.file_block import InFile, home_of
-from sp_lightning.store.mapped import FilePlace, identity_of
-from sp_lightning.store.weight_reader import WeightReader
+from sp_lightning.store.weights_in_files import FilePlace, WeightReader, identity_of
 from sp_lightning.trainer import weights_in_place
 from sp_lightning.trainer.weights_in_place import InFiles, choose
 from tests.support.in_files import brought_to_memory, stay
@@ -353,14 +353,8 @@ def test_short_reads_go_on_and_files_without_direct_io_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = written(made(), tmp_path, "one file")
-    theirs, preadv = os.open, os.preadv
-
-    def opens(path: Any, flags: int, *more: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return theirs(path, flags, *more)
-
-    monkeypatch.setattr(os, "open", opens)
+    preadv = os.preadv
+    monkeypatch.setattr(DirectFile, "_switch", lambda *_, **__: False)
     monkeypatch.setattr(os, "preadv", lambda d, b, at: preadv(d, [b[0][:5000]], at))
-    monkeypatch.setattr(weight_reader, "_PIECE", 4096)
+    monkeypatch.setattr(direct_file, "PIECE", 4096)
     assert_equal(predict(without_values(), in_place(file, tmp_path)), predict(made()), "predictions")

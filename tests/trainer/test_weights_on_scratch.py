@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sp_lightning.plan.state_placement import OnDisk, choose_on_disk
-from sp_lightning.store import mapped_scratch
-from sp_lightning.store.mapped_pages import is_on_disk
+from sp_lightning.store import mapped_file
+from sp_lightning.store.mapped_file import is_on_disk
 from sp_lightning.store.scratch import ScratchFile
 from sp_lightning.trainer import disk_tier, weights_in_place, weights_on_scratch
 from tests.support.in_files import stay
@@ -54,7 +54,7 @@ def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     without_room(monkeypatch)
     monkeypatch.setattr(weights_on_scratch, "missing_bytes", lambda *_: 2**60)
     monkeypatch.setattr(weights_on_scratch, "choose_on_disk", choose)
-    monkeypatch.setattr(mapped_scratch, "WINDOW", WINDOW)
+    monkeypatch.setattr(mapped_file, "WINDOW", WINDOW)
 
 
 def stack() -> Module:
