@@ -23,8 +23,7 @@ from sp_lightning.engine.shared_source import SharedSource, written_here
 from sp_lightning.engine.step import Step
 from sp_lightning.engine.turns import Turns
 from sp_lightning.model.found import Layer
-from sp_lightning.optim.background import BackgroundUpdates
-from sp_lightning.optim.shared_updates import SharedUpdates
+from sp_lightning.optim.background import BackgroundUpdates, SharedUpdates
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.plan.state_placement import OnDisk
 from sp_lightning.plan.units import human_bytes
