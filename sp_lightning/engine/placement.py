@@ -17,8 +17,7 @@ from sp_lightning.device.host_allocator import return_free_memory
 from sp_lightning.device.layout import ALIGNMENT, PAGE, whole_pages
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Wait
-from sp_lightning.engine.file_source import FileSource
-from sp_lightning.engine.host_source import HostSource
+from sp_lightning.engine.host_source import FileSource, HostSource
 from sp_lightning.engine.shared_source import SharedSource, written_here
 from sp_lightning.engine.step import Step
 from sp_lightning.engine.turns import Turns

@@ -23,8 +23,8 @@ from sp_lightning.optim.state_transfers import StateTransfers, Stored
 from sp_lightning.plan.succession import Succession
 from sp_lightning.store.away import Away, can_go_away, give, memory_for, return_to, send_away
 from sp_lightning.store.direct_file import aligned_memory
+from sp_lightning.store.host_ring import StagingRing
 from sp_lightning.store.scratch import ScratchFile
-from sp_lightning.store.staging_ring import StagingRing
 from sp_lightning.weights.layer import StreamedLayer
 
 LEAST = 2**16

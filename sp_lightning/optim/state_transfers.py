@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sp_lightning.device.layout import Span
 from sp_lightning.store.direct_file import Transfer
+from sp_lightning.store.host_ring import StagingRing
 from sp_lightning.store.scratch import Extent, ScratchFile
-from sp_lightning.store.staging_ring import StagingRing
 
 
 @dataclass(eq=False)

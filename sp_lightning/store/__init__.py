@@ -2,9 +2,9 @@
 
 - ``block``: one layer's weights in one flat, pinned block, whose views are the user's parameters; ``block_memory``: the memory
   under it, of this process alone or of all ranks; ``gradient_memory``: what the layer's gradients arrive in.
-- ``host_ring``: the pinned memory that offloaded activations use again and again.
-- ``direct_file``: reads and writes of files past the page cache; ``scratch``: such a file below the host's memory, and
-  ``staging_ring``: what bytes pass through on their way there; ``away``: the stand-ins that users find for what is there.
+- ``host_ring``: memory that is used again and again: by offloaded activations, and by state on its way to a disk and back.
+- ``direct_file``: reads and writes of files past the page cache; ``scratch``: such a file below the host's memory;
+  ``away``: the stand-ins that users find for what is there.
 - ``mapped_file``: memory that is mapped from a scratch file of its own, for trained weights and gradients.
 - ``weights_in_files``: weights in the user's own files, found and read; ``file_block``: a layer that has some there.
 

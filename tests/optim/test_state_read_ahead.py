@@ -25,6 +25,7 @@ from tests.support.engine import streamed
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_disk import Unfreezes, on_disk, without_room
 from tests.support.runs import assert_same, fit, fused
+from tests.support.tiers import first
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +84,7 @@ def test_nothing_is_read_in_vain(tmp_path: Path, states: list[StateOnDisk]) -> N
     )  # and what was read ahead for a next step
 
 
-@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+@pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="its other modes"))
 def test_the_first_step_reads_nothing(overlap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no state yet; what was read ahead would take the memory in which the optimizer makes it."""
     read, asked, steps = ScratchFile.begin_read, list[int](), list[int]()
@@ -206,7 +207,7 @@ class Skips(Module):
         return torch.optim.AdamW(self.parameters(), fused=True)
 
 
-@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+@pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="its other modes"))
 def test_layers_that_come_in_another_order(overlap: Any, tmp_path: Path, states: list[StateOnDisk]) -> None:
     batches = list(torch.randn(12, 2, 32))
     ours = fit(Skips, batches, on_disk(tmp_path, optimizer_overlap=overlap), recorded="losses")
@@ -278,7 +279,7 @@ def reads(trainer: Any) -> None:
             value.sum()
 
 
-@pytest.mark.parametrize("make", [deep, Alternates])
+@pytest.mark.parametrize("make", first([deep, Alternates], deep, why="with two optimizers"))
 @pytest.mark.parametrize("does", [forks, reads])
 def test_another_thread_forks_or_reads_state_while_layers_are_updated(
     does: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -341,7 +342,7 @@ class Half(Module):
         return torch.optim.SGD(groups, lr=0.1, fused=True)
 
 
-@pytest.mark.parametrize("make", [Some, Half])
+@pytest.mark.parametrize("make", first([Some, Half], Some, why="another reason not to have state"))
 def test_layers_without_state_have_nobody_read_in_vain(make: Any, tmp_path: Path, states: list[StateOnDisk]) -> None:
     read = []
 

@@ -15,8 +15,8 @@ import torch
 
 from sp_lightning.store import direct_file
 from sp_lightning.store.direct_file import aligned_memory
+from sp_lightning.store.host_ring import StagingRing
 from sp_lightning.store.scratch import ScratchFile, file_system
-from sp_lightning.store.staging_ring import StagingRing
 
 PAGES = 3 * 4096
 

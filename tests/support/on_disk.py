@@ -20,7 +20,7 @@ from sp_lightning.plan import state_placement
 from sp_lightning.plan.state_placement import least_room, place_state, staging_bytes
 from sp_lightning.store import mapped_file
 from sp_lightning.store.away import Away
-from sp_lightning.trainer import disk_tier, weight_placement
+from sp_lightning.trainer import disk_tier
 
 
 def without_room(monkeypatch: pytest.MonkeyPatch, more: int = 0) -> None:
@@ -39,7 +39,7 @@ def without_room(monkeypatch: pytest.MonkeyPatch, more: int = 0) -> None:
 def everything_below(monkeypatch: pytest.MonkeyPatch, *, window: int) -> None:
     """Nothing that may be on the disk is in memory: state, trained weights, gradients; a few layers' at a time."""
     without_room(monkeypatch)
-    monkeypatch.setattr(weight_placement, "missing_bytes", lambda *_: 2**60)
+    monkeypatch.setattr(disk_tier, "missing_bytes", lambda *_: 2**60)
     monkeypatch.setattr(mapped_file, "WINDOW", window)
     monkeypatch.setattr(state_placement, "WINDOW", 0)  # it would say that few layers' gradients are not worth it
 

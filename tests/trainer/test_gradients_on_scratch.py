@@ -16,7 +16,7 @@ from sp_lightning.optim.layerwise import LayerwiseStep
 from sp_lightning.plan.state_placement import OnDisk, choose_on_disk
 from sp_lightning.store import mapped_file
 from sp_lightning.store.mapped_file import is_on_disk
-from sp_lightning.trainer import weight_placement
+from sp_lightning.trainer import disk_tier
 from sp_lightning.weights.narrow_gradient import NarrowGradient, stored
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.on_disk import (
@@ -49,7 +49,7 @@ def gradients_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(*args: Any, **options: Any) -> OnDisk:
         return OnDisk(gradients=choose_on_disk(*args, **options).gradients)
 
-    monkeypatch.setattr(weight_placement, "choose_on_disk", choose)
+    monkeypatch.setattr(disk_tier, "choose_on_disk", choose)
 
 
 def stack() -> Module:
