@@ -27,7 +27,7 @@ from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.plan.state_placement import OnDisk
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.block import HostBlock
-from sp_lightning.store.block_memory import Allocate, BlockMemory, SharedStore, pages_of
+from sp_lightning.store.block_memory import Allocate, BlockMemory, SharedStore
 from sp_lightning.store.file_block import FileBlock
 from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.store.mapped_file import MappedFile, let_go, note_on_disk
@@ -124,7 +124,8 @@ class OnRanks(Placement):
             "The layers were found by the memory that is free: say which they are, with layers= and memory_budget=."
         )
         self._ranks.must_agree("layers", {layer.name: human_bytes(layer.nbytes) for layer in plan.moving}, remedy)
-        self._store = SharedStore(self._ranks, device, sum(map(pages_of, (*plan.moving, plan.residents))))
+        nbytes = sum(whole_pages(layer.nbytes) for layer in (*plan.moving, plan.residents))
+        self._store = SharedStore(self._ranks, device, nbytes)
         return self._store.allocate
 
     def uploads(self, device: Device, lock: threading.RLock, log: logging.Logger | None) -> Uploads:

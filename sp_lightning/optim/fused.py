@@ -79,20 +79,17 @@ class FusedStep:
         self._fused.clear()
 
     def _look(self, *_: Any) -> None:
+        self._fused = [group for group in self._fused if group["fused"] is True]  # otherwise the user has set it since
         # Updates may be under way. What is read here does not depend on them, so nothing is to wait for them.
         with torch.DisableTorchFunctionSubclass():
-            self._look_at(self._optimizer.param_groups)
-
-    def _look_at(self, groups: list[dict[str, Any]]) -> None:
-        self._fused = [group for group in self._fused if group["fused"] is True]  # otherwise the user has set it since
-        for group in groups:
-            ours = any(group is fused for fused in self._fused)
-            if ours and not _can_be_fused(self._optimizer, group):
-                group["fused"] = None
-                self._fused = [fused for fused in self._fused if fused is not group]
-            elif not ours and group.get("fused", False) is None and _can_be_fused(self._optimizer, group):
-                group["fused"] = True
-                self._fused.append(group)
+            for group in self._optimizer.param_groups:
+                ours = any(group is fused for fused in self._fused)
+                if ours and not _can_be_fused(self._optimizer, group):
+                    group["fused"] = None
+                    self._fused = [fused for fused in self._fused if fused is not group]
+                elif not ours and group.get("fused", False) is None and _can_be_fused(self._optimizer, group):
+                    group["fused"] = True
+                    self._fused.append(group)
 
     def _as_users(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Puts the user's value into a state dict that was made during a step."""

@@ -126,7 +126,7 @@ class LayerwiseStep:
         """Submits the update of a layer whose gradients backward has completed."""
         groups = self._early_groups().pop(layer, None)
         if groups is not None:
-            for parameter in _parameters_of(layer):
+            for parameter in [each for member in layer.family for each in member.block.parameters]:
                 gradient = stored(parameter)
                 if gradient is not None and gradient.layout is not torch.strided:
                     raise RuntimeError(_NOT_ALL.format(what="there are sparse gradients"))
@@ -312,11 +312,6 @@ def _zeroing_narrow(optimizer: Optimizer) -> AbstractContextManager[None]:
         users(set_to_none=set_to_none)
 
     return in_place_of(optimizer, {"zero_grad": zero_grad})
-
-
-def _parameters_of(layer: StreamedLayer) -> list[nn.Parameter]:
-    """The host parameters of a layer, those that travel as casts included."""
-    return [parameter for member in layer.family for parameter in member.block.parameters]
 
 
 _NOT_ALL = (

@@ -68,20 +68,17 @@ class HostBlock:
         # Each original is freed as soon as it is absorbed, so that set-up takes no more than the model and one layer.
         for index in range(len(self.parameters)):
             self._take(index, self.memory.first)
-        self.addresses = self._now()
+        self.addresses = addresses(self.parameters)
 
     @property
     def weights(self) -> Tensor:
         """The values and, behind them, their casts: flat ``uint8`` of ``planned.nbytes`` bytes, which a fetch copies."""
         return self.memory.fetched
 
-    def _now(self) -> list[int]:
-        return addresses(self.parameters)
-
     @property
     def displaced(self) -> list[int]:
         """Indices of the parameters that were given other memory (``param.data = other``) since they were absorbed."""
-        now = self._now()
+        now = addresses(self.parameters)
         if now == self.addresses:
             return []
         pairs = enumerate(zip(now, self.addresses, strict=True))
@@ -160,7 +157,7 @@ class HostBlock:
             displaced = [index for index in range(len(self.parameters)) if index not in self.apart]
         for index in displaced:
             self._take(index, self.memory.seen)
-        self.addresses = self._now()
+        self.addresses = addresses(self.parameters)
 
     def unpin(self) -> None:
         """Releases the page locks. Parameters and gradients stay where they are."""

@@ -14,7 +14,6 @@ from sp_lightning.device.layout import Span, bytes_of, whole_pages
 from sp_lightning.device.pinned import PinnedMemory
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.shared_memory import OwnView, Page, SharedMemory, settle
-from sp_lightning.plan.plan import PlannedLayer
 
 
 class BlockMemory:
@@ -79,7 +78,7 @@ Allocate = Callable[[int, bool], BlockMemory]
 class SparseMemory(BlockMemory):
     """Memory of a block most of whose weights are elsewhere: pages that are not written take no memory."""
 
-    pinned = False
+    pinned = True  # what fetches read is
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -204,8 +203,3 @@ def merge(blocks: Iterable[BlockMemory]) -> int:
     for block in shared:
         block.written = False
     return settle([block.area for block in shared], commit=any(block.primary for block in shared))
-
-
-def pages_of(planned: PlannedLayer) -> int:
-    """Bytes of a layer's memory, in whole pages."""
-    return whole_pages(planned.nbytes)

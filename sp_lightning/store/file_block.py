@@ -80,7 +80,7 @@ class FileBlock(HostBlock):
                 parameter.data = torch.full((), nothing, dtype=span.dtype).expand(span.shape)
             parameter.__class__ = InFile
             vars(parameter).update(_home=self.homes[index])
-        self.addresses = self._now()
+        self.addresses = addresses(self.parameters)
 
     def read(self, memory: Tensor) -> Transfer:
         """Begins to read what is in files to memory of the block's size, each weight to its place."""
@@ -131,10 +131,6 @@ class FileBlock(HostBlock):
             self.in_file.discard(index)
 
     # ------------------------------------------------------------------ as a block in memory
-
-    @property
-    def pinned(self) -> bool:
-        return True  # what fetches read is
 
     def copy_of(self, index: int) -> Tensor:
         self.bring(index)

@@ -108,16 +108,12 @@ class WeightReader:
     The pages around a weight are read, and its bytes are copied to an aligned place: kernels compute other last bits on other
     alignments. A file is opened once and kept open, so that another one of its name changes nothing. Its size and the time of
     its last change are looked at before each read and after it.
-
-    Attributes:
-        read_bytes: what was read so far.
     """
 
     def __init__(self) -> None:
         self._files: dict[str, _WeightFile] = {}
         self._threads = ThreadPoolExecutor(THREADS, "superpipeline-weights")
         self._bounce = threading.local()
-        self.read_bytes = 0
 
     def open(self, place: FilePlace) -> None:
         """Opens a file, which is to be as it was when it was found.
@@ -139,7 +135,6 @@ class WeightReader:
         for place, target in zip(places, targets, strict=True):
             file = self._files[place.path]
             file.refuse_changed()
-            self.read_bytes += target.nbytes
             pieces += in_pieces(self._threads, partial(self._read, file), place.offset, target)
         return Transfer(pieces)
 

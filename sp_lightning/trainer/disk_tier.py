@@ -151,9 +151,12 @@ class DiskTier:
     def absorb(self, optimizers: Sequence[Any], layer_of: Callable[[nn.Parameter], StreamedLayer | None]) -> None:
         """Writes the state that optimizers have now: layers are new, or a checkpoint has given it."""
         for optimizer in [each for each in optimizers if not is_no_optimizer(each)]:
-            state = self.of(optimizer)
-            if state is not None:
-                state.absorb(optimizer, _by_layer(optimizer, layer_of))
+            if (state := self.of(optimizer)) is not None:
+                by_layer = defaultdict(list)
+                for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+                    if (layer := layer_of(parameter)) is not None:
+                        by_layer[layer].append(parameter)
+                state.absorb(optimizer, by_layer)
 
     def note_in(self, ledger: Ledger, where: Placement) -> Ledger:
         """Returns a ledger with the state on the disk, with the memory that all passes through, and with traffic.
@@ -167,18 +170,6 @@ class DiskTier:
         each = (self._moved(where) - self._moved_first) / (self.steps - 1) if self.steps > 1 else 0
         below = min(self.placement.disk_bytes, ledger.state or 0)
         return replace(ledger, on_disk=below, staging=self.placement.staging + where.on_disk.window, disk_traffic=each)
-
-
-def _by_layer(
-    optimizer: Any, layer_of: Callable[[nn.Parameter], StreamedLayer | None]
-) -> Mapping[StreamedLayer, Sequence[nn.Parameter]]:
-    found = defaultdict(list)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            layer = layer_of(parameter)
-            if layer is not None:
-                found[layer].append(parameter)
-    return found
 
 
 def without(ledger: Ledger, where: Placement) -> Ledger:
