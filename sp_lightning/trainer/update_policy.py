@@ -123,7 +123,7 @@ def _against_early_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> str
 
 def _against_background(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
     """Returns which user code would wait for the updates, or why else they gain nothing; an empty string if they do."""
-    if trainer.strategy.root_device.type == "cpu":
+    if _computes_on_host(trainer):
         return "they would compete with the model for the CPU"
     if not trainer.lightning_module.automatic_optimization:
         return "optimization is manual"
@@ -135,6 +135,10 @@ def _against_background(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
     if _parameter_hooks(trainer):
         return "parameters have hooks"
     return "the optimizer has step hooks" if _step_hooks(optimizers) else ""
+
+
+def _computes_on_host(trainer: Any) -> bool:
+    return bool(trainer.strategy.root_device.type == "cpu")
 
 
 def _parameter_hooks(trainer: Any) -> bool:
