@@ -42,7 +42,8 @@ from torch.utils.data import DataLoader
 from examples.benchmarks import rows
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.plan.units import human_bytes, parse_bytes
-from sp_lightning.store.scratch import ScratchFile, aligned_memory
+from sp_lightning.store.direct_file import aligned_memory
+from sp_lightning.store.scratch import ScratchFile
 
 STEPS = 6  # by default in training, else always
 FIRST = 2  # steps before the measured ones
@@ -259,12 +260,12 @@ def speeds(folder: Path) -> tuple[float, float, float]:
     file, memory = ScratchFile(folder), [aligned_memory(_PROBE) for _ in range(2)]
     extents = [file.allocate(_PROBE) for _ in range(8)]
     for extent in extents:
-        file.write(extent.offset, memory[0]).wait()
+        file.begin_write(extent.offset, memory[0]).wait()
 
     def measured(reads: int, writes: int) -> float:
         begun = time.perf_counter()
-        transfers = [file.read(extent.offset, memory[0]) for extent in extents[:reads]]
-        transfers += [file.write(extent.offset, memory[1]) for extent in extents[len(extents) - writes :]]
+        transfers = [file.begin_read(extent.offset, memory[0]) for extent in extents[:reads]]
+        transfers += [file.begin_write(extent.offset, memory[1]) for extent in extents[len(extents) - writes :]]
         for transfer in transfers:
             transfer.wait()
         return len(transfers) * _PROBE / (time.perf_counter() - begun)

@@ -31,12 +31,6 @@ class PinnedMemory:
         # The finalizer holds the memory, so that it is unpinned before it is freed.
         self._finalizer = weakref.finalize(self, _unpin, device, self.bytes, os.getpid()) if self.pinned else None
 
-    def use(self) -> None:
-        """It is there."""
-
-    def renew(self) -> None:
-        """It is there."""
-
     def unpin(self) -> None:
         """Gives the page lock back now. The memory and its contents stay."""
         if self._finalizer is not None:

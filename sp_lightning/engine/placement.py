@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +17,21 @@ from sp_lightning.device.host_allocator import return_free_memory
 from sp_lightning.device.layout import ALIGNMENT, PAGE, whole_pages
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Wait
-from sp_lightning.engine.file_source import FileSource
-from sp_lightning.engine.host_source import HostSource
+from sp_lightning.engine.host_source import FileSource, HostSource
 from sp_lightning.engine.shared_source import SharedSource, written_here
 from sp_lightning.engine.step import Step
 from sp_lightning.engine.turns import Turns
 from sp_lightning.model.found import Layer
-from sp_lightning.optim.background import BackgroundUpdates
-from sp_lightning.optim.shared_updates import SharedUpdates
+from sp_lightning.optim.background import BackgroundUpdates, SharedUpdates
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.plan.state_placement import OnDisk
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.block import HostBlock
-from sp_lightning.store.block_memory import Allocate, PrivateMemory, SharedStore, pages_of
+from sp_lightning.store.block_memory import Allocate, BlockMemory, SharedStore
 from sp_lightning.store.file_block import FileBlock
 from sp_lightning.store.gradient_memory import Staging
-from sp_lightning.store.gradients_on_scratch import ScratchStaging
-from sp_lightning.store.mapped import FilePlace
-from sp_lightning.store.mapped_pages import let_go, note_on_disk
-from sp_lightning.store.mapped_scratch import MappedFile
-from sp_lightning.store.weight_reader import WeightReader
+from sp_lightning.store.mapped_file import MappedFile, let_go, note_on_disk
+from sp_lightning.store.weights_in_files import FilePlace, WeightReader
 from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.gradients import Gradients
 from sp_lightning.weights.layer import StreamedLayer
@@ -75,7 +71,7 @@ class Placement:
 
     def allocate(self, device: Device, plan: Plan) -> Allocate:
         """Returns what allocates the host memory of the plan's layers, in their order."""
-        return lambda nbytes, pin: PrivateMemory(device, nbytes, pin)
+        return partial(BlockMemory, device)
 
     def blocks(self, device: Device, plan: Plan) -> tuple[Allocate, Callable[..., HostBlock]]:
         """Returns what allocates memory, and what makes blocks."""
@@ -128,7 +124,8 @@ class OnRanks(Placement):
             "The layers were found by the memory that is free: say which they are, with layers= and memory_budget=."
         )
         self._ranks.must_agree("layers", {layer.name: human_bytes(layer.nbytes) for layer in plan.moving}, remedy)
-        self._store = SharedStore(self._ranks, device, sum(map(pages_of, (*plan.moving, plan.residents))))
+        nbytes = sum(whole_pages(layer.nbytes) for layer in (*plan.moving, plan.residents))
+        self._store = SharedStore(self._ranks, device, nbytes)
         return self._store.allocate
 
     def uploads(self, device: Device, lock: threading.RLock, log: logging.Logger | None) -> Uploads:
@@ -226,7 +223,8 @@ class OnScratch(Placement):
         self, layer: Layer, planned: PlannedLayer, device: Device, staging: Staging, allocate: Allocate, **options: Any
     ) -> HostBlock:
         if planned.name in self._with_gradients:  # masters have the name of their layer
-            staging = ScratchStaging(device, self._gradients)
+            staging = Staging(device, pin=False, on_disk=self._gradients.allocate)
+            note_on_disk([parameter for _, parameter in layer.parameters])
         if id(planned) not in self._chosen:
             return self._inner.block(layer, planned, device, staging, allocate, **options)
         sources = [(parameter.data_ptr(), parameter.nbytes) for _, parameter in layer.parameters]

@@ -26,7 +26,7 @@ from sp_lightning.weights.source import BlockSource
 
 
 class Updating:
-    """The engine's side of updates: :class:`~sp_lightning.optim.layerwise.Updatable`.
+    """The engine's side of updates: :class:`~sp_lightning.optim.background.Updatable`.
 
     Args:
         lock: the engine's lock.

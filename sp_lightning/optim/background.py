@@ -1,4 +1,4 @@
-"""Updates layers in the background, while the next forward or the rest of backward runs.
+"""Updates layers in the background, while the next forward or the rest of backward runs: on one device, and on several.
 
 User code sees no difference. Until a layer's update is done, its parameters have a class that waits before anything
 reads or writes them, and a fetch of the layer waits as well.
@@ -9,20 +9,27 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import Elsewhere
 from sp_lightning.device.metadata import UNCHANGED_BY_UPDATES
+from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Stream, Wait
+from sp_lightning.store.block_memory import merge
+from sp_lightning.weights.gradient_sink import Wanted
 from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.reduced_gradients import ReducedGradients
 from sp_lightning.weights.roles import Role, leave, take
 
 
@@ -211,3 +218,137 @@ class _BeingUpdated(Role):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._updates.finish()
         return copy.deepcopy(self, memo)  # it has its own class again, and this method is that class's
+
+
+class SharedUpdates(BackgroundUpdates):
+    """The updates that are under way, of all ranks.
+
+    On every rank a layer's parameters wait until the primary has updated it. It says so by a number on a board: how many
+    updates the layer has had.
+
+    A layer that is updated in backward is submitted as soon as its gradients have been sent. Then each rank says by such a
+    number that its part of them has landed, and that it reads the layer's weights no more. The primary waits for all ranks.
+    No thread but the background's waits for that, and all ranks submit in one order, so none of them waits for ever.
+
+    Args:
+        layers: all layers.
+        device: runs work in its background thread, and waits for it.
+        ranks: the ranks.
+        gradients: where gradients are that all ranks see.
+    """
+
+    def __init__(
+        self, layers: Sequence[StreamedLayer], device: Device, ranks: Ranks, gradients: ReducedGradients
+    ) -> None:
+        super().__init__(layers, device)
+        self._ranks = ranks
+        self._gradients = gradients
+        self._submitted: Counter[StreamedLayer] = Counter()
+        self._done = ranks.share(8 * len(layers), "updates").words("q")
+        self._landed = ranks.share(8 * len(layers) * ranks.size, "landings").words("q")
+
+    def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
+        with self._lock:
+            self._finish(layer, Wait.READ_AFTER_UPDATE)
+            self._submitted[layer] += 1
+            number = self._submitted[layer]
+            landing = self._gradients.landing(layer)
+            if not self._ranks.primary:
+                super().submit(layer, partial(self._follow, layer, number, landing), then)
+            elif landing is None:
+                self._lead(layer, number, work, then)
+            else:
+                self._lead(layer, number, partial(self._update, layer, number, landing, work), then)
+
+    def bound(self, most: int) -> None:
+        """Waits for as many updates as leave a slot for the next layer's gradients. Those of all others may be on their way."""
+        super().bound(max(most, self._gradients.slots - 1))
+
+    def _follow(self, layer: StreamedLayer, number: int, landing: Callable[[], None] | None) -> None:
+        """Waits for the primary's update of a layer, on another rank."""
+        if landing is not None:
+            self._land(layer, number, landing)
+        self._ranks.until(lambda: self._done[layer.index] >= number, Wait.READ_AFTER_SHARED_UPDATE)
+
+    def _land(self, layer: StreamedLayer, number: int, landing: Callable[[], None]) -> list[int]:
+        """Says when this rank's part of a layer's gradients has landed. Returns where on the board each rank says so."""
+        words = [rank * len(self._layers) + layer.index for rank in range(self._ranks.size)]
+        landing()
+        self._ranks.publish(self._landed, words[self._ranks.rank], number)
+        return words
+
+    def _update(self, layer: StreamedLayer, number: int, landing: Callable[[], None], work: Callable[[], None]) -> None:
+        """Updates a layer in backward, on the primary, once the parts of all ranks are there."""
+        words = self._land(layer, number, landing)
+        self._ranks.until(lambda: all(self._landed[each] >= number for each in words), Wait.UPDATE_AFTER_LANDING)
+        # What this rank's user code has written counts. What others' has, they drop in the step's turn.
+        merge(member.block.memory for member in layer.family)
+        work()
+
+    def _lead(
+        self, layer: StreamedLayer, number: int, work: Callable[[], None], then: Callable[[], None] | None
+    ) -> None:
+        # Until somebody waits for the update, the layer's parameters and gradients are those that all ranks see.
+        common = ExitStack()
+        for member in layer.family:
+            common.enter_context(member.block.written_in_common())
+        common.enter_context(self._gradients.written_in_common(layer))
+
+        def update() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._ranks.fail(error)
+                raise
+            self._ranks.publish(self._done, layer.index, number)
+
+        def after() -> None:
+            common.close()
+            if then is not None:
+                then()
+
+        super().submit(layer, update, after)
+
+
+class Updatable(Protocol):
+    """The engine as a step that is taken apart sees it: which layers there are, and when each may be updated."""
+
+    device: Device
+    updates: BackgroundUpdates
+    on_complete: Callable[[StreamedLayer], None] | None
+    """Called in the backward that was announced, for each layer whose gradients are all in ``param.grad``."""
+
+    wanted: Wanted | None
+    """Says whether the step would update a layer at once when ``on_complete`` is called for it."""
+    several: bool
+    """Whether there are several devices, each of which runs the step."""
+
+    def layer_of(self, parameter: nn.Parameter) -> StreamedLayer | None:
+        """The layer of a host parameter; None if the parameter is not one of the module's."""
+
+    def order(self) -> Iterator[StreamedLayer]:
+        """All layers, in the order in which the next forward needs them."""
+
+    def before(self, *, deferred: bool) -> None:
+        """Called before the step writes host weights; returns once nothing reads them any more."""
+
+    def before_early(self, layer: StreamedLayer) -> None:
+        """Called before a layer is updated in the middle of backward."""
+
+    def casts(self, layer: StreamedLayer) -> Mapping[int, Tensor]:
+        """Called in the background before a layer's update. Returns, by ``id``, where it may put parameters' casts."""
+
+    def after(self, layer: StreamedLayer, updated: Collection[int]) -> None:
+        """Called in the background after the update of these of a layer's parameters, and of their casts."""
+
+    def keep_narrow(self, keep: bool) -> None:
+        """Sets whether gradients keep the dtype in which they come until somebody reads them."""
+
+    def gather(self, optimizer: Optimizer) -> None:
+        """Called before the step submits its first update after backward; returns once all ranks have come there."""
+
+    def over(self) -> None:
+        """Called when the step has submitted all updates."""
+
+    def release_gradients(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> None:
+        """Called when nobody needs the gradients of these parameters of a layer any more."""

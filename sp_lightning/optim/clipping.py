@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.device.torch_private import accumulation_hooks
 from sp_lightning.device.waits import Stream
-from sp_lightning.optim.updatable import Updatable
+from sp_lightning.optim.background import Updatable
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import Change, Norms, as_it_came, change, stored
 

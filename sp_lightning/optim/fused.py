@@ -1,17 +1,23 @@
-"""Fused optimizer steps on the CPU."""
+"""Which steps run fused on the CPU, and which can be taken apart by layers: fused ones, and those of some other optimizers.
+
+torchao's optimizers keep their state in 8 or 4 bits, or in float8. They step each parameter by itself, with one compiled
+function, which gives the same bits on any number of threads. torch's own unfused optimizers step each parameter by itself,
+too, but where their operators cut a tensor depends on the number of threads, and the background has one less.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.patched import state_of
 from sp_lightning.device.torch_private import fused_sgd_step, run_first_after_step
+from sp_lightning.plan.ledger import FEW_BITS
 
 
 class FusedStep:
@@ -73,20 +79,17 @@ class FusedStep:
         self._fused.clear()
 
     def _look(self, *_: Any) -> None:
+        self._fused = [group for group in self._fused if group["fused"] is True]  # otherwise the user has set it since
         # Updates may be under way. What is read here does not depend on them, so nothing is to wait for them.
         with torch.DisableTorchFunctionSubclass():
-            self._look_at(self._optimizer.param_groups)
-
-    def _look_at(self, groups: list[dict[str, Any]]) -> None:
-        self._fused = [group for group in self._fused if group["fused"] is True]  # otherwise the user has set it since
-        for group in groups:
-            ours = any(group is fused for fused in self._fused)
-            if ours and not _can_be_fused(self._optimizer, group):
-                group["fused"] = None
-                self._fused = [fused for fused in self._fused if fused is not group]
-            elif not ours and group.get("fused", False) is None and _can_be_fused(self._optimizer, group):
-                group["fused"] = True
-                self._fused.append(group)
+            for group in self._optimizer.param_groups:
+                ours = any(group is fused for fused in self._fused)
+                if ours and not _can_be_fused(self._optimizer, group):
+                    group["fused"] = None
+                    self._fused = [fused for fused in self._fused if fused is not group]
+                elif not ours and group.get("fused", False) is None and _can_be_fused(self._optimizer, group):
+                    group["fused"] = True
+                    self._fused.append(group)
 
     def _as_users(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Puts the user's value into a state dict that was made during a step."""
@@ -129,15 +132,38 @@ def _can_be_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bo
         and not loses_updates(optimizer, group)
         and all(p.is_floating_point() and p.device.type == "cpu" for p in group["params"])
         and all(gradient.layout is torch.strided for _, gradient in with_gradient)
-        and (not group.get("momentum") or _begins_together(optimizer, [p for p, _ in with_gradient]))
+        # torch's fused SGD fails if some parameters get their first gradient later than others.
+        and not lacks_buffers(group, state_of(optimizer), [p for p, _ in with_gradient])
     )
 
 
-def _begins_together(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether all parameters have a momentum buffer, or none: torch's fused SGD fails if some get their first gradient.
+def is_separable(optimizer: Any) -> bool:
+    """Whether the step of some parameters alone is what the whole step does to them.
+
+    Stochastic rounding draws random numbers, in the order of the parameters and from the generator that the model uses.
+    """
+    kind = type(optimizer)
+    rounds = getattr(optimizer, "bf16_stochastic_round", False)
+    return (kind.__module__, kind.__qualname__) in FEW_BITS and not rounds
+
+
+def lacks_buffers(group: Mapping[str, Any], state: dict[Any, Any], parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether some of a group's parameters have a momentum buffer and others have none yet.
 
     One rank alone has state, and refuses looks at it elsewhere; what is found there does not count.
     """
-    state = state_of(optimizer)
     buffers = [dict.get(state, p, {}).get("momentum_buffer") is not None for p in parameters]
-    return all(buffers) or not any(buffers)
+    return bool(group.get("momentum")) and any(buffers) and not all(buffers)
+
+
+def shares_state(groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any]) -> bool:
+    """Whether one tensor is the state of two parameters: what it becomes depends on the order in which they are updated."""
+    # Copies of the values are asked, because an update in the background may add some.
+    values = [value for group in groups for p in group["params"] for value in list(state.get(p, {}).values())]
+    places = [_place(value) for value in values if isinstance(value, Tensor)]
+    return len(set(places)) < len(places)
+
+
+def _place(value: Tensor) -> int:
+    """Its address, or, for one that has none or is on a disk, its identity."""
+    return (value.data_ptr() if type(value) is Tensor else 0) or id(value)

@@ -20,11 +20,12 @@ from torch.optim import Optimizer
 from sp_lightning.device.patched import state_of
 from sp_lightning.device.torch_private import run_first_after_step, tree_map
 from sp_lightning.device.waits import Stream
+from sp_lightning.optim.background import Updatable
 from sp_lightning.optim.clipping import Clipping
+from sp_lightning.optim.fused import is_separable, lacks_buffers, shares_state
 from sp_lightning.optim.pieces import InPieces
-from sp_lightning.optim.separable import is_separable, lacks_buffers, shares_state
-from sp_lightning.optim.state_waits import waiting
-from sp_lightning.optim.updatable import OnHost, OptimizerState, Updatable
+from sp_lightning.optim.state_on_disk import StateOnDisk
+from sp_lightning.store.away import Away, give
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import Change, as_it_came, change, drop, stored
 
@@ -43,7 +44,7 @@ class LayerwiseStep:
         measure: whether norms of gradients are computed while backward goes on. This is right only if nobody writes
             gradients between backward and clipping.
         narrow: whether gradients keep the dtype in which they come. This saves memory only if nobody reads them.
-        state: brings and takes away the optimizer's state; it stays on the host if none is given.
+        state: brings and takes away the optimizer's state; None if it stays on the host.
         waits: whether the step returns once all layers are updated. Then the optimizer need not be fused, because the
             background has as many threads as a whole step would have.
 
@@ -59,14 +60,13 @@ class LayerwiseStep:
         early: bool,
         measure: bool,
         narrow: bool,
-        state: OptimizerState | None = None,
+        state: StateOnDisk | None = None,
         waits: bool = False,
     ) -> None:
         self._optimizer = optimizer
         self._engine = engine
         self._updates = engine.updates
-        self._state = state or OnHost()
-        self._by_layers_alone = state is not None
+        self._state = state
         self._waits = waits
         self._early = early
         self._measure = measure
@@ -112,7 +112,7 @@ class LayerwiseStep:
         self._engine.on_complete = self.clipping.measure if self._measure and not self._early else None
         self._engine.keep_narrow(self._narrow)
         try:
-            with _method(self._optimizer, "step", deferred), _zeroing_narrow(self._optimizer):
+            with in_place_of(self._optimizer, {"step": deferred}), _zeroing_narrow(self._optimizer):
                 yield
         finally:
             self._engine.on_complete = self._engine.wanted = None
@@ -126,7 +126,7 @@ class LayerwiseStep:
         """Submits the update of a layer whose gradients backward has completed."""
         groups = self._early_groups().pop(layer, None)
         if groups is not None:
-            for parameter in _parameters_of(layer):
+            for parameter in [each for member in layer.family for each in member.block.parameters]:
                 gradient = stored(parameter)
                 if gradient is not None and gradient.layout is not torch.strided:
                     raise RuntimeError(_NOT_ALL.format(what="there are sparse gradients"))
@@ -175,7 +175,7 @@ class LayerwiseStep:
         what, instead = undivided.args
         if self._begun:
             raise RuntimeError(_NOT_ALL.format(what=f"{what}, and some layers are updated already")) from undivided
-        if self._by_layers_alone:
+        if self._state is not None:
             raise RuntimeError(
                 f"disk= updates layers one by one, but {what}. {instead}, {_WITHOUT_DISK}."
             ) from undivided
@@ -203,7 +203,11 @@ class LayerwiseStep:
             if not group.get("fused") and not self._separable:
                 raise _UndividedError("a group of parameters is not fused", "Make the optimizer with fused=True")
             settings = tree_map(_snapshot, {key: value for key, value in group.items() if key != "params"})
-            if self._early and not self._begun and lacks_buffers(group, state):
+            if (
+                self._early
+                and not self._begun
+                and lacks_buffers(group, state, [p for p in group["params"] if p.requires_grad])
+            ):
                 what = "some parameters of a group have momentum and others have none yet"
                 raise _UndividedError(what, "Pass optimizer_overlap='forward'")
             parts = defaultdict(list)
@@ -228,7 +232,7 @@ class LayerwiseStep:
         if self._known is None and not all(parameter in has_state for parameter in parameters):
             self._updates.finish()  # those of the step before: new state is put in order step by step
         if type(self._optimizer) is self._class:
-            self._optimizer.__class__ = waiting(self._class, self._updates.finish)
+            self._optimizer.__class__ = _waiting(self._class, self._updates.finish)
             if self._known is None:
                 self._known = set(state_of(self._optimizer))
             order = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -240,12 +244,18 @@ class LayerwiseStep:
         clips = {id(p): clip for p in parameters if clip is not None and not change(p, clip)}
 
         def update() -> None:
-            self._state.bring(layer, part)
+            if self._state is None:
+                # What an earlier run with ``disk=`` has left away comes.
+                found = (has_state.get(parameter, {}) for parameter in parameters)
+                give([value for each in found for value in each.values() if type(value) is Away])
+            else:
+                self._state.bring(layer, part)
             trained = [parameter for parameter in parameters if parameter.grad is not None]
             for parameter in trained:
                 engine.device.access(as_it_came(parameter.grad), Stream.UPDATE, write=id(parameter) in clips)
             self._step_layer(layer, part, trained, clips)
-            self._state.put(layer, part)
+            if self._state is not None:
+                self._state.put(layer, part)
 
         release = partial(engine.release_gradients, layer, parameters) if self._early else None
         self._updates.submit(layer, update, release)
@@ -278,17 +288,17 @@ class LayerwiseStep:
 
 
 @contextmanager
-def _method(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """While this is active the optimizer has another method. Schedulers replace methods, too, to count calls."""
-    replaced = vars(optimizer).get(name)
-    setattr(optimizer, name, method)
+def in_place_of(owner: Any, methods: Mapping[str, Any]) -> Iterator[None]:
+    """While this is active an object has these in place of its class's methods. What it had of its own before comes back."""
+    own = vars(owner)
+    before = {name: own[name] for name in methods if name in own}
+    own.update(methods)
     try:
         yield
     finally:
-        if replaced is None:
-            delattr(optimizer, name)
-        else:
-            setattr(optimizer, name, replaced)
+        for name in methods:
+            own.pop(name, None)
+        own.update(before)
 
 
 def _zeroing_narrow(optimizer: Optimizer) -> AbstractContextManager[None]:
@@ -301,12 +311,7 @@ def _zeroing_narrow(optimizer: Optimizer) -> AbstractContextManager[None]:
                 drop(parameter)
         users(set_to_none=set_to_none)
 
-    return _method(optimizer, "zero_grad", zero_grad)
-
-
-def _parameters_of(layer: StreamedLayer) -> list[nn.Parameter]:
-    """The host parameters of a layer, those that travel as casts included."""
-    return [parameter for member in layer.family for parameter in member.block.parameters]
+    return in_place_of(optimizer, {"zero_grad": zero_grad})
 
 
 _NOT_ALL = (
@@ -320,6 +325,28 @@ _WITHOUT_DISK = "or leave disk= out and pass optimizer_overlap='off'"
 
 class _UndividedError(Exception):
     """Groups cannot be cut by layers: why, and what to do about it."""
+
+
+def _waiting(kind: type[Optimizer], finish: Callable[[], None]) -> type[Optimizer]:
+    """The class that an optimizer has while its updates are under way: whoever reads its state waits first."""
+
+    def state(self: Optimizer) -> Any:
+        finish()
+        # A LightningOptimizer that is made meanwhile derives from this class and has no state; it asks the wrapped one.
+        if "state" not in vars(self):
+            raise AttributeError("state")
+        return vars(self)["state"]
+
+    def set_state(self: Optimizer, value: Any) -> None:
+        finish()
+        vars(self)["state"] = value
+
+    def reduce(self: Optimizer, protocol: Any) -> Any:
+        finish()
+        return self.__reduce_ex__(protocol)  # it has its own class again, and this is that class's method
+
+    methods = {"state": property(state, set_state), "__reduce_ex__": reduce}
+    return type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})
 
 
 def _snapshot(setting: Any) -> Any:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -21,29 +19,19 @@ from sp_lightning.device.lease import shared
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.patched import state_of
 from sp_lightning.device.torch_private import tree_leaves
-from sp_lightning.optim.state_transfers import StateTransfers, Stored, begin_fork, end_fork
-from sp_lightning.optim.updatable import OptimizerState
+from sp_lightning.optim.state_transfers import StateTransfers, Stored
+from sp_lightning.plan.succession import Succession
 from sp_lightning.store.away import Away, can_go_away, give, memory_for, return_to, send_away
-from sp_lightning.store.scratch import ScratchFile, aligned_memory
-from sp_lightning.store.staging_ring import StagingRing
+from sp_lightning.store.direct_file import aligned_memory
+from sp_lightning.store.host_ring import StagingRing
+from sp_lightning.store.scratch import ScratchFile
 from sp_lightning.weights.layer import StreamedLayer
 
 LEAST = 2**16
 """Bytes of the smallest tensor that goes to the disk. Numbers of steps and the state of biases and norms stay in memory."""
 
 
-class _Place:
-    """The :class:`~sp_lightning.store.away.Home` of one layer's tensors: what has been stored for it."""
-
-    def __init__(self, state: StateOnDisk, stored: Stored) -> None:
-        self.stored = stored
-        self.keeper = state
-
-    def read(self, tensor: Away) -> Tensor:
-        return self.keeper.read_for_user(tensor)
-
-
-class StateOnDisk(OptimizerState):
+class StateOnDisk:
     """The state of one optimizer, that of some layers on a disk.
 
     A layer's state has one extent of the file. It is read to a buffer of the ring, of which the optimizer's tensors are views
@@ -69,12 +57,10 @@ class StateOnDisk(OptimizerState):
         self._still = still
         self._lock = ring.lock  # several threads of users' may look at state, and the disk's go on by themselves
         self._stored: dict[StreamedLayer, Stored] = {}
-        self._next: dict[StreamedLayer, StreamedLayer] = {}
-        self._last: StreamedLayer | None = None
+        self._updates = Succession[StreamedLayer](1)
         self._roomy: set[StreamedLayer] = set()  # those for whose new state there was room, whether it came or not
         self._seen: list[tuple[Tensor, Stored, Span]] = []  # what users have looked at, and where it was
         self._looking: set[int] = set()  # the threads that have
-        _all.add(self)
 
     # ------------------------------------------------------------------ around an update
 
@@ -82,7 +68,7 @@ class StateOnDisk(OptimizerState):
         tensors = _tensors(optimizer)
         away = [tensor for tensor in tensors if type(tensor) is Away]
         # Another optimizer had them, or they were given to a layer whose state stays in memory, where nothing writes them.
-        give([tensor for tensor in away if tensor.home.keeper is not self or layer.name in self._stay])
+        give([tensor for tensor in away if tensor.home is not self or layer.name in self._stay])
         away = [tensor for tensor in away if type(tensor) is Away]
         with self._lock:
             if not tensors and layer.name not in self._stay and layer not in self._roomy and _trains(optimizer):
@@ -91,20 +77,15 @@ class StateOnDisk(OptimizerState):
             for stored in _places(away):
                 self._transfers.load(stored)
             for tensor in away:
-                stored = _stored(tensor)
+                stored = tensor.stored
                 assert stored.buffer is not None
                 tensor.data = part(stored.buffer, tensor.span)
-            if self._last is not None:
-                self._next[self._last] = layer
-            self._last = layer
+            self._updates.note(layer)
             self._transfers.read_ahead()
 
     def _coming(self) -> Iterator[Stored]:
         """What the updates after the last one will bring, if they have the order of the last step."""
-        last = layer = self._last
-        while layer is not None and (layer := self._next.get(layer)) is not last:
-            if layer in self._stored:  # else it stays in memory
-                yield self._stored[layer]
+        return (self._stored[layer] for layer in self._updates.coming() if layer in self._stored)
 
     def put(self, layer: StreamedLayer, optimizer: Any) -> None:
         if layer.name not in self._stay:
@@ -125,14 +106,13 @@ class StateOnDisk(OptimizerState):
             stored = self._stored_for(layer, leaving)
             if stored.buffer is None:
                 stored.buffer = self._transfers.take(stored.extent.nbytes)
-            place = _Place(self, stored)
             stored.tensors = [weakref.ref(tensor) for tensor in leaving]
             for tensor, span in zip(leaving, stored.spans, strict=True):
                 memory = part(stored.buffer, span)
                 if memory.data_ptr() != tensor.data_ptr():
                     memory.copy_(tensor)
                 if type(tensor) is Away or not shared(tensor):
-                    send_away(tensor, place, span)
+                    send_away(tensor, self, span, stored)
             for each in old:
                 if each is not stored:
                     self._transfers.release(each)
@@ -153,14 +133,13 @@ class StateOnDisk(OptimizerState):
         """
         with torch.DisableTorchFunctionSubclass(), torch.no_grad(), no_inference_mode(), self._lock:
             self._stored.clear()
-            self._next.clear()
             self._roomy.clear()
+            self._updates = Succession(1)
             for layer, parameters in layers.items():
                 part_of = SimpleNamespace(state=state_of(optimizer), param_groups=[{"params": parameters}])
                 self.bring(layer, part_of)
                 self.put(layer, part_of)
-            self._next.clear()  # updates have an order of their own
-            self._last = None
+            self._updates = Succession(1)  # updates have an order of their own
 
     def _stored_for(self, layer: StreamedLayer, tensors: Sequence[Tensor]) -> Stored:
         spans, end = list[Span](), 0
@@ -177,12 +156,6 @@ class StateOnDisk(OptimizerState):
             self._transfers.release(found)
         return found
 
-    def settle(self) -> None:
-        """Waits until what is on its way has arrived, or has failed."""
-        with suppress(Exception), self._still():  # whoever waits for the updates next has their error
-            pass
-        self._transfers.settle()
-
     # ------------------------------------------------------------------ what users see
 
     def bring_for_user(self, tensors: Sequence[Away], beside: Collection[Any]) -> None:
@@ -193,7 +166,7 @@ class StateOnDisk(OptimizerState):
             if self._alone():
                 self._make_room(sum(tensor.span.nbytes for tensor in tensors), set(map(id, beside)))
             for tensor in dict.fromkeys(tensors):
-                stored, span = _stored(tensor), tensor.span
+                stored, span = tensor.stored, tensor.span
                 self.give(tensor)
                 self._seen.append((tensor, stored, span))
 
@@ -230,17 +203,17 @@ class StateOnDisk(OptimizerState):
                 if stored in self._transfers.behind:
                     self._transfers.written(stored)
                 self._transfers.release(stored)
-                self._transfers.file.write(stored.extent.offset + span.offset, memory).wait()
-                send_away(tensor, _Place(self, stored), span)
+                self._transfers.file.begin_write(stored.extent.offset + span.offset, memory).wait()
+                send_away(tensor, self, span, stored)
                 self._seen = [each for each in self._seen if each is not seen]  # "==" would look at the tensors
 
-    def read_for_user(self, tensor: Away) -> Tensor:
+    def read(self, tensor: Away) -> Tensor:
         """Returns the bytes of one tensor, from the disk or from the buffer that they are in just now."""
         with self._still():
             return self._read(tensor)
 
     def _read(self, tensor: Away) -> Tensor:
-        stored, span = _stored(tensor), tensor.span
+        stored, span = tensor.stored, tensor.span
         with self._lock:
             memory = aligned_memory(span.nbytes)
             if stored in self._transfers.ahead and stored.transfer is not None:
@@ -249,7 +222,7 @@ class StateOnDisk(OptimizerState):
                 except OSError:  # it was read ahead for an update, which will read it again
                     self._transfers.release(stored)
             if stored.buffer is None:
-                self._transfers.file.read(stored.extent.offset + span.offset, memory).wait()
+                self._transfers.file.begin_read(stored.extent.offset + span.offset, memory).wait()
                 return memory
             memory[: span.nbytes].copy_(bytes_of(stored.buffer, span))
             return memory
@@ -268,16 +241,11 @@ def _trains(optimizer: Any) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
-def _stored(tensor: Away) -> Stored:
-    assert isinstance(tensor.home, _Place)
-    return tensor.home.stored
-
-
 def _others(stored: Stored, tensors: Sequence[Tensor]) -> bool:
     """Whether others than these tensors are there, which a write would overwrite."""
     own = set(map(id, tensors))
     there = [tensor for each in stored.tensors if (tensor := each()) is not None and id(tensor) not in own]
-    return any(type(tensor) is Away and _stored(tensor) is stored for tensor in there)
+    return any(type(tensor) is Away and tensor.stored is stored for tensor in there)
 
 
 def _moved(stored: Stored, tensors: Sequence[Tensor], spans: Sequence[Span]) -> bool:
@@ -286,27 +254,8 @@ def _moved(stored: Stored, tensors: Sequence[Tensor], spans: Sequence[Span]) -> 
     Users exchange tensors of one layer's parameters, and parameters get other places in their groups.
     """
     pairs = zip(tensors, spans, strict=True)
-    return any(
-        type(each) is Away and _stored(each) is stored and each.span.offset != span.offset for each, span in pairs
-    )
+    return any(type(each) is Away and each.stored is stored and each.span.offset != span.offset for each, span in pairs)
 
 
 def _places(tensors: Iterable[Any]) -> list[Stored]:
-    return list(dict.fromkeys(map(_stored, tensors)))
-
-
-_all: WeakSet[StateOnDisk] = WeakSet()
-
-
-def _before_fork() -> None:
-    """Waits until no bytes are on their way: a forked child has none of the threads that bring them.
-
-    No lock is held until the fork: the handlers of other modules wait for updates, which need it.
-    """
-    begin_fork()
-    for state in list(_all):
-        state.settle()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=end_fork, after_in_child=end_fork)
+    return list(dict.fromkeys(tensor.stored for tensor in tensors))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -11,8 +10,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from sp_lightning.device.layout import Span
-from sp_lightning.store.scratch import Extent, ScratchFile, Transfer
-from sp_lightning.store.staging_ring import StagingRing
+from sp_lightning.store.direct_file import Transfer
+from sp_lightning.store.host_ring import StagingRing
+from sp_lightning.store.scratch import Extent, ScratchFile
 
 
 @dataclass(eq=False)
@@ -37,7 +37,7 @@ class Stored:
 class StateTransfers:
     """The transfers of one optimizer's state, through the memory of a ring that several may share.
 
-    Whoever calls a method has the ring's lock, but for :meth:`settle`. A disk's thread has it, too, when it goes on by itself.
+    The caller of a method has the ring's lock. A disk's thread has it, too, when it goes on by itself.
 
     Args:
         file: where state is written.
@@ -83,7 +83,7 @@ class StateTransfers:
     def write(self, stored: Stored) -> None:
         """Begins to write a layer's buffer. Once it is written, what is coming is read into its memory."""
         assert stored.buffer is not None
-        stored.transfer = self.file.write(stored.extent.offset, stored.buffer)
+        stored.transfer = self.file.begin_write(stored.extent.offset, stored.buffer)
         self.behind.append(stored)
         stored.transfer.then(self._go_on)
 
@@ -105,7 +105,7 @@ class StateTransfers:
     def _read_ahead(self) -> None:
         """One layer's alone where optimizers share the ring: more would keep it from the others until the next step."""
         self._collect()
-        for stored in self._coming() if not forking else ():
+        for stored in self._coming():
             if stored.buffer is None:
                 if self.ahead and len(self.ring.users) > 1:
                     return
@@ -116,7 +116,7 @@ class StateTransfers:
                 self.ahead.append(stored)
 
     def _read(self, stored: Stored, buffer: Tensor) -> None:
-        stored.transfer = self.file.read(stored.extent.offset, buffer)
+        stored.transfer = self.file.begin_read(stored.extent.offset, buffer)
         stored.buffer = buffer  # only now, because a process that ends begins no read
 
     def _go_on(self) -> None:
@@ -186,24 +186,3 @@ class StateTransfers:
         if stored.buffer is not None:
             self.ring.give_back(stored.buffer)
         stored.buffer = stored.transfer = None
-
-    def settle(self) -> None:
-        """Waits until all that is on its way has arrived, or has failed."""
-        with self.ring.lock:  # a disk's thread may be about to read ahead
-            transfers = [stored.transfer for stored in (*self.ahead, *self.behind) if stored.transfer is not None]
-        for transfer in transfers:
-            transfer.settle()
-
-
-forking: set[int] = set()
-"""The threads that fork this process just now. Nothing is read ahead meanwhile: no bytes may be on their way in a fork."""
-
-
-def begin_fork() -> None:
-    """Has nothing read ahead until this thread has forked."""
-    forking.add(threading.get_ident())
-
-
-def end_fork() -> None:
-    """Has state read ahead again, with the next update."""
-    forking.discard(threading.get_ident())

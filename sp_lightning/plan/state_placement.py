@@ -1,4 +1,4 @@
-"""Where the state of optimizers is: in host memory as far as it fits, and on a disk below that; what is trained after it."""
+"""What is on a disk because host memory does not hold it: optimizer state first, then what is trained; and weights in files."""
 
 from __future__ import annotations
 
@@ -172,3 +172,35 @@ def choose_on_disk(plan: Plan, missing: int, but: Collection[str] = (), *, gradi
             break
         chosen = OnDisk((*chosen.weights, *each.weights), (*chosen.gradients, *each.gradients))
     return chosen
+
+
+def choose_in_files(
+    sizes: Mapping[str, int], others: int, room: int, staging: int, given: int | float | None = None
+) -> list[str]:
+    """Returns which layers leave weights in the files that they are in: as few as there is room for the others.
+
+    Args:
+        sizes: bytes of those weights, by the layer.
+        others: bytes that come to memory whatever stays.
+        room: bytes of host memory.
+        staging: bytes of it for layers on their way, if there are any.
+        given: ``host_memory``, for the error.
+
+    Raises:
+        MemoryError: there is not even room for what does not stay.
+    """
+    if others + sum(sizes.values()) <= room:
+        return []
+    kept, stay = others + staging, list[str]()
+    for name, nbytes in sizes.items():
+        if kept + nbytes <= room:
+            kept += nbytes
+        else:
+            stay.append(name)
+    if kept > room:
+        raise MemoryError(
+            f"Host memory is {human_bytes(kept - room)} too small for the process, for what is not read in place, and for layers "
+            f"on their way ({human_bytes(kept)}): {remedy_for(kept - room, given)}. Less is needed where layers= names smaller "
+            "layers."
+        )
+    return stay

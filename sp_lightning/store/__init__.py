@@ -1,12 +1,12 @@
 """Store: memory on the host. The authoritative copy of all weights is here.
 
-``block`` holds one layer's weights in one flat, pinned block, whose views are the user's parameters; ``block_memory`` is the
-memory under it, of this process alone or of all ranks. ``gradient_memory`` is
-what the layer's gradients arrive in. ``host_ring`` is the pinned memory that offloaded activations use again and again.
-``scratch`` is a file on a disk, below the host's memory, and ``staging_ring`` what bytes pass through on their way there.
-``away`` are the stand-ins that users find for what is there. ``mapped_scratch`` is memory that is mapped from
-a file of its own, for trained weights and, with ``gradients_on_scratch``, for gradients; ``mapped_pages`` knows its addresses.
-``file_block`` is a layer of which some weights are in the user's own files, which ``weight_reader`` reads and ``mapped`` finds.
+- ``block``: one layer's weights in one flat, pinned block, whose views are the user's parameters; ``block_memory``: the memory
+  under it, of this process alone or of all ranks; ``gradient_memory``: what the layer's gradients arrive in.
+- ``host_ring``: memory that is used again and again: by offloaded activations, and by state on its way to a disk and back.
+- ``direct_file``: reads and writes of files past the page cache; ``scratch``: such a file below the host's memory;
+  ``away``: the stand-ins that users find for what is there.
+- ``mapped_file``: memory that is mapped from a scratch file of its own, for trained weights and gradients.
+- ``weights_in_files``: weights in the user's own files, found and read; ``file_block``: a layer that has some there.
 
 The model's parameters come in and are absorbed layer by layer. Flat bytes that a transfer reads or writes go out. The wing
 may import ``plan``, ``model`` and ``device``.

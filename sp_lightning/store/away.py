@@ -19,36 +19,25 @@ from sp_lightning.device.metadata import UNCHANGED_BY_UPDATES
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.patched import state_of
 from sp_lightning.device.torch_private import save_by_way_of, tree_leaves
-from sp_lightning.store.mapped_pages import is_on_disk, let_go
+from sp_lightning.store.mapped_file import is_on_disk, let_go
 
 
 class Home(Protocol):
-    """Where tensors are while they are away.
-
-    Attributes:
-        keeper: who brings them. A call's tensors that have one keeper come together, and none goes before the call.
-    """
-
-    @property
-    def keeper(self) -> Keeper: ...
-
-    def read(self, tensor: Away) -> Tensor:
-        """Returns a tensor's bytes, flat ``uint8``, in memory that the next call may use again. The tensor stays away."""
-
-
-class Keeper(Protocol):
-    """Brings tensors that are away."""
+    """Brings tensors that are away. A call's tensors that have one home come together, and none goes before the call."""
 
     def bring_for_user(self, tensors: Sequence[Away], beside: Collection[Any]) -> None:
         """Gives tensors memory with their values, unless they have been given it. They are ordinary tensors then.
 
         Args:
-            tensors: those that somebody looks at.
+            tensors: those that a user's code looks at.
             beside: what is looked at in the same call. None of it may leave memory meanwhile.
         """
 
     def give(self, tensor: Away) -> None:
         """Gives a tensor memory of its own, for good. No update of it is under way, and none is waited for."""
+
+    def read(self, tensor: Away) -> Tensor:
+        """Returns a tensor's bytes, flat ``uint8``, in memory that the next call may use again. The tensor stays away."""
 
 
 class Away(Tensor):
@@ -56,11 +45,13 @@ class Away(Tensor):
 
     Attributes:
         home: brings it.
-        span: where its bytes are in what the home has for its layer, with its shape and its strides.
+        stored: what the home knows it by.
+        span: where its bytes are in what is stored, with its shape and its strides.
         process: the one that can bring it.
     """
 
     home: Home
+    stored: Any
     span: Span
     process: int
 
@@ -101,13 +92,13 @@ class _Writing(threading.local):
 _writing = _Writing()
 
 
-def send_away(tensor: Tensor, home: Home, span: Span) -> None:
+def send_away(tensor: Tensor, home: Home, span: Span, stored: Any = None) -> None:
     """Takes a tensor's memory from it. The caller has its values, and sees to it that ``home`` can bring them."""
     nothing = torch.nan if span.dtype.is_floating_point or span.dtype.is_complex else 0
     with torch.DisableTorchFunctionSubclass(), no_inference_mode():
         tensor.data = torch.full((), nothing, dtype=span.dtype, device="cpu").expand(span.shape)
     tensor.__class__ = Away
-    vars(tensor).update(home=home, span=span, process=os.getpid())
+    vars(tensor).update(home=home, stored=stored, span=span, process=os.getpid())
 
 
 def return_to(tensor: Away, memory: Tensor) -> None:
@@ -115,7 +106,7 @@ def return_to(tensor: Away, memory: Tensor) -> None:
     with torch.DisableTorchFunctionSubclass(), no_inference_mode():
         tensor.data = memory
     tensor.__class__ = Tensor  # type: ignore[assignment]
-    for name in ("home", "span", "process"):  # last, because another thread may look at it meanwhile
+    for name in ("home", "stored", "span", "process"):  # last, because another thread may look at it meanwhile
         del vars(tensor)[name]
 
 
@@ -123,14 +114,14 @@ def bring(tensors: Sequence[Away], beside: Collection[Any] = ()) -> None:
     """Brings tensors that are away.
 
     Args:
-        tensors: those that somebody looks at.
+        tensors: those that are looked at.
         beside: what is looked at in the same call.
 
     Raises:
         RuntimeError: this is a forked process, a worker of a ``DataLoader``, say.
         OSError: the disk failed.
     """
-    keepers: dict[Keeper, list[Away]] = {}
+    homes: dict[Home, list[Away]] = {}
     for tensor in tensors:
         found = vars(tensor)
         if found.get("process", os.getpid()) != os.getpid():
@@ -139,16 +130,16 @@ def bring(tensors: Sequence[Away], beside: Collection[Any] = ()) -> None:
                 "before the fork (tensor.clone())."
             )
         if (home := found.get("home")) is not None:  # otherwise another thread has brought it just now
-            keepers.setdefault(home.keeper, []).append(tensor)
-    for keeper, its in keepers.items():
-        keeper.bring_for_user(its, beside)
+            homes.setdefault(home, []).append(tensor)
+    for home, its in homes.items():
+        home.bring_for_user(its, beside)
 
 
 def give(tensors: Sequence[Away]) -> None:
     """Gives tensors memory of their own, for good: what has them now is not what they were sent away by."""
     with no_dispatch_modes(), torch.no_grad():
         for tensor in tensors:
-            tensor.home.keeper.give(tensor)
+            tensor.home.give(tensor)
 
 
 def save(content: Any, stream: IO[bytes]) -> None:

@@ -6,10 +6,9 @@ callback therefore works on them unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +20,8 @@ from sp_lightning.device.lease import lend
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.model.found import Layer
 from sp_lightning.plan.plan import PlannedLayer
-from sp_lightning.store.block_memory import Allocate, BlockMemory
-from sp_lightning.store.gradient_memory import Staging
+from sp_lightning.store.block_memory import Allocate
+from sp_lightning.store.gradient_memory import GradientMemory, Staging
 
 
 class HostBlock:
@@ -63,30 +62,23 @@ class HostBlock:
         self._fetched_seldom = fetched_seldom
         self.apart: set[int] = set()
         self._lent: list[StorageWeakRef | None] = [None] * len(planned.spans)
-        self.gradients = staging.of_layer([span.name for span in planned.spans], self.parameters)
+        self.gradients = GradientMemory([span.name for span in planned.spans], self.parameters, staging)
         self._alone = [replace(span, offset=0) for span in planned.spans]  # where each lies in a storage of its own
-        self._begin(partial(allocate, planned.nbytes, pin and not fetched_seldom))
-
-    def _begin(self, allocate: Callable[[], BlockMemory]) -> None:
-        """Takes memory, and the parameters' values into it."""
-        self.memory = allocate()
+        self.memory = allocate(planned.nbytes, pin and not fetched_seldom)
         # Each original is freed as soon as it is absorbed, so that set-up takes no more than the model and one layer.
         for index in range(len(self.parameters)):
             self._take(index, self.memory.first)
-        self.addresses = self._now()
+        self.addresses = addresses(self.parameters)
 
     @property
     def weights(self) -> Tensor:
         """The values and, behind them, their casts: flat ``uint8`` of ``planned.nbytes`` bytes, which a fetch copies."""
         return self.memory.fetched
 
-    def _now(self) -> list[int]:
-        return addresses(self.parameters)
-
     @property
     def displaced(self) -> list[int]:
         """Indices of the parameters that were given other memory (``param.data = other``) since they were absorbed."""
-        now = self._now()
+        now = addresses(self.parameters)
         if now == self.addresses:
             return []
         pairs = enumerate(zip(now, self.addresses, strict=True))
@@ -165,7 +157,7 @@ class HostBlock:
             displaced = [index for index in range(len(self.parameters)) if index not in self.apart]
         for index in displaced:
             self._take(index, self.memory.seen)
-        self.addresses = self._now()
+        self.addresses = addresses(self.parameters)
 
     def unpin(self) -> None:
         """Releases the page locks. Parameters and gradients stay where they are."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 from zlib import crc32
 
 import torch
@@ -15,72 +14,23 @@ from sp_lightning.device.layout import Span, bytes_of, whole_pages
 from sp_lightning.device.pinned import PinnedMemory
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.shared_memory import OwnView, Page, SharedMemory, settle
-from sp_lightning.plan.plan import PlannedLayer
 
 
-class BlockMemory(Protocol):
-    """Memory of one block, flat ``uint8``, of the block's size.
-
-    Attributes:
-        common: what optimizers write.
-        pinned: whether ``common`` is page-locked.
-    """
-
-    common: Tensor
-    pinned: bool
-
-    @property
-    def first(self) -> Tensor | None:
-        """Where the values that parameters have at first go; None if another process has them."""
-
-    @property
-    def seen(self) -> Tensor:
-        """What the user's parameters are views of."""
-
-    @property
-    def fetched(self) -> Tensor:
-        """What transfers to the device read."""
-
-    def anew(self) -> None:
-        """Takes other memory for ``seen``. Whoever holds tensors in that of before keeps their values."""
-
-    def use(self) -> None:
-        """Called before all of it is read or written."""
-
-    def unpin(self) -> None:
-        """Releases the page lock. The memory and its contents stay."""
-
-
-Allocate = Callable[[int, bool], BlockMemory]
-"""Returns memory for a block: so many bytes, page-locked or not."""
-
-
-class OneTensor:
-    """A :class:`BlockMemory` whose one tensor everybody reads and writes."""
-
-    common: Tensor
-
-    @property
-    def first(self) -> Tensor | None:
-        return self.common
-
-    @property
-    def seen(self) -> Tensor:
-        return self.common
-
-    @property
-    def fetched(self) -> Tensor:
-        return self.common
-
-
-class PrivateMemory(OneTensor):
-    """The :class:`BlockMemory` of one device.
+class BlockMemory:
+    """Host memory of a block: of a layer's weights, or of its gradients. Here it is this process's alone, and always there.
 
     Args:
         device: allocates it.
         nbytes: how much.
         pin: whether it is page-locked.
+
+    Attributes:
+        common: what optimizers write, flat ``uint8``, of the block's size.
+        pinned: whether ``common`` is page-locked.
     """
+
+    common: Tensor
+    pinned: bool
 
     def __init__(self, device: Device, nbytes: int, pin: bool) -> None:
         self._device = device
@@ -88,27 +38,47 @@ class PrivateMemory(OneTensor):
         self._pin = pin
         self.anew()
 
+    @property
+    def first(self) -> Tensor | None:
+        """Where the values that parameters have at first go; None if another process has them."""
+        return self.common
+
+    @property
+    def seen(self) -> Tensor:
+        """What the user's parameters are views of."""
+        return self.common
+
+    @property
+    def fetched(self) -> Tensor:
+        """What transfers to the device read."""
+        return self.common
+
     def anew(self) -> None:
+        """Takes other memory for ``seen``. Tensors in that of before keep their values as long as there are any."""
         self._memory = PinnedMemory(self._device, self._nbytes, pin=self._pin)
         self.common = self._memory.bytes[: self._nbytes]
         self.pinned = self._memory.pinned
 
     def use(self) -> None:
-        """It is there."""
+        """Called before all of it is read or written, in case it is not in memory."""
+
+    def renew(self) -> None:
+        """Called before all of it is written, whatever it had."""
 
     def unpin(self) -> None:
+        """Releases the page lock. The memory and its contents stay."""
         self._memory.unpin()
         self.pinned = False
 
 
-class SparseMemory(OneTensor):
-    """The :class:`BlockMemory` of a block most of whose weights are elsewhere: pages that nobody writes take no memory.
+Allocate = Callable[[int, bool], BlockMemory]
+"""Returns memory for a block: so many bytes, page-locked or not."""
 
-    Args:
-        nbytes: how much.
-    """
 
-    pinned = False
+class SparseMemory(BlockMemory):
+    """Memory of a block most of whose weights are elsewhere: pages that are not written take no memory."""
+
+    pinned = True  # what fetches read is
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -119,9 +89,6 @@ class SparseMemory(OneTensor):
         pages = mmap.mmap(-1, whole_pages(self._nbytes), flags=flags)
         pages.madvise(mmap.MADV_NOHUGEPAGE)
         self.common = torch.frombuffer(pages, dtype=torch.uint8)[: self._nbytes]
-
-    def use(self) -> None:
-        """It is there."""
 
     def unpin(self) -> None:
         """Nothing is page-locked."""
@@ -159,8 +126,8 @@ class SharedStore:
         return merge(self._blocks)
 
 
-class SharedBlockMemory:
-    """The :class:`BlockMemory` of one of several ranks. What its user code writes is this rank's own until an update.
+class SharedBlockMemory(BlockMemory):
+    """The memory of one of several ranks. What its user code writes is this rank's own until an update.
 
     Args:
         memory: that of all blocks.
@@ -178,17 +145,20 @@ class SharedBlockMemory:
     def __init__(
         self, memory: SharedMemory, begin: int, nbytes: int, device: Device, *, pin: bool, primary: bool
     ) -> None:
-        self._memory = memory
+        self._shared = memory
         self.primary = primary
         self._begin, self._pages = begin, whole_pages(nbytes)
         self._nbytes = nbytes
         self._offset = begin  # in the view
         self.view = memory.own
         self.common = memory.common[begin : begin + nbytes]
-        self.first = self.common if primary else None
         self.written = False
-        self._lock = PinnedMemory(device, memory=memory.common[begin : begin + self._pages], pin=pin)
-        self.pinned = self._lock.pinned
+        self._memory = PinnedMemory(device, memory=memory.common[begin : begin + self._pages], pin=pin)
+        self.pinned = self._memory.pinned
+
+    @property
+    def first(self) -> Tensor | None:
+        return self.common if self.primary else None
 
     @property
     def seen(self) -> Tensor:
@@ -223,15 +193,8 @@ class SharedBlockMemory:
 
     def anew(self) -> None:
         self.view.keep(self._offset, self._offset + self._pages)
-        self.view = self._memory.view_anew(self._begin, self._begin + self._pages)
+        self.view = self._shared.view_anew(self._begin, self._begin + self._pages)
         self._offset = 0
-
-    def use(self) -> None:
-        """It is there."""
-
-    def unpin(self) -> None:
-        self._lock.unpin()
-        self.pinned = False
 
 
 def merge(blocks: Iterable[BlockMemory]) -> int:
@@ -240,8 +203,3 @@ def merge(blocks: Iterable[BlockMemory]) -> int:
     for block in shared:
         block.written = False
     return settle([block.area for block in shared], commit=any(block.primary for block in shared))
-
-
-def pages_of(planned: PlannedLayer) -> int:
-    """Bytes of a layer's memory, in whole pages."""
-    return whole_pages(planned.nbytes)

@@ -23,11 +23,10 @@ from sp_lightning.model.found import Layer
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.away import Away, return_to, send_away
 from sp_lightning.store.block import HostBlock
-from sp_lightning.store.block_memory import Allocate, BlockMemory, SparseMemory
+from sp_lightning.store.block_memory import Allocate, SparseMemory
+from sp_lightning.store.direct_file import Transfer, aligned_memory
 from sp_lightning.store.gradient_memory import Staging
-from sp_lightning.store.mapped import FilePlace
-from sp_lightning.store.scratch import Transfer, aligned_memory
-from sp_lightning.store.weight_reader import WeightReader
+from sp_lightning.store.weights_in_files import FilePlace, WeightReader
 
 
 class FileBlock(HostBlock):
@@ -63,13 +62,10 @@ class FileBlock(HostBlock):
         self.pin = pin
         self._reader = reader
         self._lock = threading.Lock()
-        super().__init__(layer, planned, device, staging, allocate, pin=pin)
-
-    def _begin(self, allocate: Callable[[], BlockMemory]) -> None:
         for index in self.in_file:
-            if type(self.parameters[index]) is InFile:  # it was left by an earlier run
-                _make_ordinary(self.parameters[index])
-        super()._begin(lambda: SparseMemory(self.planned.nbytes))
+            if type(parameter := layer.parameters[index][1]) is InFile:  # it was left by an earlier run
+                _make_ordinary(parameter)
+        super().__init__(layer, planned, device, staging, lambda nbytes, _: SparseMemory(nbytes), pin=pin)
 
     def _take(self, index: int, into: Tensor | None) -> None:
         if index not in self.in_file:
@@ -84,7 +80,7 @@ class FileBlock(HostBlock):
                 parameter.data = torch.full((), nothing, dtype=span.dtype).expand(span.shape)
             parameter.__class__ = InFile
             vars(parameter).update(_home=self.homes[index])
-        self.addresses = self._now()
+        self.addresses = addresses(self.parameters)
 
     def read(self, memory: Tensor) -> Transfer:
         """Begins to read what is in files to memory of the block's size, each weight to its place."""
@@ -135,10 +131,6 @@ class FileBlock(HostBlock):
             self.in_file.discard(index)
 
     # ------------------------------------------------------------------ as a block in memory
-
-    @property
-    def pinned(self) -> bool:
-        return True  # what fetches read is
 
     def copy_of(self, index: int) -> Tensor:
         self.bring(index)
@@ -194,10 +186,6 @@ class InTheFile:
     def aliases(self) -> list[Away]:
         """What was detached, is still there, and has no memory yet."""
         return [each for each in self._aliases.values() if type(each) is Away]
-
-    @property
-    def keeper(self) -> InTheFile:
-        return self
 
     def bring_for_user(self, tensors: Sequence[Away] = (), beside: Collection[Any] = ()) -> None:
         self.block.bring(self.index)

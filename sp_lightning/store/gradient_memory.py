@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,33 +14,15 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.layout import bytes_of, lay_out, total_bytes, whole_pages
 from sp_lightning.device.lease import Lease
 from sp_lightning.device.pinned import PinnedMemory
-
-
-class Memory(Protocol):
-    """Host memory that a layer's gradients come to.
-
-    Attributes:
-        bytes: the memory, flat ``uint8``.
-    """
-
-    @property
-    def bytes(self) -> Tensor: ...
-
-    def use(self) -> None:
-        """Called before all of it is read or written."""
-
-    def renew(self) -> None:
-        """Called before all of it is written, whatever it had."""
-
-    def unpin(self) -> None:
-        """Releases the page lock. The memory and its contents stay."""
+from sp_lightning.store.block_memory import Allocate, BlockMemory
 
 
 class GradientMemory:
-    """Pinned memory for one layer's gradients, in the dtypes in which they come.
+    """Memory for one layer's gradients, in the dtypes in which they come: pinned, or on a disk.
 
     It is taken when the first gradient comes: for all trainable parameters at once, in their own dtypes or in that of the
     first gradient if this is narrower. A parameter whose gradient comes otherwise later gets memory of its own then.
+    On a disk they are written once they come, and read once for the update: what was there before is not read when they come.
 
     Args:
         names: the parameters' names.
@@ -52,7 +34,7 @@ class GradientMemory:
         self._names = names
         self._parameters = parameters
         self._staging = staging
-        self._memory: list[Memory] = []
+        self._memory: list[BlockMemory] = []
         self._places: dict[tuple[int, torch.dtype], tuple[Lease, Tensor]] = {}
 
     def target(self, index: int, dtype: torch.dtype) -> Tensor | None:
@@ -62,12 +44,15 @@ class GradientMemory:
             index: of the parameter.
             dtype: in which its gradient comes.
         """
+        if self._staging.on_disk and not self._held():  # the layer's first one of this backward
+            for memory in self._memory:
+                memory.renew()
         place = self._places.get((index, dtype))
         if place is None:
             self._allocate(index, dtype)
             place = self._places[index, dtype]
-        lease, memory = place
-        return None if lease.in_use else memory.data
+        lease, gradient = place
+        return None if lease.in_use else gradient.data
 
     def _allocate(self, index: int, dtype: torch.dtype) -> None:
         dtypes = {index: dtype}
@@ -80,7 +65,7 @@ class GradientMemory:
         memory = self._staging.take(total_bytes(spans))
         self._memory.append(memory)
         for key, span in zip(dtypes.items(), spans, strict=True):
-            lease = Lease(bytes_of(memory.bytes, span))
+            lease = Lease(bytes_of(memory.common, span))
             self._places[key] = lease, lease.views(None, [replace(span, offset=0)])[0]
 
     def release(self) -> None:
@@ -96,7 +81,9 @@ class GradientMemory:
 
     def use(self) -> bool:
         """Has the gradients in memory, because they are going to be read or written. Returns whether they were on a disk."""
-        return False
+        for memory in self._memory:
+            memory.use()
+        return self._staging.on_disk and bool(self._memory)
 
     def unpin(self) -> None:
         """Releases the page locks. Gradients stay where they are."""
@@ -105,35 +92,36 @@ class GradientMemory:
 
 
 class Staging:
-    """Pinned host memory for gradients, which layers use one after the other.
+    """Host memory for gradients, which layers use one after the other.
 
     Args:
         device: allocates it.
         pin: whether it is page-locked.
+        on_disk: allocates memory that is on a disk, in place of the device.
+
+    Attributes:
+        on_disk: whether it is on a disk.
     """
 
-    def __init__(self, device: Device, *, pin: bool) -> None:
+    def __init__(self, device: Device, *, pin: bool, on_disk: Allocate | None = None) -> None:
         self._device = device
         self._pin = pin
-        self._free: defaultdict[int, list[Memory]] = defaultdict(list)  # by their size in bytes
+        self._allocate = on_disk or partial(BlockMemory, device)
+        self.on_disk = on_disk is not None
+        self._free: defaultdict[int, list[BlockMemory]] = defaultdict(list)  # by their size in bytes
         self._locked: list[PinnedMemory] = []
 
-    def of_layer(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> GradientMemory:
-        """Returns the memory of one layer's gradients, as :class:`GradientMemory` describes it."""
-        return GradientMemory(names, parameters, self)
-
-    def take(self, nbytes: int) -> Memory:
+    def take(self, nbytes: int) -> BlockMemory:
         """Returns a block of at least ``nbytes`` bytes."""
         padded = whole_pages(nbytes)
         free = self._free[padded]
-        return free.pop() if free else self._allocate(padded)
+        memory = free.pop() if free else self._allocate(padded, self._pin)
+        memory.renew()
+        return memory
 
-    def _allocate(self, nbytes: int) -> Memory:
-        return PinnedMemory(self._device, nbytes, pin=self._pin)
-
-    def give_back(self, block: Memory) -> None:
+    def give_back(self, block: BlockMemory) -> None:
         """Takes a block back, which may be overwritten from now on."""
-        self._free[block.bytes.nbytes].append(block)
+        self._free[block.common.nbytes].append(block)
 
     def lock(self, memory: Tensor) -> None:
         """Page-locks memory that gradients are to come to and that is there already, in whole pages, until :meth:`unpin`."""

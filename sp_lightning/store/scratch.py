@@ -1,47 +1,20 @@
-"""A scratch file on a disk: without a name, page-aligned, read and written by a few threads, past the page cache where possible.
-
-Kept libraries were looked at. kvikio and DeepNVMe bring bytes to a GPU's memory or need a compiler; bindings of io_uring
-are compiled, too, and many containers forbid its calls; fsspec has no direct I/O. A few threads with ``preadv`` and
-``pwritev`` on pieces of some MiB keep a drive's queue full, so the standard library is enough here.
-"""
+"""A scratch file on a disk: without a name, page-aligned, with room that is taken before it is needed."""
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from sp_lightning.device.layout import PAGE, whole_pages
 from sp_lightning.plan.units import human_bytes
-
-_PIECE = 8 * 2**20
-"""Bytes that one call reads or writes. Several pieces are under way at once."""
-
-_THREADS = 4
-"""Reads, and as many writes, that are under way at once: enough for a fast drive's queue, and few beside the threads that
-compute. They have threads of their own, because many drives, and limits of control groups, have a rate for each."""
-
-
-def aligned_memory(nbytes: int) -> Tensor:
-    """Returns whole pages of memory that begin at a page, which direct I/O needs.
-
-    The pages are shared ones: a process that is forked while the disk writes them (a worker of a ``DataLoader``) has no copies.
-    """
-    return torch.frombuffer(mmap.mmap(-1, whole_pages(nbytes)), dtype=torch.uint8)
-
-
-def _array(memory: Tensor) -> Any:
-    return memory.numpy()
+from sp_lightning.store.direct_file import THREADS, DirectFile, Transfer, aligned_memory, in_pieces
 
 
 class Extent:
@@ -56,42 +29,7 @@ class Extent:
         self.nbytes = nbytes
 
 
-class Transfer:
-    """Bytes on their way from or to the file.
-
-    Args:
-        pieces: the calls.
-    """
-
-    def __init__(self, pieces: Sequence[Future[None]]) -> None:
-        self._pieces = pieces
-
-    @property
-    def done(self) -> bool:
-        """Whether :meth:`wait` would return, or raise, at once."""
-        return all(piece.done() for piece in self._pieces)
-
-    def then(self, call: Callable[[], None]) -> None:
-        """Calls something once the last piece has been done: in a thread of the disk, or at once if all are done."""
-        for piece in self._pieces:
-            piece.add_done_callback(lambda _: call() if self.done else None)
-
-    def settle(self) -> None:
-        """Waits until no call is under way: until then the memory is in use, even if one has failed."""
-        wait(self._pieces)
-
-    def wait(self) -> None:
-        """Waits until all bytes are there.
-
-        Raises:
-            OSError: a read or a write failed.
-        """
-        self.settle()
-        for piece in self._pieces:
-            piece.result()
-
-
-class ScratchFile:
+class ScratchFile(DirectFile):
     """A file for one run. A process that is killed leaves nothing: the file has no name.
 
     Args:
@@ -101,19 +39,39 @@ class ScratchFile:
         OSError: it cannot be created there.
 
     Attributes:
-        direct: whether reads and writes go past the page cache.
         read_bytes, written_bytes: what was read and written so far.
     """
 
+    messages = (
+        "A read from the scratch file failed",
+        "A write to the scratch file failed",
+        "The scratch file",
+        ". The step was not finished; go on from the last checkpoint",
+    )
+
     def __init__(self, folder: Path) -> None:
+        super().__init__(create(folder), str(folder))
         self._folder = folder
-        self._descriptor, self.direct = _create(folder)
+        if self.direct and not self._works():
+            self.direct = self._switch(direct=False)
         self._end = self._reserved = 0
         self._free: dict[int, list[int]] = {}  # offsets by size
-        self._threads = {call: ThreadPoolExecutor(_THREADS, "superpipeline-disk") for call in (_read, _write)}
+        self._readers = ThreadPoolExecutor(THREADS, "superpipeline-disk")
+        self._writers = ThreadPoolExecutor(THREADS, "superpipeline-disk")
         self.read_bytes = self.written_bytes = 0
-        threads = tuple(self._threads.values())
-        self._finalizer = weakref.finalize(self, _close, self._descriptor, threads, os.getpid())
+        weakref.finalize(self, _close, self.descriptor, (self._readers, self._writers), os.getpid())
+
+    def _works(self) -> bool:
+        """Tries whether a page can be written and read: some file systems say that only then."""
+        memory = aligned_memory(PAGE)
+        try:
+            self.write(memory, 0)
+            self.read(memory, 0)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        return True
 
     def reserve(self, nbytes: int, others: int = 0) -> None:
         """Takes so much of the disk now, so that it cannot be full later.
@@ -129,7 +87,7 @@ class ScratchFile:
         if wanted <= self._reserved:
             return
         try:
-            os.posix_fallocate(self._descriptor, self._reserved, wanted - self._reserved)
+            os.posix_fallocate(self.descriptor, self._reserved, wanted - self._reserved)
         except OSError as error:
             if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):  # the file system cannot promise room
                 return
@@ -137,7 +95,7 @@ class ScratchFile:
                 f" beside {human_bytes(others)} for weights and gradients, which the run has taken" if others else ""
             )
             what = f"optimizer state{beside}"
-            raise no_room(error, self._descriptor, self._reserved, wanted, self._folder, what) from error
+            raise no_room(error, self.descriptor, self._reserved, wanted, self._folder, what) from error
         self._reserved = wanted
 
     def allocate(self, nbytes: int) -> Extent:
@@ -156,62 +114,15 @@ class ScratchFile:
         weakref.finalize(extent, free.append, extent.offset).atexit = False
         return extent
 
-    def read(self, offset: int, memory: Tensor) -> Transfer:
+    def begin_read(self, offset: int, memory: Tensor) -> Transfer:
         """Begins to read bytes into memory; both begin at a page, and are whole pages."""
         self.read_bytes += memory.nbytes
-        return self._begin(_read, offset, memory)
+        return Transfer(in_pieces(self._readers, lambda at, piece: self.read(piece, at), offset, memory))
 
-    def write(self, offset: int, memory: Tensor) -> Transfer:
+    def begin_write(self, offset: int, memory: Tensor) -> Transfer:
         """Begins to write bytes from memory; both begin at a page, and are whole pages."""
         self.written_bytes += memory.nbytes
-        return self._begin(_write, offset, memory)
-
-    def _begin(self, call: Callable[..., None], offset: int, memory: Tensor) -> Transfer:
-        view = memoryview(_array(memory))
-        parts = range(0, len(view), _PIECE)
-        return Transfer(
-            [
-                self._threads[call].submit(
-                    call, self._descriptor, view[at : at + _PIECE], offset + at, self.direct, self._folder
-                )
-                for at in parts
-            ]
-        )
-
-
-def _read(descriptor: int, memory: memoryview, offset: int, direct: bool, folder: Path) -> None:
-    begin, done = offset, 0
-    while done < len(memory):
-        try:
-            count = os.preadv(descriptor, [memory[done:]], offset + done)
-        except OSError as error:
-            raise OSError(
-                error.errno, f"A read from the scratch file failed: {error.strerror}. {_RESUME}", str(folder)
-            ) from error
-        if not count:
-            raise OSError(
-                errno.EIO, f"The scratch file ends {len(memory) - done} bytes too early. {_RESUME}", str(folder)
-            )
-        done += count
-    if not direct:
-        os.posix_fadvise(descriptor, begin, len(memory), os.POSIX_FADV_DONTNEED)
-
-
-def _write(descriptor: int, memory: memoryview, offset: int, direct: bool, folder: Path) -> None:
-    begin, done = offset, 0
-    while done < len(memory):
-        try:
-            done += os.pwritev(descriptor, [memory[done:]], offset + done)
-        except OSError as error:
-            raise OSError(
-                error.errno, f"A write to the scratch file failed: {error.strerror}. {_RESUME}", str(folder)
-            ) from error
-    if not direct:
-        os.fdatasync(descriptor)  # pages that are not on the disk yet cannot leave the page cache
-        os.posix_fadvise(descriptor, begin, len(memory), os.POSIX_FADV_DONTNEED)
-
-
-_RESUME = "The step was not finished; go on from the last checkpoint"
+        return Transfer(in_pieces(self._writers, lambda at, piece: self.write(piece, at), offset, memory))
 
 
 def no_room(error: OSError, descriptor: int, size: int, wanted: int, folder: Path, what: str) -> OSError:
@@ -260,32 +171,15 @@ def refuse_full(folder: Path, sizes: Mapping[str, int]) -> None:
         )
 
 
-def _create(folder: Path) -> tuple[int, bool]:
-    """Creates a file without a name. Returns its descriptor, and whether it can be read and written directly."""
-    with suppress(_Refused):  # the file system refuses direct I/O
-        descriptor = create(folder, direct=True)
-        if _works(descriptor):
-            return descriptor, hasattr(os, "O_DIRECT")
-        os.close(descriptor)
-    return create(folder, direct=False), False
-
-
-class _Refused(Exception):
-    """The file system has no direct I/O."""
-
-
-def create(folder: Path, *, direct: bool) -> int:
+def create(folder: Path) -> int:
     """Creates a file without a name, and returns its descriptor.
 
     Raises:
         OSError: it cannot be created there.
     """
-    flags = os.O_RDWR | os.O_CLOEXEC | (getattr(os, "O_DIRECT", 0) if direct else 0)
     try:
-        return _without_name(folder, flags)
+        return _without_name(folder, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        if direct and error.errno == errno.EINVAL:
-            raise _Refused from error
         remedy = _REMEDIES.get(error.errno or 0, _OTHER)
         raise OSError(
             error.errno,
@@ -316,21 +210,9 @@ def _without_name(folder: Path, flags: int) -> int:
         os.unlink(name)
 
 
-def _works(descriptor: int) -> bool:
-    """Tries whether a page can be written and read: some file systems say that only then."""
-    memory = memoryview(_array(aligned_memory(PAGE)))
-    try:
-        os.pwritev(descriptor, [memory], 0)
-        return os.preadv(descriptor, [memory], 0) == PAGE
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return False
-
-
 def _close(descriptor: int, threads: Sequence[ThreadPoolExecutor], process: int) -> None:
     for pool in threads if os.getpid() == process else ():  # a forked child has none of the threads
-        pool.shutdown()
+        pool.shutdown(wait=False)  # whatever is under way has the file, so nothing is
     os.close(descriptor)
 
 

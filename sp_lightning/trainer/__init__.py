@@ -8,8 +8,8 @@ step each in ``batch`` (repeated where ``retry`` allows it) and in ``optimizer_s
 ``checkpoint_folder`` (``folder_writer``, ``folder_reader``); both write to ``part_files`` first. ``given_values`` of modules on
 the meta device come from them or from ``weight_files``.
 
-``disk_tier`` decides what of the optimizers' state is on a disk, ``weights_in_place`` which weights stay in their files,
-``weights_on_scratch`` which trained ones are on the disk, and ``readings`` is what a user asks a strategy.
+``disk_tier`` decides what of the optimizers' state, of weights and of gradients is on a disk, and which weights stay in their
+files, and ``readings`` is what a user asks a strategy.
 
 With several devices ``rank_steps`` has optimizers step once for all, ``replicas`` keeps buffers alike, ``agreement`` compares
 what must be the same on all ranks, ``processes`` whether as many were started as the trainer says, and ``refusals`` says what

@@ -1,30 +1,42 @@
-"""What of a run is on a disk: the state of its optimizers, as far as host memory does not hold it."""
+"""What of a run is on a disk, as far as host memory does not hold it: optimizer state first, then gradients and trained weights.
+
+Weights that are in the user's files stay there: in training those of frozen weights, otherwise any.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from sp_lightning.device.host_allocator import return_free_memory, return_large_blocks
+from sp_lightning.device.host_allocator import free_garbage, return_free_memory, return_large_blocks
 from sp_lightning.device.layout import whole_pages
-from sp_lightning.engine.placement import Placement
+from sp_lightning.engine.host_source import WINDOW as STAGED
+from sp_lightning.engine.placement import ONE_DEVICE, OnFiles, OnScratch, Placement
+from sp_lightning.model.found import Found, Layer
 from sp_lightning.observe.messages import say_once
 from sp_lightning.optim import state_on_disk
 from sp_lightning.optim.state_on_disk import StateOnDisk
 from sp_lightning.plan.host_memory import room_for
-from sp_lightning.plan.ledger import Ledger, has_known_state, state_tensors
-from sp_lightning.plan.state_placement import StatePlacement, place_state
-from sp_lightning.store.scratch import ScratchFile, file_system
-from sp_lightning.store.staging_ring import StagingRing
+from sp_lightning.plan.ledger import Ledger, has_known_state, make_ledger, state_tensors
+from sp_lightning.plan.plan import Plan
+from sp_lightning.plan.state_placement import WINDOW, StatePlacement, choose_in_files, choose_on_disk, place_state
+from sp_lightning.plan.units import human_bytes
+from sp_lightning.store.file_block import home_of
+from sp_lightning.store.host_ring import StagingRing
+from sp_lightning.store.mapped_file import is_on_disk, supported
+from sp_lightning.store.scratch import ScratchFile, file_system, refuse_full
+from sp_lightning.store.weights_in_files import BOUNCE, FilePlace, Mappings
 from sp_lightning.trainer.compat import is_no_optimizer
+from sp_lightning.trainer.options import Options
 from sp_lightning.weights.layer import StreamedLayer
 
 
@@ -139,9 +151,12 @@ class DiskTier:
     def absorb(self, optimizers: Sequence[Any], layer_of: Callable[[nn.Parameter], StreamedLayer | None]) -> None:
         """Writes the state that optimizers have now: layers are new, or a checkpoint has given it."""
         for optimizer in [each for each in optimizers if not is_no_optimizer(each)]:
-            state = self.of(optimizer)
-            if state is not None:
-                state.absorb(optimizer, _by_layer(optimizer, layer_of))
+            if (state := self.of(optimizer)) is not None:
+                by_layer = defaultdict(list)
+                for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+                    if (layer := layer_of(parameter)) is not None:
+                        by_layer[layer].append(parameter)
+                state.absorb(optimizer, by_layer)
 
     def note_in(self, ledger: Ledger, where: Placement) -> Ledger:
         """Returns a ledger with the state on the disk, with the memory that all passes through, and with traffic.
@@ -155,18 +170,6 @@ class DiskTier:
         each = (self._moved(where) - self._moved_first) / (self.steps - 1) if self.steps > 1 else 0
         below = min(self.placement.disk_bytes, ledger.state or 0)
         return replace(ledger, on_disk=below, staging=self.placement.staging + where.on_disk.window, disk_traffic=each)
-
-
-def _by_layer(
-    optimizer: Any, layer_of: Callable[[nn.Parameter], StreamedLayer | None]
-) -> Mapping[StreamedLayer, Sequence[nn.Parameter]]:
-    found = defaultdict(list)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            layer = layer_of(parameter)
-            if layer is not None:
-                found[layer].append(parameter)
-    return found
 
 
 def without(ledger: Ledger, where: Placement) -> Ledger:
@@ -194,3 +197,171 @@ def refuse(optimizers: Sequence[Any]) -> None:
                 "layer by itself. Use one of torch's (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta), or "
                 "leave disk= out."
             )
+
+
+# ---------------------------------------------------------------------- where weights and gradients are
+
+_STATE = 2
+"""Tensors of state that an optimizer has for a parameter, as Adam has, before there is one."""
+
+_UNTIL_STATE = 16 * 2**20
+"""What the process itself may take until the optimizers' state is placed: the engine's objects, stacks of threads (3 MiB were
+measured). Without it, sizes of host_memory just above those at which one layer less goes to the disk would be refused."""
+
+
+Places = Sequence[FilePlace | None]
+
+
+@dataclass
+class InFiles:
+    """What of a model is in files.
+
+    Attributes:
+        places: the layers that can leave weights there, with the place of each weight.
+        sizes: bytes of those weights, by the layer.
+        others: bytes that come to memory whatever stays: weights that have to, and casts.
+        resident: bytes of the files that the process has mapped to its memory, which it will not have any more.
+    """
+
+    places: dict[str, Places] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    others: int = 0
+    resident: int = 0
+
+
+def place(found: Found, plan: Plan, options: Options, device: torch.device, *, accumulate: int) -> Placement:
+    """Decides where weights are.
+
+    Args:
+        found, plan: the layers.
+        options: the user's.
+        device: where layers compute.
+        accumulate: how many micro-batches a step has; 0 if no weights are trained.
+
+    Returns:
+        The engine's parts for it.
+
+    Raises:
+        MemoryError: there is not even room for what does not stay in files.
+        OSError: no file can be created in the folder.
+    """
+    if options.disk is None:
+        return ONE_DEVICE
+    return_large_blocks()
+    free_garbage()
+    files = InFiles()
+    with suppress(FileNotFoundError, PermissionError):  # not every system says what is mapped
+        files = _in_files(found, plan, training=accumulate > 0)
+    inner = _place_in_files(files, found, plan, options.host_memory, device, training=accumulate > 0)
+    if not accumulate or not supported():
+        return inner
+    missing = missing_bytes(inner, files, found, plan, options, device, accumulate)
+    at_once = accumulate > 1 or options.optimizer_overlap != "backward"
+    but = inner.places if isinstance(inner, OnFiles) else ()
+    chosen = choose_on_disk(plan, missing, but, gradients=at_once)
+    if not chosen.any:
+        return inner
+    sizes = {"trained weights": chosen.weight_bytes, "gradients": chosen.gradient_bytes}
+    with suppress(FileNotFoundError):  # there is an error of its own for that
+        refuse_full(options.disk, sizes)
+    what = " and ".join(f"{human_bytes(nbytes)} of {name}" for name, nbytes in sizes.items() if nbytes)
+    remark = (
+        f"{what} are on the disk, and those of {WINDOW} layers in memory at a time, because "
+        f"{human_bytes(missing)} of host memory would be missing even with all optimizer state on the disk."
+    )
+    return OnScratch(inner, options.disk, chosen, remark)
+
+
+def _place_in_files(
+    files: InFiles, found: Found, plan: Plan, host_memory: int | float | None, device: torch.device, *, training: bool
+) -> Placement:
+    """Weights stay where they are as far as host memory has no room for them.
+
+    Raises:
+        MemoryError: there is not even room for what does not stay.
+    """
+    room = room_for(host_memory)
+    if room is None:
+        return ONE_DEVICE
+    if device.type == "cpu":  # the slots are host memory, too
+        room -= plan.slot_bytes + plan.residents.nbytes
+    if training:  # gradients of what is trained, and two tensors of Adam's state, take as much each
+        room -= 3 * sum(p.nbytes for layer in _layers(found) for _, p in layer.parameters if p.requires_grad)
+    room += files.resident
+    if not files.places:
+        exceeded = room < 0 and not training and isinstance(host_memory, int)
+        return Placement(_nothing_in_place(-room)) if exceeded else ONE_DEVICE
+    largest = max(layer.nbytes for layer in plan.layers if layer.name in files.places)
+    names = choose_in_files(files.sizes, files.others, room, STAGED * whole_pages(largest) + BOUNCE, host_memory)
+    if not names:
+        return ONE_DEVICE
+    stay, nbytes = {name: files.places[name] for name in names}, sum(files.sizes[name] for name in names)
+    return OnFiles(stay, _told(stay, nbytes, room), nbytes)
+
+
+def _nothing_in_place(exceeded: int) -> str:
+    return (
+        f"The process takes {human_bytes(exceeded)} more than host_memory leaves it, and no weights can be read in place, "
+        "because none are in memory that is mapped from a file. Build the module on the meta device, and give its weights with "
+        "ckpt_path= or SuperpipelineStrategy(weights=FILE)."
+    )
+
+
+def _told(stay: Mapping[str, Places], nbytes: int, room: int) -> str:
+    paths = sorted({place.path for each in stay.values() for place in each if place is not None})
+    return (
+        f"The weights of {len(stay)} layers ({human_bytes(nbytes)}) are read in place from {paths[0]}"
+        + (f" and {len(paths) - 1} other files" if len(paths) > 1 else "")
+        + f", because {human_bytes(max(room, 0))} of host memory are left for weights."
+    )
+
+
+def missing_bytes(
+    inner: Placement, files: InFiles, found: Found, plan: Plan, options: Options, device: torch.device, accumulate: int
+) -> int:
+    """Returns how much host memory is missing for weights, gradients, and the state of layers on its way."""
+    room = room_for(options.host_memory)
+    if room is None:
+        return 0
+    stay = inner.places if isinstance(inner, OnFiles) else {}
+    needed = files.others + sum(nbytes for name, nbytes in files.sizes.items() if name not in stay) - files.resident
+    needed += sum(p.nbytes for layer in _layers(found) for _, p in layer.parameters if is_on_disk(p))
+    early = options.optimizer_overlap == "backward"
+    needed += make_ledger(plan, (), early=early, accumulate=accumulate, clips=None, scales=False).gradients
+    needed += 2 * _STATE * max(layer.gradient_bytes for layer in plan.trained) + _UNTIL_STATE
+    return needed + plan.allocated_bytes * (device.type == "cpu") - room  # there, device memory is host memory
+
+
+def _layers(found: Found) -> Sequence[Layer]:
+    return *found.layers, *found.masters, *found.tables, found.residents
+
+
+def _in_files(found: Found, plan: Plan, *, training: bool) -> InFiles:
+    mappings, files = Mappings(), InFiles()
+
+    def place(parameter: nn.Parameter) -> FilePlace | None:
+        if (home := home_of(parameter)) is not None:  # an earlier run has left it there
+            return home.place
+        ordinary = type(parameter) is nn.Parameter and parameter.is_contiguous()
+        return mappings.place(parameter) if ordinary else None
+
+    for layer, planned in zip(found.layers, plan.layers, strict=True):
+        places = [place(parameter) for _, parameter in layer.parameters]
+        files.others += sum(cast.nbytes for cast in planned.casts) + _nbytes(layer, places)
+        if training:
+            places = [
+                None if p.requires_grad or p.grad is not None else each
+                for each, (_, p) in zip(places, layer.parameters, strict=True)
+            ]
+        if stays := _nbytes(layer, places):
+            files.others -= stays
+            files.places[planned.name], files.sizes[planned.name] = places, stays
+    for layer in (*found.masters, *found.tables, found.residents):
+        files.others += _nbytes(layer, [place(parameter) for _, parameter in layer.parameters])
+    files.resident = mappings.resident_bytes
+    return files
+
+
+def _nbytes(layer: Layer, places: Places) -> int:
+    pairs = zip(layer.parameters, places, strict=True)
+    return sum(parameter.nbytes for (_, parameter), place in pairs if place is not None)

@@ -13,9 +13,8 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
 from sp_lightning.device.host_allocator import free_garbage
-from sp_lightning.optim.fused import FusedStep
-from sp_lightning.optim.layerwise import LayerwiseStep
-from sp_lightning.optim.separable import is_separable
+from sp_lightning.optim.fused import FusedStep, is_separable
+from sp_lightning.optim.layerwise import LayerwiseStep, in_place_of
 from sp_lightning.plan.host_memory import anonymous_bytes
 from sp_lightning.plan.ledger import Ledger, make_ledger
 from sp_lightning.plan.options import Overlap
@@ -25,7 +24,7 @@ from sp_lightning.trainer.disk_tier import DiskTier, without
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.rank_steps import RankSteps
 from sp_lightning.trainer.run import Run
-from sp_lightning.trainer.step_hooks import StepHooks, hold_hosts, in_place_of
+from sp_lightning.trainer.step_hooks import StepHooks, hold_hosts
 from sp_lightning.trainer.update_policy import (
     choose_overlap,
     nobody_looks_at_gradients,

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from sp_lightning.device.patched import own_step
 from sp_lightning.device.ranks import CLOSURE, FINISHED
 from sp_lightning.engine.turns import Turns
+from sp_lightning.optim.layerwise import in_place_of
 from sp_lightning.optim.scaler import Found, HostGradScaler
 from sp_lightning.trainer.run import Run
-from sp_lightning.trainer.step_hooks import in_place_of
 from sp_lightning.trainer.user_hooks import calls_closure_first
 
 Closure = Callable[[], Any]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -95,20 +94,6 @@ class StepHooks:
                 streamer.updating.step_seconds += now - self._begun
             self._begun = now  # an optimizer may have stepped inside another one's step
             streamer.invalidate()
-
-
-@contextmanager
-def in_place_of(owner: Any, methods: Mapping[str, Any]) -> Iterator[None]:
-    """While this is active an object has these in place of its class's methods. What it had of its own before comes back."""
-    own = vars(owner)
-    before = {name: own[name] for name in methods if name in own}
-    own.update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            own.pop(name, None)
-        own.update(before)
 
 
 def hold_hosts(optimizer: Any) -> None:

@@ -17,9 +17,8 @@ from sp_lightning.device.torch_private import (
     step_hooks,
     unscales_by_itself,
 )
-from sp_lightning.optim.fused import BARS_FUSED, FusedStep, loses_updates
+from sp_lightning.optim.fused import BARS_FUSED, FusedStep, is_separable, loses_updates
 from sp_lightning.optim.scaler import HostGradScaler
-from sp_lightning.optim.separable import is_separable
 from sp_lightning.plan.options import Overlap
 from sp_lightning.trainer.compat import is_a, is_exactly, is_no_optimizer
 from sp_lightning.trainer.user_hooks import hooks_of_users

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import zipfile
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,24 +16,12 @@ _MAPPED_TOGETHER = 2**26
 """Bytes that are read through one mapping of a safetensors file. It goes with the last of them, and their pages with it."""
 
 
-class WeightFile(ABC):
-    """The weights of a file, or of a folder.
+class SafetensorsFile:
+    """A file of safetensors, or the files that an index names.
 
     Attributes:
         shapes: the shape of each weight, by its name.
         dtypes: what the file says of the dtype of each.
-    """
-
-    shapes: dict[str, tuple[int, ...]]
-    dtypes: dict[str, str]
-
-    @abstractmethod
-    def read(self, name: str) -> Tensor:
-        """Returns a weight, which stays in the file until it is copied. It may be written: the file does not change."""
-
-
-class SafetensorsFile(WeightFile):
-    """A file of safetensors, or the files that an index names.
 
     Args:
         files: the file in which each weight is, by its name; None for all that are in ``path``.
@@ -55,7 +42,8 @@ class SafetensorsFile(WeightFile):
         self._file: Any = None
         self._path: Path | None = None
         self._read = 0
-        self.shapes, self.dtypes = {}, {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
         self._files: dict[str, Path] = {}
         for each in sorted(set(files.values())) if files else [path]:
             file = self._open(each, framework="pt")
@@ -65,6 +53,7 @@ class SafetensorsFile(WeightFile):
                 self._files[name] = each
 
     def read(self, name: str) -> Tensor:
+        """Returns a weight, which stays in the file until it is copied. It may be written: the file does not change."""
         if self._path != self._files[name] or self._read > _MAPPED_TOGETHER:
             self._path, self._read = self._files[name], 0
             self._file = self._open(self._path, framework="pt")
@@ -73,7 +62,7 @@ class SafetensorsFile(WeightFile):
         return value
 
 
-class TorchFile(WeightFile):
+class TorchFile:
     """A checkpoint of Lightning's, or a state dictionary that ``torch.save`` wrote.
 
     Raises:
@@ -97,7 +86,11 @@ class TorchFile(WeightFile):
         self.dtypes = {name: str(each.dtype) for name, each in self._state.items()}
 
     def read(self, name: str) -> Tensor:
+        """As :meth:`SafetensorsFile.read`."""
         return self._state[name]
+
+
+WeightFile = SafetensorsFile | TorchFile
 
 
 def open_weights(path: Path) -> WeightFile:

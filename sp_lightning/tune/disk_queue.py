@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from heapq import heappop, heappush
+from itertools import islice
 
 from sp_lightning.device.timeline import Interval, Kind
+from sp_lightning.plan.succession import Succession
 from sp_lightning.tune.clocks import ClockDevice
 
 _BUFFERS = 3
@@ -30,8 +32,7 @@ class DiskQueue:
         self._idle_from = 0.0
         self._free = [0.0] * _BUFFERS  # since when each free buffer is free
         self._there: dict[int, float] = {}  # when what is read ahead is there
-        self._next: dict[int, int] = {}
-        self._last: int | None = None
+        self._uses = Succession[int](1)
 
     def ready(self, index: int) -> bool:
         """Whether a layer is in memory now. If not, it is read, if there is a buffer for it."""
@@ -49,13 +50,9 @@ class DiskQueue:
             return now
         there = max(now, self._read(index, now))
         self._there.pop(index, None)
-        if self._last is not None:
-            self._next[self._last] = index
-        self._last = index
-        following: int | None = index
-        for _ in range(ahead):
-            following = None if following is None else self._next.get(following)
-            if following is None or following == index or not self._free:
+        self._uses.note(index)
+        for following in islice(self._uses.coming(), ahead):
+            if not self._free:
                 break
             self._read(following, there)
         return there

@@ -12,7 +12,7 @@ from torch import DisableTorchFunctionSubclass, Tensor
 from sp_lightning.device.layout import part
 from sp_lightning.model.wrapped import parts
 from sp_lightning.store.file_block import home_of
-from sp_lightning.store.mapped import FilePlace
+from sp_lightning.store.weights_in_files import FilePlace
 
 _in_files: dict[tuple[FilePlace, torch.dtype, torch.Size], str] = {}
 """The digests of weights that are in files, each of which is read once."""

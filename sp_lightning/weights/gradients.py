@@ -23,7 +23,8 @@ from sp_lightning.device.layout import aligned, strided
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import accumulation_hooks, coalesced, sparse_indices, sparse_values
 from sp_lightning.device.waits import Stream, Wait
-from sp_lightning.store.gradient_memory import Memory, Staging
+from sp_lightning.store.block_memory import BlockMemory
+from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.weights.drains import Drains
 from sp_lightning.weights.gradient_sink import Wanted, has_graph
 from sp_lightning.weights.layer import Kind, StreamedLayer
@@ -54,7 +55,7 @@ class _Drain:
     gradients: list[Tensor]
     nbytes: int
     landings: deque[_Landing]
-    staging: Memory | None
+    staging: BlockMemory | None
     landed: Any
 
 
@@ -157,14 +158,14 @@ class Gradients:
 
     def _place(
         self, gradients: dict[tuple[StreamedLayer, int], Tensor]
-    ) -> tuple[deque[_Landing], Memory | None, list[Tensor], list[Tensor]]:
+    ) -> tuple[deque[_Landing], BlockMemory | None, list[Tensor], list[Tensor]]:
         """Decides where each gradient goes on the host.
 
         Returns:
             The landings, the staging memory if they need any, and the targets and sources of the copies.
         """
         used = 0  # bytes of the staging memory
-        staging: Memory | None = None
+        staging: BlockMemory | None = None
         landings: deque[_Landing] = deque()
         targets: list[Tensor] = []
         sources: list[Tensor] = []
@@ -185,7 +186,7 @@ class Gradients:
                     dense = (value for value in gradients.values() if value.layout is torch.strided)
                     staging = self._staging.take(sum(aligned(value.nbytes) for value in dense))
                 span = block.planned.spans[index]
-                target = strided(staging.bytes, used, gradient.dtype, span.shape, span.stride)
+                target = strided(staging.common, used, gradient.dtype, span.shape, span.stride)
                 used += aligned(gradient.nbytes)
             rows = None if layer.experts is None else layer.experts.take_gradient_rows(index)
             if rows is None:

@@ -13,7 +13,7 @@ from torchao import optim
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.model.wrapped import parts
-from sp_lightning.optim.separable import is_separable
+from sp_lightning.optim.fused import is_separable
 from sp_lightning.plan.ledger import FEW_BITS
 from tests.support.models import Module
 from tests.support.overlapping import OVERLAP, overlapping, taken_apart

@@ -48,7 +48,7 @@ def made_with(make_optimizer: Any) -> Any:
     return make
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", first(OPTIMIZERS, "Adam(amsgrad)", "RMSprop", why="state of the same kind"))
 def test_any_optimizer_of_torch_s(name: str, tmp_path: Path) -> None:
     make = made_with(OPTIMIZERS[name])
     ours = fit(make, vectors(), on_disk(tmp_path))
@@ -65,7 +65,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", first(VARIANTS, "accumulated", "mixed and clipped", why="a part of these, alone"))
 @pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="its other modes"))
 def test_every_mode_of_updates(overlap: Any, variant: str, tmp_path: Path) -> None:
     options = VARIANTS[variant]
@@ -90,7 +90,7 @@ class Looks(Callback):
             self.look(trainer.optimizers[0])
 
 
-@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+@pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="its other modes"))
 def test_state_is_on_the_disk_between_steps(overlap: Any, tmp_path: Path) -> None:
     looks = Looks()
     make = fused(made_with(OPTIMIZERS["AdamW"]))
@@ -272,7 +272,7 @@ def test_parameters_that_are_exchanged(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+@pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="its other modes"))
 def test_files_are_plain_lightning_s_and_back(overlap: Any, tmp_path: Path) -> None:
     make = fused(made_with(OPTIMIZERS["AdamW"]))
 

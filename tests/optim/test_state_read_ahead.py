@@ -25,6 +25,7 @@ from tests.support.engine import streamed
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_disk import Unfreezes, on_disk, without_room
 from tests.support.runs import assert_same, fit, fused
+from tests.support.tiers import first
 
 
 @pytest.fixture(autouse=True)
@@ -83,16 +84,16 @@ def test_nothing_is_read_in_vain(tmp_path: Path, states: list[StateOnDisk]) -> N
     )  # and what was read ahead for a next step
 
 
-@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+@pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="its other modes"))
 def test_the_first_step_reads_nothing(overlap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no state yet; what was read ahead would take the memory in which the optimizer makes it."""
-    read, asked, steps = ScratchFile.read, list[int](), list[int]()
+    read, asked, steps = ScratchFile.begin_read, list[int](), list[int]()
 
     def noted(self: Any, offset: int, memory: Any) -> Any:
         asked.append(memory.nbytes)
         return read(self, offset, memory)
 
-    monkeypatch.setattr(ScratchFile, "read", noted)
+    monkeypatch.setattr(ScratchFile, "begin_read", noted)
 
     class Counts(Callback):
         def on_train_batch_start(self, *_: Any) -> None:
@@ -206,33 +207,12 @@ class Skips(Module):
         return torch.optim.AdamW(self.parameters(), fused=True)
 
 
-@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+@pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="its other modes"))
 def test_layers_that_come_in_another_order(overlap: Any, tmp_path: Path, states: list[StateOnDisk]) -> None:
     batches = list(torch.randn(12, 2, 32))
     ours = fit(Skips, batches, on_disk(tmp_path, optimizer_overlap=overlap), recorded="losses")
     assert_same(ours, fit(Skips, batches, recorded="losses"))
     assert states[-1]._transfers.ring.peak_bytes <= states[-1]._transfers.ring.limit
-
-
-def test_no_bytes_are_on_their_way_while_a_process_forks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: list[StateOnDisk]
-) -> None:
-    """Not even those that the disk reads into the memory of what it has just written."""
-    monkeypatch.setattr(os, "preadv", slow(os.preadv, 0.005))
-    monkeypatch.setattr(os, "pwritev", slow(os.pwritev, 0.005))
-    under_way: list[int] = []
-
-    class Forks(Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            if not (child := os.fork()):
-                transfers = [each.transfer for each in (*states[-1]._transfers.ahead, *states[-1]._transfers.behind)]
-                os._exit(sum(each is not None and not each.done for each in transfers))
-            under_way.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-
-    waits, batches = Waits(states, 3), list(torch.randn(6, 2, 32))
-    ours = fit(deep, batches, on_disk(tmp_path), callbacks=[Forks(), waits])
-    assert under_way == [0] * 6
-    assert_same(ours, fit(deep, batches))
 
 
 class Exchanges(Callback):
@@ -299,7 +279,7 @@ def reads(trainer: Any) -> None:
             value.sum()
 
 
-@pytest.mark.parametrize("make", [deep, Alternates])
+@pytest.mark.parametrize("make", first([deep, Alternates], deep, why="with two optimizers"))
 @pytest.mark.parametrize("does", [forks, reads])
 def test_another_thread_forks_or_reads_state_while_layers_are_updated(
     does: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -362,7 +342,7 @@ class Half(Module):
         return torch.optim.SGD(groups, lr=0.1, fused=True)
 
 
-@pytest.mark.parametrize("make", [Some, Half])
+@pytest.mark.parametrize("make", first([Some, Half], Some, why="another reason not to have state"))
 def test_layers_without_state_have_nobody_read_in_vain(make: Any, tmp_path: Path, states: list[StateOnDisk]) -> None:
     read = []
 

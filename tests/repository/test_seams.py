@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -147,43 +146,6 @@ def test_gradients_go_to_another_sink() -> None:
     plain = fit(lambda: Doubled(Stack()), vectors())
     assert_equal(ours.gradients, plain.gradients, "gradients")
     assert_equal(ours.state, plain.state, "state")
-
-
-# ---------------------------------------------------------------------- OptimizerState
-
-
-class Away:
-    """State that is bytes between two updates of its layer, and NaN where the optimizer has it."""
-
-    saved: dict[int, bytes]
-
-    def bring(self, layer: StreamedLayer, optimizer: torch.optim.Optimizer) -> None:
-        for parameter in self._parameters(layer, optimizer):
-            for name, value in torch.load(io.BytesIO(self.saved[id(parameter)])).items():
-                optimizer.state[parameter][name].copy_(value)
-
-    def put(self, layer: StreamedLayer, optimizer: torch.optim.Optimizer) -> None:
-        for parameter in self._parameters(layer, optimizer):
-            torch.save(optimizer.state[parameter], buffer := io.BytesIO())
-            self.saved[id(parameter)] = buffer.getvalue()
-            for value in optimizer.state[parameter].values():
-                value.fill_(torch.nan)
-
-    def _parameters(self, layer: StreamedLayer, optimizer: torch.optim.Optimizer) -> list[Any]:
-        return [p for group in optimizer.param_groups for p in group["params"] if optimizer.state.get(p)]
-
-
-@pytest.mark.parametrize("mode", ["forward", "backward"])
-def test_the_optimizer_s_state_is_elsewhere(mode: Any) -> None:
-    saved: dict[int, bytes] = {}
-    with mock.patch("sp_lightning.optim.layerwise.OnHost", type("AwayHere", (Away,), {"saved": saved})):
-        strategy = SuperpipelineStrategy(k=1, optimizer_overlap=mode)
-        ours = fit(fused(lambda: Module(Stack())), vectors(), strategy, recorded="losses")
-    plain = fit(fused(lambda: Module(Stack())), vectors(), recorded="losses")
-    assert_equal(ours.losses, plain.losses, "losses")
-    assert_equal(ours.state, plain.state, "state")
-    assert len(saved) == len(list(plain.module.parameters()))
-    assert all(state["exp_avg"].isnan().all() for state in ours.optimizers[0]["state"].values())
 
 
 # ---------------------------------------------------------------------- the update of a layer

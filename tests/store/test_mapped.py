@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sp_lightning.store.mapped import Mappings
+from sp_lightning.store.weights_in_files import Mappings
 
 SIZE = 3 * 4096
 """Numbers in each of the tensors: twelve pages."""

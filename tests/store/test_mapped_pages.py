@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sp_lightning.store import mapped_pages
-from sp_lightning.store.mapped_pages import is_on_disk
-from sp_lightning.store.mapped_scratch import MappedFile
+from sp_lightning.store import mapped_file
+from sp_lightning.store.mapped_file import MappedFile, is_on_disk
 
 SIZE = 2**16
 
@@ -67,7 +66,7 @@ def test_memory_that_the_system_does_not_map_leaves_its_place(tmp_path: Path, mo
         return 2**64 - 1  # MAP_FAILED
 
     with monkeypatch.context() as patched:
-        patched.setattr(mapped_pages.libc, "mmap", fails)
+        patched.setattr(mapped_file.libc, "mmap", fails)
         for _ in range(3):
             with pytest.raises(
                 OSError, match=r"64.0 KiB of a scratch file could not be mapped \(Cannot allocate memory\)"
@@ -108,11 +107,11 @@ def test_threads_may_ask_while_others_map(tmp_path: Path) -> None:
         except Exception as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=ask) for _ in range(3)]
+    threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:
         thread.start()
     held = []
-    for number in range(600):
+    for number in range(100):
         held.append(file.allocate(4096, False))
         if number % 3 == 0:
             held.pop(0)
@@ -127,7 +126,7 @@ def test_tensors_may_be_read_until_the_interpreter_ends(tmp_path: Path) -> None:
     script = f"""
 import atexit
 from pathlib import Path
-from sp_lightning.store.mapped_scratch import MappedFile
+from sp_lightning.store.mapped_file import MappedFile
 memory = MappedFile(Path({str(tmp_path)!r})).allocate(2**16, False)
 memory.common.fill_(3)
 kept = memory.common

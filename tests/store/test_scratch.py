@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
 from collections.abc import Iterator
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from sp_lightning.store import scratch
-from sp_lightning.store.scratch import ScratchFile, aligned_memory, file_system
-from sp_lightning.store.staging_ring import StagingRing
+from sp_lightning.store import direct_file
+from sp_lightning.store.direct_file import aligned_memory
+from sp_lightning.store.host_ring import StagingRing
+from sp_lightning.store.scratch import ScratchFile, file_system
 
 PAGES = 3 * 4096
 
@@ -27,8 +29,8 @@ def numbers(nbytes: int) -> torch.Tensor:
 def comes_back(file: ScratchFile) -> bool:
     """Whether what is written is read."""
     extent, value = file.allocate(PAGES), numbers(PAGES)
-    file.write(extent.offset, value).wait()
-    file.read(extent.offset, into := aligned_memory(PAGES)).wait()
+    file.begin_write(extent.offset, value).wait()
+    file.begin_read(extent.offset, into := aligned_memory(PAGES)).wait()
     return torch.equal(into, value)
 
 
@@ -44,14 +46,25 @@ def refused(monkeypatch: pytest.MonkeyPatch, flag: int, code: int) -> None:
     monkeypatch.setattr(os, "open", opens)
 
 
+def no_direct_io(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file system refuses it."""
+
+    def refuses(descriptor: int, command: int, flags: int = 0) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return 0
+
+    monkeypatch.setattr(fcntl, "fcntl", refuses)
+
+
 @pytest.fixture(params=["as it is", "no direct I/O", "no files without names", "direct I/O in name only"])
 def file(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ScratchFile]:
     if request.param == "no direct I/O":
-        refused(monkeypatch, os.O_DIRECT, errno.EINVAL)
+        no_direct_io(monkeypatch)
     elif request.param == "no files without names":
         refused(monkeypatch, os.O_TMPFILE, errno.EOPNOTSUPP)
     elif request.param == "direct I/O in name only":
-        monkeypatch.setattr(scratch, "_works", lambda _: False)
+        monkeypatch.setattr(ScratchFile, "_works", lambda _: False)
     made = ScratchFile(tmp_path)
     assert list(tmp_path.iterdir()) == []
     if request.param.endswith(("I/O", "only")):
@@ -61,12 +74,12 @@ def file(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_bytes_come_back(file: ScratchFile) -> None:
-    extents = [file.allocate(PAGES), file.allocate(scratch._PIECE + 4096)]
+    extents = [file.allocate(PAGES), file.allocate(direct_file.PIECE + 4096)]
     values = [numbers(extent.nbytes) for extent in extents]
     for extent, value in zip(extents, values, strict=True):
-        file.write(extent.offset, value).wait()
+        file.begin_write(extent.offset, value).wait()
     for extent, value in zip(extents, values, strict=True):
-        file.read(extent.offset, into := aligned_memory(extent.nbytes)).wait()
+        file.begin_read(extent.offset, into := aligned_memory(extent.nbytes)).wait()
         assert torch.equal(into, value)
     assert file.read_bytes == file.written_bytes == sum(extent.nbytes for extent in extents)
 
@@ -84,7 +97,7 @@ def test_extents_that_nobody_has_are_used_again(tmp_path: Path) -> None:
 def test_room_is_taken_at_once(tmp_path: Path) -> None:
     file = ScratchFile(tmp_path)
     file.reserve(2**20)
-    assert os.fstat(file._descriptor).st_blocks * 512 >= 2**20
+    assert os.fstat(file.descriptor).st_blocks * 512 >= 2**20
 
 
 def test_short_reads_and_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +110,7 @@ def test_short_reads_and_writes_go_on(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
     file = ScratchFile(tmp_path)
     with pytest.raises(OSError, match="ends 4096 bytes too early"):
-        file.read(2**30, aligned_memory(4096)).wait()
+        file.begin_read(2**30, aligned_memory(4096)).wait()
 
 
 def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +137,7 @@ def test_what_a_full_disk_has_given_is_given_back(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "posix_fallocate", gives_half)
     with pytest.raises(OSError, match=r"1\.0 GiB of scratch space are needed"):
         file.reserve(2**30 - 2**20)
-    assert os.fstat(file._descriptor).st_size == 2**20
+    assert os.fstat(file.descriptor).st_size == 2**20
 
 
 def test_a_file_system_that_cannot_promise_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 
 from sp_lightning.store.file_block import FileBlock
-from sp_lightning.trainer import weights_in_place
+from sp_lightning.trainer import disk_tier
 
 
 def stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever can stay in its file does."""
-    monkeypatch.setattr(weights_in_place, "choose", lambda files, *_: files.places)
+    monkeypatch.setattr(disk_tier, "choose_in_files", lambda sizes, *_: list(sizes))
 
 
 def brought_to_memory(monkeypatch: pytest.MonkeyPatch, name_of: Callable[[FileBlock, int], str]) -> list[str]:

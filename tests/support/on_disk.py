@@ -18,9 +18,9 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.optim import state_on_disk
 from sp_lightning.plan import state_placement
 from sp_lightning.plan.state_placement import least_room, place_state, staging_bytes
-from sp_lightning.store import mapped_pages, mapped_scratch
+from sp_lightning.store import mapped_file
 from sp_lightning.store.away import Away
-from sp_lightning.trainer import disk_tier, weights_on_scratch
+from sp_lightning.trainer import disk_tier
 
 
 def without_room(monkeypatch: pytest.MonkeyPatch, more: int = 0) -> None:
@@ -39,8 +39,8 @@ def without_room(monkeypatch: pytest.MonkeyPatch, more: int = 0) -> None:
 def everything_below(monkeypatch: pytest.MonkeyPatch, *, window: int) -> None:
     """Nothing that may be on the disk is in memory: state, trained weights, gradients; a few layers' at a time."""
     without_room(monkeypatch)
-    monkeypatch.setattr(weights_on_scratch, "missing_bytes", lambda *_: 2**60)
-    monkeypatch.setattr(mapped_scratch, "WINDOW", window)
+    monkeypatch.setattr(disk_tier, "missing_bytes", lambda *_: 2**60)
+    monkeypatch.setattr(mapped_file, "WINDOW", window)
     monkeypatch.setattr(state_placement, "WINDOW", 0)  # it would say that few layers' gradients are not worth it
 
 
@@ -85,16 +85,16 @@ FAULTS = {
 def break_calls(monkeypatch: pytest.MonkeyPatch, fault: str, at: int) -> None:
     """From the ``at``-th time on, the call of a fault fails."""
     name, number, _ = FAULTS[fault]
-    call, count = getattr(mapped_pages.libc, name), iter(range(10**9))
+    call, count = getattr(mapped_file.libc, name), iter(range(10**9))
 
     def called(*arguments: Any) -> int:
-        asked = name != "madvise" or arguments[-1] == mapped_scratch._POPULATE_READ
+        asked = name != "madvise" or arguments[-1] == mapped_file._POPULATE_READ
         if not asked or next(count) < at:
             return int(call(*arguments))
         ctypes.set_errno(number)
         return -1
 
-    monkeypatch.setattr(mapped_pages.libc, name, called)
+    monkeypatch.setattr(mapped_file.libc, name, called)
 
 
 def fails(call: Callable[..., int], at: int, error: Any) -> Callable[..., int]:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 
 from sp_lightning.__main__ import main
-from sp_lightning.store.mapped import Mappings
+from sp_lightning.store.weights_in_files import Mappings
 from sp_lightning.trainer import checkpoint_folder
 from sp_lightning.trainer.checkpoint_folder import write
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO

@@ -14,9 +14,9 @@ from torch import nn
 
 from sp_lightning.optim.layerwise import LayerwiseStep
 from sp_lightning.plan.state_placement import OnDisk, choose_on_disk
-from sp_lightning.store import mapped_pages, mapped_scratch
-from sp_lightning.store.mapped_pages import is_on_disk
-from sp_lightning.trainer import weights_on_scratch
+from sp_lightning.store import mapped_file
+from sp_lightning.store.mapped_file import is_on_disk
+from sp_lightning.trainer import disk_tier
 from sp_lightning.weights.narrow_gradient import NarrowGradient, stored
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.on_disk import (
@@ -49,7 +49,7 @@ def gradients_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(*args: Any, **options: Any) -> OnDisk:
         return OnDisk(gradients=choose_on_disk(*args, **options).gradients)
 
-    monkeypatch.setattr(weights_on_scratch, "choose_on_disk", choose)
+    monkeypatch.setattr(disk_tier, "choose_on_disk", choose)
 
 
 def stack() -> Module:
@@ -193,14 +193,14 @@ def test_each_gradient_is_written_and_read_once_for_each_batch(
     batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files: list[Any] = []
-    init = mapped_scratch.MappedFile.__init__
+    init = mapped_file.MappedFile.__init__
 
     def noted(self: Any, *args: Any) -> None:
         init(self, *args)
         files.append((self, args[1:]))
 
-    monkeypatch.setattr(mapped_scratch.MappedFile, "__init__", noted)
-    monkeypatch.setattr(mapped_scratch, "WINDOW", window := 4)
+    monkeypatch.setattr(mapped_file.MappedFile, "__init__", noted)
+    monkeypatch.setattr(mapped_file, "WINDOW", window := 4)
     strategy = on_disk(tmp_path, optimizer_overlap="forward", fused_optimizer=True)
     options: Any = {"accumulate_grad_batches": batches, "gradient_clip_val": 0.01, "recorded": "nothing"}
     fit(Wide, wide(), strategy, **options)
@@ -371,7 +371,7 @@ def test_a_forked_process_says_that_it_cannot_read_them(tmp_path: Path, monkeypa
 
 
 def test_where_the_file_system_cannot_forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped_pages.libc, "fallocate", lambda *_: -1)
+    monkeypatch.setattr(mapped_file.libc, "fallocate", lambda *_: -1)
     make = fused(stack)
     ours = fit(make, vectors(), on_disk(tmp_path, optimizer_overlap="forward"), max_epochs=2)
     assert_same(ours, fit(make, vectors(), max_epochs=2))

@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sp_lightning.plan.state_placement import OnDisk, choose_on_disk
-from sp_lightning.store import mapped_scratch
-from sp_lightning.store.mapped_pages import is_on_disk
+from sp_lightning.store import mapped_file
+from sp_lightning.store.mapped_file import is_on_disk
 from sp_lightning.store.scratch import ScratchFile
-from sp_lightning.trainer import disk_tier, weights_in_place, weights_on_scratch
+from sp_lightning.trainer import disk_tier
 from tests.support.in_files import stay
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.on_disk import (
@@ -52,9 +52,9 @@ def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return OnDisk(weights=choose_on_disk(*args, **options).weights)
 
     without_room(monkeypatch)
-    monkeypatch.setattr(weights_on_scratch, "missing_bytes", lambda *_: 2**60)
-    monkeypatch.setattr(weights_on_scratch, "choose_on_disk", choose)
-    monkeypatch.setattr(mapped_scratch, "WINDOW", WINDOW)
+    monkeypatch.setattr(disk_tier, "missing_bytes", lambda *_: 2**60)
+    monkeypatch.setattr(disk_tier, "choose_on_disk", choose)
+    monkeypatch.setattr(mapped_file, "WINDOW", WINDOW)
 
 
 def stack() -> Module:
@@ -317,7 +317,7 @@ def test_a_full_disk_is_an_error_before_work(tmp_path: Path, monkeypatch: pytest
 def test_a_disk_without_room_for_all_of_it_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was refused file by file: each error named what the next file needed, and who made room for that met the next."""
     few = SimpleNamespace(f_bavail=1, f_frsize=1024)
-    monkeypatch.setattr(weights_on_scratch, "choose_on_disk", choose_on_disk)
+    monkeypatch.setattr(disk_tier, "choose_on_disk", choose_on_disk)
     with monkeypatch.context() as patched:
         patched.setattr(os, "statvfs", lambda _: few)
         said = r"\d KiB for trained weights and .* KiB for gradients of scratch space are needed, and .* the disk has 1\.0 KiB"
@@ -348,11 +348,10 @@ def test_more_memory_is_not_refused_where_less_is_enough(tmp_path: Path, monkeyp
     What was measured then was 1 to 3 MiB less, and too little wherever host_memory had just sufficed for one layer more.
     """
     monkeypatch.undo()
-    monkeypatch.setattr(weights_on_scratch, "_UNTIL_STATE", 16 * KIB)
+    monkeypatch.setattr(disk_tier, "_UNTIL_STATE", 16 * KIB)
     for given in (900, 912, 924, 960, 972):  # without that memory 912 and 972 KiB were refused
         rooms = chain(repeat(given * KIB, 2), repeat((given - 8) * KIB))
-        for module in (weights_on_scratch, weights_in_place, disk_tier):
-            monkeypatch.setattr(module, "room_for", lambda *_, rooms=rooms: next(rooms))
+        monkeypatch.setattr(disk_tier, "room_for", lambda *_, rooms=rooms: next(rooms))
         with pytest.raises(AssertionError, match="a batch begins"):
             fit(
                 lambda: Module(nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(12)))),

@@ -14,27 +14,30 @@ import os
 import threading
 import weakref
 from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from sp_lightning.device.layout import whole_pages
+from sp_lightning.device.layout import PAGE, whole_pages
+from sp_lightning.device.metadata import UNCHANGED_BY_UPDATES
 from sp_lightning.plan.state_placement import WINDOW
+from sp_lightning.plan.succession import Succession
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.store.block_memory import OneTensor
-from sp_lightning.store.mapped_pages import advise, libc, map_pages
+from sp_lightning.store.block_memory import BlockMemory
 from sp_lightning.store.scratch import create, no_room
 
+_PAGE_OUT = 21  # of Linux 5.4
 _POPULATE_READ = 22  # of Linux 5.14; a read that fails is an error then, and not a signal
 _ZERO_RANGE = 0x10 | 0x01  # of fallocate: blocks stay the file's; what they have is neither written nor read
 _WRITE_OUT = 1 | 2 | 4  # wait for what is under way, begin the rest, wait for it
-
-
-_Two = tuple[int, int]
+_tensor_grad: Any = Tensor.grad
 
 
 class MappedFile:
@@ -51,14 +54,14 @@ class MappedFile:
     def __init__(self, folder: Path, what: str = "weights") -> None:
         self._folder = folder
         self._what = what
-        self._descriptor = create(folder, direct=False)
+        self._descriptor = create(folder)
         weakref.finalize(self, os.close, self._descriptor)
         self._end = 0
         self._unused: defaultdict[int, list[int]] = defaultdict(list)  # where memory was that is gone, by its size
         self._lock = threading.RLock()
         self._in_memory: deque[MappedMemory] = deque()
-        self._next: dict[_Two, MappedMemory] = {}
-        self._last: dict[int, _Two] = {}  # by thread: the background's updates have an order of their own
+        # By thread: the background's updates have an order of their own.
+        self._uses = defaultdict[int, Succession[MappedMemory]](lambda: Succession(2))
         self._leaving: deque[Future[None]] = deque()
         self._failure: OSError | None = None
         self._thread = ThreadPoolExecutor(1, "superpipeline-mapped")
@@ -112,10 +115,9 @@ class MappedFile:
         """
         with self._lock:
             self.read_bytes += memory.nbytes * self._enter(memory)
-            last = self._last.get(thread := threading.get_ident(), (0, 0))
-            self._next[last] = memory
-            self._last[thread] = last = last[1], memory.begin
-            following = self._next.get(last)
+            uses = self._uses[threading.get_ident()]
+            uses.note(memory)
+            following = next(uses.coming(), None)
         memory.populate()
         if following is not None and following is not memory:
             following.advise(mmap.MADV_WILLNEED)
@@ -193,8 +195,8 @@ class MappedFile:
         )
 
 
-class MappedMemory(OneTensor):
-    """The :class:`~sp_lightning.store.block_memory.BlockMemory` of a block whose weights are on a disk, or its gradients' memory.
+class MappedMemory(BlockMemory):
+    """The memory of a block whose weights are on a disk, or its gradients.
 
     Attributes:
         begin: where it is in the file.
@@ -216,11 +218,6 @@ class MappedMemory(OneTensor):
     def anew(self) -> None:
         other = self._file.allocate(self.nbytes, False)
         self._map(other.begin, other.pages)
-
-    @property
-    def bytes(self) -> Tensor:
-        """All of it, flat ``uint8``."""
-        return self.common
 
     def unpin(self) -> None:
         """Nothing is page-locked."""
@@ -244,5 +241,144 @@ class MappedMemory(OneTensor):
             raise self._file.failed("read", errno.EIO if number == errno.EFAULT else number)
 
     def advise(self, advice: int) -> int:
-        """As :func:`~sp_lightning.store.mapped_pages.advise`, of all pages."""
+        """As :func:`~sp_lightning.store.mapped_file.advise`, of all pages."""
         return advise(self.common.data_ptr(), len(self.pages), advice)
+
+
+# ---------------------------------------------------------------------- pages, and their addresses
+
+
+def _load() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    libc.mmap.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
+    )  # fmt: skip
+    libc.mmap.restype = ctypes.c_void_p
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc
+
+
+libc: Any = None
+"""The C library; None where it lacks what is needed here."""
+with suppress(OSError, AttributeError, TypeError):
+    libc = _load()
+
+
+def supported() -> bool:
+    """Whether the system has what this needs."""
+    return libc is not None and hasattr(mmap, "MADV_DONTFORK")
+
+
+_mapped: dict[int, int] = {}
+"""Where each mapping ends, by where it begins. Any thread may ask, and a forked process; so nothing waits for a lock."""
+
+
+def is_on_disk(tensor: Any) -> bool:
+    """Whether the memory of a plain tensor, or of a storage, is mapped from a scratch file, of this run or an earlier one."""
+    if not _mapped:
+        return False
+    with torch.DisableTorchFunctionSubclass():  # a stand-in is not brought by this
+        address = tensor.data_ptr()
+    return any(begin <= address < end for begin, end in list(_mapped.items()))
+
+
+def map_pages(descriptor: int, begin: int, size: int, gone: Callable[[], None]) -> Any:
+    """Maps whole pages of a file, as long as somebody has a tensor of them. ``mmap`` would hold a descriptor for each mapping.
+
+    Args:
+        descriptor, begin, size: what of which file.
+        gone: called once they are mapped no longer.
+
+    Returns:
+        An object with the buffer protocol.
+
+    Raises:
+        OSError: they cannot be mapped.
+    """
+    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, begin)
+    if address == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    advise(address, size, mmap.MADV_DONTFORK)
+    pages = _array_of(size).from_address(address)
+    _mapped[address] = address + size
+    finalizer = weakref.finalize(pages, _unmap, os.getpid(), address, size, gone)
+    finalizer.atexit = False  # others may read them until the process ends
+    return pages
+
+
+@cache
+def _array_of(size: int) -> Any:
+    return type("Pages", (ctypes.c_char * size,), {})  # a class of Python's own may have finalizers
+
+
+def _unmap(process: int, address: int, size: int, gone: Callable[[], None]) -> None:
+    if os.getpid() != process:  # a forked process has other things at that address
+        return
+    _mapped.pop(address, None)
+    libc.munmap(address, size)
+    gone()
+
+
+def let_go(address: int, nbytes: int) -> None:
+    """Has pages leave memory that a file has, too, but for those that have other bytes as well; what was written is kept."""
+    begin, end = whole_pages(address), (address + nbytes) // PAGE * PAGE
+    if end > begin:
+        advise(begin, end - begin, _PAGE_OUT)
+
+
+def advise(address: int, nbytes: int, advice: int) -> int:
+    """Tells the system what becomes of pages, without holding up Python's other threads. Returns its error, or 0."""
+    return ctypes.get_errno() if libc.madvise(address, nbytes, advice) else 0
+
+
+# ---------------------------------------------------------------------- forked processes, which have none of the pages
+
+
+_noted: Any = WeakIdKeyDictionary()
+"""Parameters that were noted to be on a disk, or to have their gradients there."""
+
+
+def note_on_disk(parameters: Sequence[nn.Parameter]) -> None:
+    """Notes parameters whose memory, or whose gradients', is mapped from a scratch file. A forked process does not have it."""
+    for parameter in parameters:
+        _noted[parameter] = True
+
+
+class _NotHere(Tensor):
+    """A gradient whose values are on a disk, in a forked process."""
+
+    _what = "gradient"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in UNCHANGED_BY_UPDATES:
+            with torch.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise RuntimeError(
+            f"This {cls._what} is on a disk, in a file of the process that trains. A forked process cannot read it: read it "
+            "before the fork (clone())."
+        )
+
+
+class _WeightNotHere(_NotHere, nn.Parameter):
+    _what = "weight"
+
+
+def _after_fork() -> None:
+    for parameter in list(_noted):
+        with torch.DisableTorchFunctionSubclass():
+            gradient = _tensor_grad.__get__(parameter)
+        if gradient is not None and is_on_disk(gradient):
+            gradient.__class__ = _NotHere
+        if is_on_disk(parameter):
+            parameter.__class__ = _WeightNotHere
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
