@@ -10,8 +10,6 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from sp_lightning.cli.lightning_command import LIGHTNING
-from sp_lightning.cli.model_with_batch import WANTED
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.units import parse_bytes
 
@@ -19,6 +17,13 @@ _DESCRIPTION = (
     "``python -m sp_lightning plan MODEL``: does it fit, with which k, and how fast? And Lightning's CLI, the name "
     "registered."
 )
+LIGHTNING = ("fit", "validate", "test", "predict")
+"""The commands of Lightning's CLI."""
+WANTED = (
+    "a factory (package.module:Factory), a transformers config (a folder with config.json, or such a file), or the name of "
+    "a torchvision model (vit_h_14)"
+)
+"""The ways to name a model on the command line."""
 PRECISIONS = {
     "32-true": (torch.float32, None),
     "bf16-true": (torch.bfloat16, None),
@@ -233,11 +238,8 @@ def _bytes_rate(text: str) -> float:
 
 
 def _gigabytes(text: str) -> float:
-    """GB/s, from a number of them or as :func:`_bytes_rate` says."""
-    try:
-        return _number(text)
-    except argparse.ArgumentTypeError:
-        return _bytes_rate(text) / 1e9
+    """GB/s, from what :func:`_bytes_rate` reads."""
+    return _bytes_rate(text) / 1e9
 
 
 def _number(text: str) -> float:
