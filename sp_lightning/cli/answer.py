@@ -12,8 +12,8 @@ from sp_lightning.plan.activation_policy import Modes
 from sp_lightning.plan.host_memory import limit_for
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import enough_bytes, exact_bytes, human_bytes
-from sp_lightning.tune.prediction import Prediction
-from sp_lightning.tune.window import SAME
+from sp_lightning.tune.choices import SAME
+from sp_lightning.tune.visits import Prediction
 
 
 @dataclass(frozen=True)

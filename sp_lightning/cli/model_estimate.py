@@ -25,12 +25,11 @@ from sp_lightning.plan.activation_policy import FREEING, Call, Mode, Modes, peak
 from sp_lightning.plan.host_memory import kept_for_processes
 from sp_lightning.plan.ledger import Ledger, make_ledger
 from sp_lightning.plan.plan import Plan, make_plan
-from sp_lightning.tune.activation_choice import Balance
+from sp_lightning.tune.choices import Balance
 from sp_lightning.tune.dry_run import Work, estimate, on_paper
 from sp_lightning.tune.host_time import host_seconds
-from sp_lightning.tune.prediction import Prediction
 from sp_lightning.tune.simulator import predict
-from sp_lightning.tune.visits import Rates, Visit, schedule_visits
+from sp_lightning.tune.visits import Prediction, Rates, Visit, schedule_visits
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,9 @@ from sp_lightning.plan.activation_policy import FREEING, Call, Mode, Modes, leas
 from sp_lightning.plan.options import Overlap
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.tune.activation_choice import Balance, without_second_forwards
-from sp_lightning.tune.prediction import Prediction
+from sp_lightning.tune.choices import Balance, Window, without_second_forwards
 from sp_lightning.tune.simulator import predict
-from sp_lightning.tune.visits import Rates, Visit, measured
-from sp_lightning.tune.window import Window
+from sp_lightning.tune.visits import Prediction, Rates, Visit, measured
 
 # The index of the batch that is timed. The first one compiles kernels and fills caches and workspaces.
 _TIMED = 1

@@ -23,10 +23,10 @@ from sp_lightning.device.timeline import Interval
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.trainer.retry import Snapshot
+from sp_lightning.tune.choices import Window
 from sp_lightning.tune.simulator import predict
 from sp_lightning.tune.tuner import Tuner
 from sp_lightning.tune.visits import Rates, measured, schedule_visits
-from sp_lightning.tune.window import Window
 from tests.support.models import Module
 from tests.support.runs import assert_equal, assert_same, fit, superpipeline, trainer_for
 from tests.support.simdevice import SimDevice, simulated
