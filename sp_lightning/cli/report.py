@@ -10,7 +10,7 @@ from dataclasses import replace
 from sp_lightning.cli.answer import Answer, Row, verdict
 from sp_lightning.cli.arguments import MODES, Question
 from sp_lightning.cli.model_estimate import ModelEstimate
-from sp_lightning.observe.summary import remedy
+from sp_lightning.observe.stats import remedy
 from sp_lightning.plan.activation_policy import summary
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.tune.dry_run import Work
@@ -36,7 +36,6 @@ def as_text(answer: Answer) -> str:
         *(_disk(answer) or ()),
         *_step(estimate),
         *_assumed(question),
-        *_nodes_assumed(question),
         "",
         *_windows(answer),
         *_words(answer),
@@ -174,22 +173,24 @@ def _assumed(question: Question) -> list[str]:
     visit, weight = (1e6 * each for each in seconds)
     known = "measured of this host" if question.measure_host else "assumed of the host (--measure-host)"
     host = f"{known}: {visit:.0f} µs of Python for each visit of a layer, and {weight:.0f} µs for each weight in it"
-    if question.devices == 1:
-        return [line, host]
-    uploads = "fetches all layers by itself"
-    if question.transfer == "sliced":
-        uploads = f"uploads 1/{question.devices} of each layer, and gets the rest from the others"
-    several = (
-        f"assumed of the {question.devices} devices: each has so many TFLOP/s and GB/s and {uploads}; they "
-        f"share the host's memory, one process updates the weights for all, and {question.links:g} GB/s lead from each device "
-        "to the others (--links). Beside that, each process may have a copy of the weights while a run begins: build the "
-        "module on the meta device (weights=) and there is none"
-    )
-    return [
-        line,
-        host,
-        several if not question.predict else several.replace(", one process updates the weights for all,", ""),
-    ]
+    lines = [line, host]
+    if question.devices > 1:
+        uploads, updates = "fetches all layers by itself", "one process updates the weights for all, "
+        if question.transfer == "sliced":
+            uploads = f"uploads 1/{question.devices} of each layer, and gets the rest from the others"
+        lines.append(
+            f"assumed of the {question.devices} devices: each has so many TFLOP/s and GB/s and {uploads}; they "
+            f"share the host's memory, {updates * (not question.predict)}and {question.links:g} GB/s lead from each device "
+            "to the others (--links). Beside that, each process may have a copy of the weights while a run begins: build the "
+            "module on the meta device (weights=) and there is none"
+        )
+    if question.nodes > 1:
+        lines.append(
+            f"assumed of the {question.nodes} nodes: each has a copy of everything and updates it, and "
+            f"{question.network / 1e9:g} GB/s lead from each node to the others, each way, for all its devices together "
+            "(--network)"
+        )
+    return lines
 
 
 def _windows(answer: Answer) -> list[str]:
@@ -297,16 +298,6 @@ def _notes(estimate: ModelEstimate) -> list[str]:
         *notes,
         f"{human_bytes(work.outside)} are saved outside of all layers (largest: {largest}), whatever activations= says. "
         "If that is the loss, --loss-tokens 1024 says what it takes in chunks: see examples/guide/activations.md.",
-    ]
-
-
-def _nodes_assumed(question: Question) -> list[str]:
-    """What is assumed of several nodes; nothing for one."""
-    if question.nodes == 1:
-        return []
-    return [
-        f"assumed of the {question.nodes} nodes: each has a copy of everything and updates it, and "
-        f"{question.network / 1e9:g} GB/s lead from each node to the others, each way, for all its devices together (--network)"
     ]
 
 

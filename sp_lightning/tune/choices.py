@@ -255,21 +255,30 @@ def _room(budget: int | float | None, free: int | None, margin: float) -> int | 
 # ---------------------------------------------------------------------- what becomes of activations
 
 
+def _with_forwards(visits: Sequence[Visit]) -> Iterator[tuple[Visit, int]]:
+    """Each visit with the index of its forward: its own, or the one whose backward it is; -1 if that is not known."""
+    pending: defaultdict[tuple[int, ...], list[int]] = defaultdict(
+        list
+    )  # by layers, forwards whose backward is to come
+    for at, visit in enumerate(visits):
+        if not visit.backward:
+            pending[visit.layers].append(at)
+            yield visit, at
+        else:
+            yield visit, pending[visit.layers].pop() if pending[visit.layers] else -1
+
+
 def without_second_forwards(visits: Sequence[Visit]) -> list[Visit]:
     """Returns the visits of a batch whose units were all recomputed as they would be if all were kept.
 
     A layer's backward then contains its second forward, whose time is taken to be that of the first.
     """
-    forwards: defaultdict[tuple[int, ...], list[float]] = defaultdict(list)
-    kept = []
-    for visit in visits:
-        if not visit.backward:
-            forwards[visit.layers].append(visit.seconds)
-            kept.append(visit)
-        else:
-            second_forward = forwards[visit.layers].pop() if visit.layers and forwards[visit.layers] else 0.0
-            kept.append(replace(visit, seconds=max(0.0, visit.seconds - second_forward)))
-    return kept
+    return [
+        replace(visit, seconds=max(0.0, visit.seconds - visits[forward].seconds))
+        if visit.backward and visit.layers and forward >= 0
+        else visit
+        for visit, forward in _with_forwards(visits)
+    ]
 
 
 @dataclass(frozen=True)
@@ -309,18 +318,14 @@ class Balance:
     def visited(self, modes: Modes) -> list[Visit]:
         """What the batch does with these modes. Units without a layer of their own count with the layer before them."""
         moved, recomputed = self._extra(modes)
-        visits: list[Visit] = []
-        # By layers, the indices of the forwards whose backward is still to come.
-        pending: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-        for at, visit in enumerate(self.visits):
-            if not visit.backward:
-                pending[visit.layers].append(at)
-                visits.append(replace(visit, moved=moved.get(at, 0)))
-            else:
-                forward = pending[visit.layers].pop() if pending[visit.layers] else -1
-                seconds = visit.seconds + recomputed.get(forward, 0.0)
-                visits.append(replace(visit, moved=moved.get(forward, 0), seconds=seconds))
-        return visits
+        return [
+            replace(
+                visit,
+                moved=moved.get(forward, 0),
+                seconds=visit.seconds + (recomputed.get(forward, 0.0) if visit.backward else 0.0),
+            )
+            for visit, forward in _with_forwards(self.visits)
+        ]
 
     # ------------------------------------------------------------------ one unit
 
