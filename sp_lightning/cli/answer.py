@@ -167,7 +167,9 @@ def _refused_by_device(answer: Answer) -> str:
     needs = {mode: weights + work.alive(mode) for mode in modes} if work is not None else {}
     fitting = [mode for mode in modes if needs[mode] <= limit]
     if fitting or (activations > least / 2 and weights < limit):
-        advice = f"Use a smaller batch{_fitting_batch(question.batch, limit - weights, activations)}"
+        # Activations and caches grow with the batch, weights do not.
+        count = int(question.batch * (limit - weights) / activations) if activations > 0 else 0
+        advice = "Use a smaller batch" + f" (about {count} would fit)" * (1 <= count < question.batch)
     else:
         advice = "Cut layers finer with --layers"
     smallest = min(needs, key=needs.__getitem__, default=None)
@@ -180,12 +182,6 @@ def _refused_by_device(answer: Answer) -> str:
         f"It does not fit: the least is {human_bytes(least)} of device memory, of which {human_bytes(activations)} are "
         f"activations; {_there(least, limit)}. {advice}"
     )
-
-
-def _fitting_batch(batch: int, free: int, activations: int) -> str:
-    """The batch that would fit: activations and caches grow with it, weights do not. Memory is in bytes."""
-    count = int(batch * free / activations) if activations > 0 else 0
-    return f" (about {count} would fit)" if 1 <= count < batch else ""
 
 
 def _recommended(answer: Answer) -> str:

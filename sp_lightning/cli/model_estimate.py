@@ -133,8 +133,7 @@ class ModelEstimate:
         """The same without a disk."""
         if self.ledger is not None:
             return self.ledger.nbytes + self.offloaded_bytes
-        plan = self.smallest_plan
-        return plan.host_bytes - sum(layer.gradient_bytes for layer in plan.trained) + self.offloaded_bytes
+        return self.smallest_plan.taken(training=False)[1] + self.offloaded_bytes
 
     def flops(self, plan: Plan, modes: Modes) -> int:
         """The floating-point operations of a batch, second forwards included."""
@@ -145,7 +144,7 @@ class ModelEstimate:
 
     def weight_bytes(self, plan: Plan) -> int:
         """Device memory of weights, and in training of their gradients."""
-        return plan.slot_bytes + plan.resident_bytes if self.question.predict else plan.peak_device_bytes
+        return plan.taken(training=not self.question.predict)[0]
 
     @property
     def rates(self) -> Rates:

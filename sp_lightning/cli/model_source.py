@@ -130,7 +130,15 @@ def load_model(asked: Question, *, image: int | None = None, whole: bool = False
 
 
 def _load_factory(source: str, uses: int, shape: list[int] | None, whole: bool) -> ModelWithBatch:
-    module = _call_factory(source, _import(source))
+    factory, grad_enabled = _import(source), torch.is_grad_enabled()
+    try:
+        module = factory()
+    except Exception as error:
+        raise ValueError(f"{source!r} could not be made without arguments: {type(error).__name__}: {error}") from error
+    finally:
+        torch.set_grad_enabled(grad_enabled)  # a factory may have switched gradients off
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"{source!r} made a {type(module).__name__}, no nn.Module. Give {WANTED}.")
     # A LightningModule makes in configure_model what is large.
     if hasattr(module, "configure_model"):
         configure: Any = module.configure_model
@@ -165,19 +173,6 @@ def _import(source: str) -> Any:
     finally:
         sys.path.remove(os.getcwd())
     return named
-
-
-def _call_factory(source: str, factory: Any) -> nn.Module:
-    grad_enabled = torch.is_grad_enabled()
-    try:
-        module = factory()
-    except Exception as error:
-        raise ValueError(f"{source!r} could not be made without arguments: {type(error).__name__}: {error}") from error
-    finally:
-        torch.set_grad_enabled(grad_enabled)  # a factory may have switched gradients off
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"{source!r} made a {type(module).__name__}, no nn.Module. Give {WANTED}.")
-    return module
 
 
 # ---------------------------------------------------------------------- torchvision

@@ -52,7 +52,9 @@ def as_text(answer: Answer) -> str:
 def _heading(estimate: ModelEstimate) -> str:
     question = estimate.question
     what = "inference" if estimate.step is None else f"training, {estimate.step.name}"
-    count = _human_count(estimate.parameters)
+    size, count = estimate.parameters, str(estimate.parameters)
+    if size >= 1e4:
+        count = f"{size / 1e9:.2f} B" if size >= 1e8 else f"{size / 1e6:.2f} M"
     if question.accumulate > 1:
         what += f" every {question.accumulate} batches"
     if question.clip:
@@ -60,10 +62,6 @@ def _heading(estimate: ModelEstimate) -> str:
     where = f" on each of {question.devices} devices" if question.devices > 1 else ""
     where += f" {'of' if where else 'on'} each of {question.nodes} nodes" if question.nodes > 1 else ""
     return f"{estimate.question.model}: {count} parameters, {question.precision}, {what}, {estimate.model.items}{where}"
-
-
-def _human_count(count: int) -> str:
-    return f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.2f} M" if count >= 1e4 else str(count)
 
 
 def _experts(estimate: ModelEstimate, row: Row) -> list[str]:

@@ -224,7 +224,10 @@ class Walk:
         prefetch.start("batch", training=self._training)
         prefetch.trace.cyclic = not self._training and self.ended > 0
         self._residency.let_rest(not self._training)
-        self._send_residents()
+        if self._training or not self.ended:
+            nbytes = self._resident.planned.nbytes
+            self.device.copy([], [HostBytes(self._resident.index, nbytes)], Stream.UPLOAD)
+            self.device.wait(Stream.COMPUTE, self.device.record(Stream.UPLOAD), Wait.USE_AFTER_RESIDENTS)
         self._residency.fetch_ahead()
         for at, visit in enumerate(self._visits):
             self._visit(at, visit)
@@ -254,7 +257,11 @@ class Walk:
                 residency.release_unpinned(keep=layers)
             for layer in layers:
                 self._timed(layer, lambda called: residency.begin_call([called]))
-        self._take_host_time(layers)
+        # No later work is issued before Python is done with this visit.
+        weights = sum(len(layer.spans) for layer in layers)
+        python = self._rates.visit_seconds * bool(layers) + self._rates.weight_seconds * weights
+        device.host += python
+        self.host_seconds += python
         kind: Kind = "backward" if visit.backward else "forward" if layers else "between"
         device.spend(Stream.COMPUTE, visit.seconds, kind, visit.layers[0] if layers else None)
         if visit.backward:
@@ -265,13 +272,6 @@ class Walk:
             self._store(visit)
             residency.end_call(layers)
             residency.fetch_ahead()
-
-    def _take_host_time(self, layers: Sequence[StreamedLayer]) -> None:
-        """Moves the host's clock on by what Python takes for a visit: no later work is issued before that."""
-        weights = sum(len(layer.spans) for layer in layers)
-        seconds = self._rates.visit_seconds * bool(layers) + self._rates.weight_seconds * weights
-        self.device.host += seconds
-        self.host_seconds += seconds
 
     def _timed(self, layer: StreamedLayer, use: Callable[[StreamedLayer], Any]) -> None:
         """Uses a layer and notes how long compute waited for it."""
@@ -304,12 +304,6 @@ class Walk:
                 device.copy([], [HostBytes(visit.layers[0], visit.moved, "return")], Stream.UPLOAD)
                 self._back[wanted] = device.record(Stream.UPLOAD)
         device.wait(Stream.COMPUTE, self._back.get(at), Wait.USE_AFTER_RETURN)
-
-    def _send_residents(self) -> None:
-        device = self.device
-        if self._training or not self.ended:
-            device.copy([], [HostBytes(self._resident.index, self._resident.planned.nbytes)], Stream.UPLOAD)
-            device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), Wait.USE_AFTER_RESIDENTS)
 
     # ------------------------------------------------------------------ gradients and updates
 
