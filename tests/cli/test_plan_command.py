@@ -107,7 +107,9 @@ def test_generation_counts_keys_and_values(capsys: pytest.CaptureFixture[str]) -
     assert found[16]["prompt_seconds"] > found[1]["prompt_seconds"]
 
 
-@pytest.mark.parametrize("model", ["resnet50", str(SHAPES / "vit-giant.json")])
+@pytest.mark.parametrize(
+    "model", first(["resnet50", str(SHAPES / "vit-giant.json")], "resnet50", why="a model of billions of parameters")
+)
 def test_generation_by_models_that_have_no_cache(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["plan", model, "--generate", "8"])
@@ -274,6 +276,7 @@ def test_experts_count_for_the_tokens_that_are_routed_to_them(
     assert found["flops"] == pytest.approx(2 * 64 * (experts + others), rel=0.1)
 
 
+@pytest.mark.rest("a language model is run on paper twice")
 def test_attention_with_dropout_takes_no_more_than_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A GPU has kernels for it; the CPU has not, and would keep the matrix of all pairs of tokens."""
     with_dropout = plan(capsys, config("gpt2", tmp_path), "--tokens", "128", "--k", "1")["activation_bytes"]
@@ -393,10 +396,11 @@ def test_an_input_of_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
+        pytest.param(
             ["vit_b_16", "--image", "100"],
             "cannot take that (AssertionError: Wrong image height! Expected 224 but got 100!). "
             "Leave --image out: it is run with 1 image of 224 × 224 then.",
+            marks=pytest.mark.rest("a model of real size is run on paper"),
         ),
         ([str(SHAPES / "llama-3-8b.json"), "--image", "100"], "which takes no images. Leave it out."),
         (["tests.cli.test_plan_command:ConfiguresModel", "--input", "4", "8"], "set example_input_array in the module"),

@@ -324,7 +324,7 @@ CHANGES = {
     ("said", "what"),
     first(
         [(said, what) for said, each in CHANGES.items() for what in each],
-        if_=lambda pair: pair[1] is CHANGES[pair[0]][0],
+        if_=lambda pair: pair[1] in (_appends, _writes_a_buffer, _writes_the_batch),
         why="other changes of the same kinds",
     ),
 )
