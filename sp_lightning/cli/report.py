@@ -360,15 +360,16 @@ def as_json(answer: Answer) -> str:
             "dram_gbps": question.dram, "links_gbps": question.links,
             "network_gbps": question.network / 1e9,
         },
-        "windows": [
-            {
-                "k": row.plan.k, "k_prime": row.plan.k_prime, "activations": summary(row.modes),
-                "device_bytes": row.device_bytes, "fits": row.fits,
-                "seconds": row.prediction.seconds, "busy_seconds": row.prediction.busy, "binds": row.prediction.binds,
-            }
-            for row in answer.rows
-        ],
+        "windows": [_window(row) for row in answer.rows],
         "best": None if best is None else {"k": best.plan.k, "k_prime": best.plan.k_prime},
         "verdict": verdict(answer),
     }  # fmt: skip
     return json.dumps(fields, indent=2)
+
+
+def _window(row: Row) -> dict[str, object]:
+    return {
+        "k": row.plan.k, "k_prime": row.plan.k_prime, "activations": summary(row.modes),
+        "device_bytes": row.device_bytes, "fits": row.fits,
+        "seconds": row.prediction.seconds, "busy_seconds": row.prediction.busy, "binds": row.prediction.binds,
+    }  # fmt: skip

@@ -92,6 +92,18 @@ class _SimulatedLayer(StreamedLayer):
         return False
 
 
+def _simulated_layers(plan: Plan) -> list[StreamedLayer]:
+    """All layers of a plan, the residents last."""
+    groups = {
+        LayerKind.BLOCK: plan.layers,
+        LayerKind.MASTERS: plan.masters,
+        LayerKind.TABLE: plan.tables,
+        LayerKind.RESIDENTS: (plan.residents,),
+    }
+    layers = [(kind, planned) for kind, group in groups.items() for planned in group]
+    return [_SimulatedLayer(i, *layer, expert=i in plan.experts) for i, layer in enumerate(layers)]
+
+
 class _Source:
     """A source of bytes for which an update is a time: a layer's bytes are ready once its update is done."""
 
@@ -100,9 +112,7 @@ class _Source:
         self._files = files
         self._upload = upload
         self.shares = dict[int, float]()  # of each layer of stacked experts, what comes of it
-        self.updated = defaultdict[int, float](
-            float
-        )  # by the index of a layer, when its last update is done, in seconds
+        self.updated = defaultdict[int, float](float)  # when the last update of each layer is done, in seconds
 
     def ready(self, layer: StreamedLayer) -> bool:
         """Whether the layer's update is done, and the layer is in memory."""
@@ -186,16 +196,7 @@ class Walk:
         self._visits = visits
         self._rates = rates
         self._overlap = overlap
-        kinds = (LayerKind.BLOCK, LayerKind.MASTERS, LayerKind.TABLE, LayerKind.RESIDENTS)
-        planned_layers = [
-            (kind, planned)
-            for kind, group in zip(kinds, (plan.layers, plan.masters, plan.tables, (plan.residents,)), strict=True)
-            for planned in group
-        ]
-        self._layers = [
-            _SimulatedLayer(index, kind, planned, expert=index in plan.experts)
-            for index, (kind, planned) in enumerate(planned_layers)
-        ]
+        self._layers = _simulated_layers(plan)
         *moving, self._resident = self._layers
         self._training = any(visit.backward for visit in visits)
         # Training has its state on the disk, which updates read; inference has weights there, which fetches read.
