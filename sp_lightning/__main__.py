@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from sp_lightning.cli.convert_command import run_convert
-from sp_lightning.cli.lightning_command import LIGHTNING, run_lightning
-from sp_lightning.cli.plan_command import run_plan
+from sp_lightning.cli.arguments import LIGHTNING
+from sp_lightning.cli.commands import run_convert, run_lightning, run_plan
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -34,10 +34,14 @@ class HostStep:
     why: str = ""
     separable: bool = False
 
+    @property
+    def waits(self) -> bool:
+        """Whether the device waits for it, because it cannot run in the background."""
+        return self.seconds is not None and not self.separable
+
     def early(self, question: Question) -> bool:
         """Whether each layer is updated in backward, after which its gradients are freed."""
-        alone, waits = question.accumulate == 1, self.seconds is not None and not self.separable
-        return alone and question.overlap == "backward" and not waits
+        return question.accumulate == 1 and question.overlap == "backward" and not self.waits
 
     def ledger(self, question: Question, plan: Plan) -> Ledger:
         """The host's memory and its traffic."""
@@ -69,12 +73,14 @@ def refuse_step(question: Question) -> None:
         )
 
 
-def host_step(question: Question, module: nn.Module) -> HostStep:
-    """The step of the optimizer that the question names.
+def host_step(question: Question, module: nn.Module) -> HostStep | None:
+    """The step of the optimizer that the question names; None for inference.
 
     Raises:
         ValueError: nothing in the module is trained, or torchao is missing.
     """
+    if question.predict:
+        return None
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trained:
         raise ValueError(f"No parameter of {question.model!r} requires a gradient. Say --predict.")

@@ -17,8 +17,7 @@ from sp_lightning.activations.chunked_loss import chunk_loss
 from sp_lightning.cli.arguments import PRECISIONS, Question
 from sp_lightning.cli.below_memory import BelowMemory, place_inference, place_training
 from sp_lightning.cli.host_step import HostStep, host_step, refuse_step
-from sp_lightning.cli.model_source import load_model
-from sp_lightning.cli.model_with_batch import FORWARD_WANTED, ModelWithBatch, has_forward
+from sp_lightning.cli.model_source import FORWARD_WANTED, ModelWithBatch, has_forward, load_model
 from sp_lightning.device.torch_private import VALUES_NEEDED
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found
@@ -26,12 +25,11 @@ from sp_lightning.plan.activation_policy import FREEING, Call, Mode, Modes, peak
 from sp_lightning.plan.host_memory import kept_for_processes
 from sp_lightning.plan.ledger import Ledger, make_ledger
 from sp_lightning.plan.plan import Plan, make_plan
-from sp_lightning.tune.activation_choice import Balance
+from sp_lightning.tune.choices import Balance
 from sp_lightning.tune.dry_run import Work, estimate, on_paper
 from sp_lightning.tune.host_time import host_seconds
-from sp_lightning.tune.prediction import Prediction
 from sp_lightning.tune.simulator import predict
-from sp_lightning.tune.visits import Rates, Visit, schedule_visits
+from sp_lightning.tune.visits import Prediction, Rates, Visit, schedule_visits
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,6 @@ class ModelEstimate:
         question: what was asked.
         model: the model with its batch.
         found: its layers.
-        ledger: the host's memory in training; None for inference.
         step: the optimizer's step; None for inference.
         work: what a batch computes, or, if tokens are generated, what the last token does. None if the batch could not
             be run without values.
@@ -53,16 +50,32 @@ class ModelEstimate:
     question: Question
     model: ModelWithBatch
     found: Found
-    ledger: Ledger | None
     step: HostStep | None
     work: Work | None
     why_no_work: str = ""
     prompts: Work | None = None
 
-    @property
+    def plan(self, k: int, k_prime: int) -> Plan:
+        """The plan for a window."""
+        asked = self.question
+        return make_plan(
+            self.found, k=k, k_prime=k_prime, ranks=asked.devices, nodes=asked.nodes, training=not asked.predict
+        )
+
+    @cached_property
     def smallest_plan(self) -> Plan:
         """The plan that takes least memory of the device."""
-        return _smallest(self.found, self.question)
+        return self.plan(1, 1)
+
+    @cached_property
+    def ledger(self) -> Ledger | None:
+        """The host's memory in training; None for inference."""
+        return None if self.step is None else self.step.ledger(self.question, self.smallest_plan)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the weights are."""
+        return sum(parameter.numel() for parameter in self.found.places)
 
     @property
     def activation_bytes(self) -> int:
@@ -91,9 +104,8 @@ class ModelEstimate:
         """What is on the disk; None without one."""
         if self.question.disk is None:
             return None
-        if self.ledger is None:
+        if self.ledger is None or self.step is None:
             return place_inference(self.smallest_plan, self._all_host_bytes, self.host_limit)
-        assert self.step is not None
         plan, early = self.smallest_plan, self.step.early(self.question)
         batches = self.question.accumulate
         wide = make_ledger(plan, (), early=early, accumulate=batches, clips=None, scales=False).gradients
@@ -121,8 +133,7 @@ class ModelEstimate:
         """The same without a disk."""
         if self.ledger is not None:
             return self.ledger.nbytes + self.offloaded_bytes
-        plan = self.smallest_plan
-        return plan.host_bytes - sum(layer.gradient_bytes for layer in plan.trained) + self.offloaded_bytes
+        return self.smallest_plan.taken(training=False)[1] + self.offloaded_bytes
 
     def flops(self, plan: Plan, modes: Modes) -> int:
         """The floating-point operations of a batch, second forwards included."""
@@ -133,7 +144,7 @@ class ModelEstimate:
 
     def weight_bytes(self, plan: Plan) -> int:
         """Device memory of weights, and in training of their gradients."""
-        return plan.slot_bytes + plan.resident_bytes if self.question.predict else plan.peak_device_bytes
+        return plan.taken(training=not self.question.predict)[0]
 
     @property
     def rates(self) -> Rates:
@@ -186,8 +197,7 @@ class ModelEstimate:
     @property
     def overlap(self) -> Literal["off", "forward", "backward"]:
         """When updates run, if they can run in the background."""
-        waits = self.step is not None and self.step.seconds is not None and not self.step.separable
-        return "off" if waits else self.question.overlap
+        return "off" if self.step is not None and self.step.waits else self.question.overlap
 
     def modes(self, plan: Plan) -> Modes:
         """The mode of each unit with a window. ``auto`` is, as in a run, the fastest choice within the memory that it leaves."""
@@ -265,23 +275,19 @@ def estimate_model(question: Question) -> ModelEstimate:
     dtype, autocast = PRECISIONS[question.precision]
     with _default_dtype(dtype), on_paper(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = _load(question, image=question.image)
+        model = load_model(question, image=question.image)
         module = model.module
         if not any(True for _ in module.parameters()):
             raise ValueError(f"{question.model!r} has no parameters, so there is nothing to stream.")
         module.to(dtype)
-        if question.checkpointing:
-            _checkpoint(module)
-        _chunk_loss(module, question)
+        _prepare(module, question)
         module.train(not question.predict)
         found = find_layers(module, layers=question.layers, resident=question.resident or (), autocast=autocast)
         if question.generate is None:
             model, work, why = _run_batch(model, found, question, autocast)
-            step = None if question.predict else host_step(question, module)
-            ledger = None if step is None else step.ledger(question, _smallest(found, question))
-            return ModelEstimate(question, model, found, ledger, step, work, why)
+            return ModelEstimate(question, model, found, host_step(question, module), work, why)
         prompts, work = _generate(model, found, question, autocast)
-        return ModelEstimate(question, model, found, None, None, work, prompts=prompts)
+        return ModelEstimate(question, model, found, None, work, prompts=prompts)
 
 
 @contextmanager
@@ -294,20 +300,13 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _load(question: Question, *, image: int | None = None, whole: bool = False) -> ModelWithBatch:
-    return load_model(
-        question.model, batch=question.batch, tokens=question.tokens, image=image, shape=question.input, whole=whole
-    )
-
-
-def _checkpoint(module: nn.Module) -> None:
+def _prepare(module: nn.Module, question: Question) -> None:
+    """Has a module recompute by itself, and its loss computed in chunks, as far as that is asked."""
     enable = getattr(module, "gradient_checkpointing_enable", None)
-    if enable is None:
+    if question.checkpointing and enable is None:
         raise ValueError(f"{type(module).__name__} has no gradient_checkpointing_enable; leave out --checkpointing.")
-    enable()
-
-
-def _chunk_loss(module: nn.Module, question: Question) -> None:
+    if question.checkpointing and enable is not None:
+        enable()
     tokens, keep = question.loss_tokens, question.keep_logits
     if tokens is None and keep:
         raise ValueError("--keep-logits says what becomes of logits with --loss-tokens N; give that, too.")
@@ -315,10 +314,6 @@ def _chunk_loss(module: nn.Module, question: Question) -> None:
         raise ValueError("--loss-tokens is for training, and nothing is trained here; leave it out.")
     if tokens is not None:
         chunk_loss(module, tokens, keep_logits=keep)
-
-
-def _smallest(found: Found, question: Question) -> Plan:
-    return make_plan(found, k=1, k_prime=1, ranks=question.devices, nodes=question.nodes, training=not question.predict)
 
 
 # ---------------------------------------------------------------------- a batch
@@ -342,7 +337,7 @@ def _run_batch(
     why = _in_one_line(work)
     if question.image is None and question.input is None:
         return model, None, why
-    other = replace(_load(question, whole=question.input is not None), module=model.module)
+    other = replace(load_model(question, whole=question.input is not None), module=model.module)
     again = _try_batch(other, found, question, autocast)
     if isinstance(again, Work) and question.input is not None:
         return other, again, ""

@@ -7,12 +7,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from sp_lightning.cli.answer import Answer, Row
+from sp_lightning.cli.answer import Answer, Row, verdict
 from sp_lightning.cli.arguments import MODES, Question
 from sp_lightning.cli.model_estimate import ModelEstimate
-from sp_lightning.cli.nodes_report import nodes_assumed, nodes_gain
-from sp_lightning.cli.verdict import verdict
-from sp_lightning.observe.summary import remedy
+from sp_lightning.observe.stats import remedy
 from sp_lightning.plan.activation_policy import summary
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.tune.dry_run import Work
@@ -26,6 +24,7 @@ def as_text(answer: Answer) -> str:
     """The answer for people."""
     estimate, question, best = answer.estimate, answer.question, answer.best
     row = best or answer.rows[0]
+    without_disk = "" if question.disk is None else "without a disk, "
     state = estimate.ledger.state if estimate.ledger else None
     lines = [
         _heading(estimate),
@@ -34,17 +33,16 @@ def as_text(answer: Answer) -> str:
         _activations(estimate, row),
         _host(estimate),
         *_processes(estimate),
-        *_disk(answer),
+        *(_disk(answer) or ()),
         *_step(estimate),
         *_assumed(question),
-        *nodes_assumed(question),
         "",
         *_windows(answer),
         *_words(answer),
         *_experts(estimate, row),
         "",
-        _faster(estimate, row) if answer.host_fits else _other_times(question),
-        *nodes_gain(estimate, row),
+        _faster(estimate, row) if answer.host_fits else f"the times are those {without_disk}with enough host memory",
+        *_nodes_gain(estimate, row),
     ]
     if estimate.work is not None and not question.predict:
         lines += ["", *_modes(estimate.work), *(f"note: {note}" for note in _notes(estimate))]
@@ -54,22 +52,16 @@ def as_text(answer: Answer) -> str:
 def _heading(estimate: ModelEstimate) -> str:
     question = estimate.question
     what = "inference" if estimate.step is None else f"training, {estimate.step.name}"
-    count = _human_count(_parameters(estimate))
+    size, count = estimate.parameters, str(estimate.parameters)
+    if size >= 1e4:
+        count = f"{size / 1e9:.2f} B" if size >= 1e8 else f"{size / 1e6:.2f} M"
     if question.accumulate > 1:
         what += f" every {question.accumulate} batches"
     if question.clip:
         what += f", clipped by {question.clip}"
     where = f" on each of {question.devices} devices" if question.devices > 1 else ""
     where += f" {'of' if where else 'on'} each of {question.nodes} nodes" if question.nodes > 1 else ""
-    return f"{estimate.model.name}: {count} parameters, {question.precision}, {what}, {estimate.model.items}{where}"
-
-
-def _parameters(estimate: ModelEstimate) -> int:
-    return sum(parameter.numel() for parameter in estimate.found.places)
-
-
-def _human_count(count: int) -> str:
-    return f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.2f} M" if count >= 1e4 else str(count)
+    return f"{estimate.question.model}: {count} parameters, {question.precision}, {what}, {estimate.model.items}{where}"
 
 
 def _experts(estimate: ModelEstimate, row: Row) -> list[str]:
@@ -114,34 +106,23 @@ def _host(estimate: ModelEstimate) -> str:
     parts += f", optimizer state {human_bytes(ledger.state or 0)}"
     if estimate.below is not None and estimate.below.placement is None:
         return f"host memory{node} at least {human_bytes(nbytes)}, with as much as possible on the disk; in all there are {parts}"
-    each = nbytes / max(_parameters(estimate), 1)
+    below, on_disk = estimate.below, ""
+    if below is not None and below.placement is not None and below.placement.on_disk:
+        away = below.placement.disk_bytes + sum(below.weights.values()) + sum(below.gradients.values())
+        through = below.placement.staging + below.window
+        on_disk = f"; {human_bytes(away)} of these are on the disk, and pass through {human_bytes(through)} of memory"
+    each = nbytes / max(estimate.parameters, 1)
     return (
-        f"host memory{node} {human_bytes(nbytes)}, {each:.3g} bytes per parameter: {parts}"
-        f"{_on_disk(estimate)}{_hooks(estimate)}"
+        f"host memory{node} {human_bytes(nbytes)}, {each:.3g} bytes per parameter: {parts}{on_disk}{_hooks(estimate)}"
     )
 
 
-def _on_disk(estimate: ModelEstimate) -> str:
-    """How much less memory it is than its parts."""
-    below = estimate.below
-    if below is None or below.placement is None or not below.placement.on_disk:
-        return ""
-    away = below.placement.disk_bytes + sum(below.weights.values()) + sum(below.gradients.values())
-    through = below.placement.staging + below.window
-    return f"; {human_bytes(away)} of these are on the disk, and pass through {human_bytes(through)} of memory"
-
-
-def _disk(answer: Answer) -> list[str]:
-    """What is on the disk."""
+def _disk(answer: Answer) -> list[str] | None:
+    """What is on the disk; None without one."""
     below, best = answer.estimate.below, answer.best
     if below is None:
-        return []
-    return below.lines(_parameters(answer.estimate), None if best is None else best.prediction.seconds)
-
-
-def _other_times(question: Question) -> str:
-    """What the times are of, if host memory does not suffice."""
-    return f"the times are those {'' if question.disk is None else 'without a disk, '}with enough host memory"
+        return None
+    return below.lines(answer.estimate.parameters, None if best is None else best.prediction.seconds)
 
 
 def _processes(estimate: ModelEstimate) -> list[str]:
@@ -190,22 +171,24 @@ def _assumed(question: Question) -> list[str]:
     visit, weight = (1e6 * each for each in seconds)
     known = "measured of this host" if question.measure_host else "assumed of the host (--measure-host)"
     host = f"{known}: {visit:.0f} µs of Python for each visit of a layer, and {weight:.0f} µs for each weight in it"
-    if question.devices == 1:
-        return [line, host]
-    uploads = "fetches all layers by itself"
-    if question.transfer == "sliced":
-        uploads = f"uploads 1/{question.devices} of each layer, and gets the rest from the others"
-    several = (
-        f"assumed of the {question.devices} devices: each has so many TFLOP/s and GB/s and {uploads}; they "
-        f"share the host's memory, one process updates the weights for all, and {question.links:g} GB/s lead from each device "
-        "to the others (--links). Beside that, each process may have a copy of the weights while a run begins: build the "
-        "module on the meta device (weights=) and there is none"
-    )
-    return [
-        line,
-        host,
-        several if not question.predict else several.replace(", one process updates the weights for all,", ""),
-    ]
+    lines = [line, host]
+    if question.devices > 1:
+        uploads, updates = "fetches all layers by itself", "one process updates the weights for all, "
+        if question.transfer == "sliced":
+            uploads = f"uploads 1/{question.devices} of each layer, and gets the rest from the others"
+        lines.append(
+            f"assumed of the {question.devices} devices: each has so many TFLOP/s and GB/s and {uploads}; they "
+            f"share the host's memory, {updates * (not question.predict)}and {question.links:g} GB/s lead from each device "
+            "to the others (--links). Beside that, each process may have a copy of the weights while a run begins: build the "
+            "module on the meta device (weights=) and there is none"
+        )
+    if question.nodes > 1:
+        lines.append(
+            f"assumed of the {question.nodes} nodes: each has a copy of everything and updates it, and "
+            f"{question.network / 1e9:g} GB/s lead from each node to the others, each way, for all its devices together "
+            "(--network)"
+        )
+    return lines
 
 
 def _windows(answer: Answer) -> list[str]:
@@ -231,6 +214,8 @@ def _words(answer: Answer) -> list[str]:
         "weights on the device" if question.predict else "weights on the device, and gradients on their way to the host"
     )
     rest = "the same with activations" + (", keys and values" if question.generate is not None else "")
+    sums = [] if question.predict else ["sums of gradients"]
+    links = " and ".join([*sums, *["layers"] * (question.transfer == "sliced")])
     words = {
         "k": "layers that are usable on the device at once",
         "k'": "layers that move as one transfer; a window is k and k' with their memory",
@@ -238,18 +223,11 @@ def _words(answer: Answer) -> list[str]:
         "with the rest": f"{rest} and intermediate results: what the device needs",
         "waiting": "share of the time in which the device does not compute",
         "binds": "what takes longest and so decides the time; host: Python's own time; host memory: reading and writing it"
-        + f"; links: {_over_links(question)}" * (question.devices > 1)
+        + f"; links: {links} between devices" * (question.devices > 1)
         + "; network: sums of gradients between nodes" * (question.nodes > 1),
         "◀": "the smallest of the fastest windows that fit",
     }
     return ["", *(f"  {word:<14} {meaning}" for word, meaning in words.items())]
-
-
-def _over_links(question: Question) -> str:
-    """What passes the links between devices."""
-    sums = [] if question.predict else ["sums of gradients"]
-    slices = ["layers"] if question.transfer == "sliced" else []
-    return " and ".join([*sums, *slices]) + " between devices"
 
 
 def _faster(estimate: ModelEstimate, row: Row) -> str:
@@ -321,6 +299,33 @@ def _notes(estimate: ModelEstimate) -> list[str]:
     ]
 
 
+def _nodes_gain(estimate: ModelEstimate, row: Row) -> list[str]:
+    """How many times as many samples several nodes train in the same time as one; nothing for one, or without training."""
+    question, busy = estimate.question, row.prediction.busy
+    if question.nodes == 1 or question.predict:
+        return []
+    one = _seconds_with(estimate, row, 1)
+    gains = {nodes: nodes * one / _seconds_with(estimate, row, nodes) for nodes in sorted({2, question.nodes})}
+    times = ", ".join(f"{nodes} train {gain:.3g} times as many samples" for nodes, gain in gains.items())
+    pays = (
+        f"adds {gains[2] - 1:.0%} of what the first one trains"
+        if gains[2] > 1
+        else "does not pay: the sums take too long"
+    )
+    others = max(seconds for name, seconds in busy.items() if name != "network")
+    enough = question.network / 1e9 * busy["network"] / max(others, 1e-9)
+    return [
+        f"nodes: one takes {one:.3g} s per batch; beside it, {times}. A second node {pays}. The network is at work for "
+        f"{busy['network']:.3g} s; it binds below {enough:.3g} GB/s."
+    ]
+
+
+def _seconds_with(estimate: ModelEstimate, row: Row, nodes: int) -> float:
+    """The time of a batch on so many such nodes, with the window and the modes of a row."""
+    question = type(estimate.question)(**{**vars(estimate.question), "nodes": nodes})
+    return replace(estimate, question=question).predict(replace(row.plan, nodes=nodes), row.modes).seconds
+
+
 # ---------------------------------------------------------------------- JSON
 
 
@@ -329,9 +334,9 @@ def as_json(answer: Answer) -> str:
     estimate, best = answer.estimate, answer.best
     question, work, plan = answer.question, estimate.work, answer.rows[0].plan
     fields = {
-        "model": estimate.model.name,
+        "model": estimate.question.model,
         "precision": question.precision,
-        "parameters": _parameters(estimate),
+        "parameters": estimate.parameters,
         "tables": [{"name": table.name, "bytes": table.nbytes} for table in plan.tables],
         "layers": [{"name": layer.name, "bytes": layer.nbytes} for layer in plan.layers],
         "activations": question.activations,
@@ -344,7 +349,7 @@ def as_json(answer: Answer) -> str:
         "training": not question.predict,
         "devices": question.devices,
         "nodes": question.nodes,
-        "disk": _disk(answer) or None,
+        "disk": _disk(answer),
         "generated_tokens": question.generate,
         "prompt_seconds": answer.prompt_seconds,
         "host_bytes": estimate.host_bytes,

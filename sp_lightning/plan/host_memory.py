@@ -17,11 +17,10 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     Args:
         root: the root of the file system that is read.
     """
-    fields = dict(line.split(":", 1) for line in _lines(root / "proc/meminfo") if ":" in line)
-    if "MemAvailable" not in fields:
+    free = _field(root / "proc/meminfo", "MemAvailable")
+    if free is None:
         return None
-    free = sum(int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "SwapFree") if name in fields)
-    return min([free, *_of_groups(root)])
+    return min([free + (_field(root / "proc/meminfo", "SwapFree") or 0), *_of_groups(root)])
 
 
 def resident_bytes(root: Path = Path("/")) -> int:
@@ -31,8 +30,8 @@ def resident_bytes(root: Path = Path("/")) -> int:
     do not count: the system takes them back when somebody needs memory. Those of a file that was just copied are dirty until
     the disk has them; of a private mapping, only anonymous pages are the process's own.
     """
-    fields = dict(line.split(":", 1) for line in _lines(root / "proc/self/status") if ":" in line)
-    if "VmRSS" not in fields:
+    taken = _field(root / "proc/self/status", "VmRSS")
+    if taken is None:
         return 0
     others, signs = 0, dict[str, int]()
     for line in _lines(root / "proc/self/smaps"):
@@ -42,7 +41,7 @@ def resident_bytes(root: Path = Path("/")) -> int:
             signs = {} if not data else _OF_PRIVATE if words[1].endswith("p") else _OF_SHARED
         elif words[0] in signs:
             others += signs[words[0]] * int(words[1])
-    return (int(fields["VmRSS"].split()[0]) - others) * 1024
+    return taken - others * 1024
 
 
 _OF_PRIVATE = {"Rss:": 1, "Anonymous:": -1}
@@ -55,8 +54,7 @@ def anonymous_bytes() -> int:
 
     0 if the system is not Linux.
     """
-    fields = dict(line.split(":", 1) for line in _lines(Path("/proc/self/status")) if ":" in line)
-    return int(fields["RssAnon"].split()[0]) * 1024 if "RssAnon" in fields else 0
+    return _field(Path("/proc/self/status"), "RssAnon") or 0
 
 
 MARGIN = 1 / 16
@@ -154,6 +152,12 @@ def _of_groups(root: Path) -> list[int]:
 
 def _lines(file: Path) -> list[str]:
     return file.read_text(errors="replace").splitlines() if file.is_file() else []
+
+
+def _field(file: Path, field: str) -> int | None:
+    """The bytes of a field of a file that has lines such as ``VmRSS:  12 kB``."""
+    fields = dict(line.split(":", 1) for line in _lines(file) if ":" in line)
+    return int(fields[field].split()[0]) * 1024 if field in fields else None
 
 
 def _number(file: Path) -> int | None:

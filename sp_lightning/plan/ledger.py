@@ -141,100 +141,72 @@ def make_ledger(
         sliced: whether the devices of a node upload layers together.
     """
     narrow = narrow and accumulate == 1 and plan.alone  # sums are float32
-    bytes_of = _Bytes.of(plan, narrow=narrow, sliced=sliced)
     state = _state_bytes(optimizers)
-    passes = _passes(bytes_of, state or 0, accumulate, clips=clips, scales=scales, pieces=pieces, narrow=narrow)
+    passes = _passes(
+        plan, state or 0, accumulate, clips=clips, scales=scales, pieces=pieces, narrow=narrow, sliced=sliced
+    )
     return Ledger(
         parameters=sum(math.prod(span.shape) for layer in (*plan.trained, *plan.masters) for span in layer.spans),
-        weights=bytes_of.weights + bytes_of.masters,
-        gradients=_gradient_bytes(plan, bytes_of, early=early and accumulate == 1, sums=accumulate > 1, narrow=narrow),
+        weights=sum(layer.nbytes for layer in (*plan.trained, *plan.masters)),
+        gradients=_gradient_bytes(plan, early=early and accumulate == 1, sums=accumulate > 1, narrow=narrow),
         state=state,
         passes=tuple(each for each in passes if each.read or each.written),
         ranks=plan.ranks,
     )
 
 
-@dataclass(frozen=True)
-class _Bytes:
-    """Sizes in bytes, for all layers together.
-
-    Attributes:
-        weights: what layers have on the host, casts included.
-        fetched: what all devices of the node together copy of that in a forward. Of a table some rows travel.
-        masters, casts: float32 weights that travel as casts, and these.
-        gradients: of all trainable parameters, in their dtypes.
-        narrow: gradients that leave as casts, in that dtype: half as large as their masters' are.
-        kept: gradients as they wait for the update.
-        ranks: how many devices there are on the node.
-        alone: whether there is one device in all.
-    """
-
-    weights: int
-    fetched: int
-    masters: int
-    casts: int
-    gradients: int
-    narrow: int
-    kept: int
-    ranks: int
-    alone: bool
-
-    @classmethod
-    def of(cls, plan: Plan, *, narrow: bool, sliced: bool) -> _Bytes:
-        layers = plan.trained
-        weights = sum(layer.nbytes for layer in layers)
-        gradients, casts = (
-            sum(sizes) for sizes in zip(*((x.gradient_bytes, x.narrow_bytes) for x in layers), strict=True)
-        )
-        together = sum(layer.nbytes for layer in plan.layers if sliced and layer.ring == plan.main_ring)
-        alone = weights - sum(table.nbytes for table in plan.tables) - together
-        return cls(
-            weights=weights,
-            fetched=together + plan.ranks * alone,
-            masters=sum(each.nbytes for each in plan.masters),
-            casts=sum(cast.nbytes for layer in layers for cast in layer.casts),
-            gradients=gradients,
-            narrow=casts,
-            kept=gradients - narrow * casts,
-            ranks=plan.ranks,
-            alone=plan.alone,
-        )
-
-
-def _gradient_bytes(plan: Plan, bytes_of: _Bytes, *, early: bool, sums: bool, narrow: bool) -> int:
+def _gradient_bytes(plan: Plan, *, early: bool, sums: bool, narrow: bool) -> int:
     """Host memory of gradients, those on their way included."""
     layers = plan.trained
     # Gradients that are added to others, or widened, are staged: those of k' + 1 transfers, and of one that has landed.
     staging = (layer.gradient_bytes if sums else layer.narrow_bytes * (not narrow) for layer in layers)
     # Those of several devices are added up before they leave, in the parameters' dtypes.
     staged = (plan.k_prime + 2) * max(staging) * plan.alone
+    kept = [layer.gradient_bytes - narrow * layer.narrow_bytes for layer in layers]  # as they wait for the update
     if not early:
-        return bytes_of.kept + staged
+        return sum(kept) + staged
     # Those of k' + 1 transfers, of one that has landed, and of one whose update is under way.
-    largest = max(layer.gradient_bytes - narrow * layer.narrow_bytes for layer in layers)
-    return min(bytes_of.kept, plan.residents.gradient_bytes + (plan.k_prime + 3) * largest) + staged
+    return min(sum(kept), plan.residents.gradient_bytes + (plan.k_prime + 3) * max(kept)) + staged
 
 
 def _passes(
-    size: _Bytes, state: int, accumulate: int, *, clips: str | None, scales: bool, pieces: bool, narrow: bool
+    plan: Plan,
+    state: int,
+    accumulate: int,
+    *,
+    clips: str | None,
+    scales: bool,
+    pieces: bool,
+    narrow: bool,
+    sliced: bool,
 ) -> list[Pass]:
     """All passes of a step; ``state`` in bytes, the others as in :func:`make_ledger`."""
-    gradients, more = size.gradients, accumulate - 1
-    narrow_leave = size.narrow * size.alone
+    layers, more = plan.trained, accumulate - 1
+    masters = sum(each.nbytes for each in plan.masters)
+    casts = sum(cast.nbytes for layer in layers for cast in layer.casts)
+    # What all devices of the node together copy in a forward. Of a table some rows travel.
+    together = sum(layer.nbytes for layer in plan.layers if sliced and layer.ring == plan.main_ring)
+    whole = sum(layer.nbytes for layer in (*plan.layers, plan.residents)) - together
+    gradients = sum(layer.gradient_bytes for layer in layers)
+    halves = sum(
+        layer.narrow_bytes for layer in layers
+    )  # what leaves as casts, half as large as its masters' gradients
+    kept = gradients - halves * narrow
+    narrow_leave = halves * plan.alone
     widened = narrow_leave * (not narrow)
-    wide = size.kept - size.narrow * narrow  # a narrow gradient is unscaled and clipped on its way
+    wide = kept - halves * narrow  # a narrow gradient is unscaled and clipped on its way
     clipped = wide * (clips is not None)
     return [
-        Pass("casts", accumulate * size.masters - 2 * size.narrow * pieces, accumulate * size.casts),
-        Pass("fetch", 2 * accumulate * size.fetched, 0),
+        Pass("casts", accumulate * masters - 2 * halves * pieces, accumulate * casts),
+        Pass("fetch", 2 * accumulate * (together + plan.ranks * whole), 0),
         Pass("gradients", 0, accumulate * (gradients - narrow_leave)),
         Pass("widening", widened, 2 * widened),
         # Several devices take what is there already with them, and add it up there.
-        Pass("accumulation", more * gradients * (2 if size.alone else size.ranks), more * gradients * size.alone),
-        Pass("unscaling", size.kept * scales, wide * scales),
-        Pass("norm", size.kept * (clips == "norm"), 0),
+        Pass("accumulation", more * gradients * (2 if plan.alone else plan.ranks), more * gradients * plan.alone),
+        Pass("unscaling", kept * scales, wide * scales),
+        Pass("norm", kept * (clips == "norm"), 0),
         Pass("clipping", clipped * (not pieces), clipped),
-        Pass("update", gradients + size.kept + state, gradients + state),  # a gradient is as large as its weight
+        Pass("update", gradients + kept + state, gradients + state),  # a gradient is as large as its weight
     ]
 
 
@@ -242,29 +214,23 @@ def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
     """Bytes of the optimizers' state. Of an optimizer that is not torch's, they are known once the state is there."""
     total = 0
     for optimizer in optimizers:
-        count = _TENSORS.get(type(optimizer))
+        trained = [(group, p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         bits = FEW_BITS.get((type(optimizer).__module__, type(optimizer).__qualname__))
         if bits is not None:
-            total += sum(
-                _few_bits(p, group, optimizer, bits) for group in optimizer.param_groups for p in group["params"]
-            )
-            continue
-        if count is None:
+            total += sum(_few_bits(p, group, optimizer, bits) for group, p in trained)
+        elif has_known_state(optimizer):
+            total += sum(state_tensors(optimizer, group) * p.numel() * p.element_size() for group, p in trained)
+        else:
             leaves = tree_leaves(dict(state_of(optimizer)))
             state = [part for leaf in leaves if isinstance(leaf, torch.Tensor) for _, part in parts("", leaf)]
             if not state:
                 return None
             total += sum(each.nbytes for each in state)
-            continue
-        for group in optimizer.param_groups:
-            total += count(group) * sum(p.numel() * p.element_size() for p in group["params"] if p.requires_grad)
     return total
 
 
 def _few_bits(parameter: torch.Tensor, group: dict[str, Any], optimizer: Any, bits: int) -> int:
     """Bytes of the state that torchao's Adam has for a parameter: codes, a scale for each block, a table for 4 and 8 bits."""
-    if not parameter.requires_grad:
-        return 0
     size, numel, block = parameter.element_size(), parameter.numel(), optimizer.block_size
     if numel >= 4096 and numel % block == 0:  # others keep whole numbers
         table = 4 * 2**bits * (not type(optimizer).__qualname__.endswith("Fp8"))

@@ -216,7 +216,8 @@ class Plan:
             half = _LONGEST // 2
             shown[half:-half] = [f"  … {len(shown) - 2 * half} more"]
         slots = " + ".join(f"{r.slots} × {human_bytes(r.nbytes)}" for r in self.rings if r.slots) or "none"
-        peak, host, what = self._compared(training)
+        peak, host = self.taken(training=training)
+        what = "weights and gradients" if training else "weights"
         plain = self._plain(training, state)
         totals = {
             "slots": (self.slot_bytes, slots),
@@ -247,7 +248,8 @@ class Plan:
 
         The arguments are those of :meth:`table`.
         """
-        peak, on_host, what = self._compared(training)
+        peak, on_host = self.taken(training=training)
+        what = "weights and gradients" if training else "weights"
         plain = self._plain(training, state)
         saves = f"take {human_bytes(peak)} of device memory"
         if plain:
@@ -264,12 +266,12 @@ class Plan:
         count = f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"
         return f"Superpipeline: {count}, k = {self.k}, k' = {self.k_prime}"
 
-    def _compared(self, training: bool) -> tuple[int, int, str]:
-        """Bytes on the device, bytes on the host, and what they are of."""
+    def taken(self, *, training: bool) -> tuple[int, int]:
+        """Bytes that weights, and in training gradients, take on the device and on the host."""
         if training:
-            return self.peak_device_bytes, self.host_bytes, "weights and gradients"
+            return self.peak_device_bytes, self.host_bytes
         gradients = sum(layer.gradient_bytes for layer in self.trained)
-        return self.peak_device_bytes - self.gradient_bytes, self.host_bytes - gradients, "weights"
+        return self.peak_device_bytes - self.gradient_bytes, self.host_bytes - gradients
 
     def _plain(self, training: bool, state: int | None) -> str:
         """What plain Lightning has on the device; empty if that is not known."""

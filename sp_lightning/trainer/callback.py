@@ -12,8 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
 from sp_lightning.observe.messages import say_once
-from sp_lightning.observe.stats import Stats
-from sp_lightning.observe.summary import bottleneck, counters_line
+from sp_lightning.observe.stats import Stats, bottleneck, counters_line
 from sp_lightning.trainer.compat import accumulates, attach_callback, logged_step
 from sp_lightning.trainer.partner import Partner
 from sp_lightning.trainer.recording import Recording

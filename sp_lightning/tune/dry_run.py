@@ -19,11 +19,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
 
 from sp_lightning.activations.offload import count_once, is_small
 from sp_lightning.device.torch_private import (
     FakeTensorMode,
     TorchDispatchMode,
+    cpu_attention_backward_operator,
+    cpu_attention_operator,
+    grouped_mm_operator,
     modules_converted_without_swaps,
     storage_id,
     to_copy_operator,
@@ -34,7 +38,6 @@ from sp_lightning.model.found import Found
 from sp_lightning.model.stacks import routed_share
 from sp_lightning.plan.activation_policy import EXEMPT, Call, Mode, Modes, peak_bytes
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.tune.flops import formula
 from sp_lightning.tune.visits import Visit
 
 
@@ -93,11 +96,6 @@ class Work:
     small: tuple[Call, ...]
     outside: int
     largest_outside: Saved | None
-
-    @property
-    def flops(self) -> int:
-        """Floating-point operations of the whole batch."""
-        return sum(cost.flops for cost in self.costs)
 
     @property
     def offloaded(self) -> int:
@@ -182,28 +180,7 @@ def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
     large = (saved for saved in outside if not is_small(saved.nbytes))
     largest = max(large, key=lambda saved: saved.nbytes, default=None)
     calls, small = tuple(saves.calls), tuple(saves.small)
-    return Work(trial.costs(), trial.peak(), calls, small, sum(saved.nbytes for saved in outside), largest)
-
-
-@dataclass
-class _Live:
-    """Counts the bytes of storages that are alive now, and the most that ever were."""
-
-    now: int = 0
-    peak: int = 0
-    known: dict[int, Any] = field(default_factory=dict)
-
-    def see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage_id(storage)
-        if key not in self.known:
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            self.known[key] = weakref.finalize(storage, self._gone, key, storage.nbytes())
-
-    def _gone(self, key: int, nbytes: int) -> None:
-        if self.known.pop(key, None) is not None:
-            self.now -= nbytes
+    return Work(trial.costs(), trial.peak, calls, small, sum(saved.nbytes for saved in outside), largest)
 
 
 class _Saves:
@@ -269,7 +246,8 @@ class _Trial(TorchDispatchMode):
         super().__init__()
         self._costs: list[Cost] = []
         self._above: list[Cost] = []
-        self._live = _Live()
+        self.peak = self._alive = 0  # bytes beside parameters, casts that travel, and buffers: the most, and now
+        self._living: dict[int, Any] = {}  # of each storage that is alive, what counts its bytes off
         self._weights = {
             storage_id(p.untyped_storage()): index
             for index, layer in enumerate(found.layers)
@@ -313,9 +291,17 @@ class _Trial(TorchDispatchMode):
         """The visits that computed something or used layers, in order."""
         return tuple(cost for cost in self._costs if cost.layers or cost.flops or cost.moved)
 
-    def peak(self) -> int:
-        """The most bytes that were alive at once beside parameters, casts that travel, and buffers."""
-        return self._live.peak
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, nbytes = storage_id(storage), storage.nbytes()
+        if key not in self._living:
+            self._alive += nbytes
+            self.peak = max(self.peak, self._alive)
+            self._living[key] = weakref.finalize(storage, self._gone, key, nbytes)
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        if self._living.pop(key, None) is not None:
+            self._alive -= nbytes
 
     def stays(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is that of a weight, of a cast that travels, or of a buffer."""
@@ -330,23 +316,20 @@ class _Trial(TorchDispatchMode):
         result = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        casts = func.overloadpacket is to_copy_operator and self._is_lowered(inputs[0])
+        keys = [storage_id(leaf.untyped_storage()) for leaf in inputs]
+        casts = func.overloadpacket is to_copy_operator and keys[0] in self._lowered
         for tensor in outputs:
             if casts:
                 self._casts.append(tensor)  # it arrives with its layer, and takes no memory beside the slot
-                self._weights[storage_id(tensor.untyped_storage())] = self._weights[
-                    storage_id(inputs[0].untyped_storage())
-                ]
+                self._weights[storage_id(tensor.untyped_storage())] = self._weights[keys[0]]
             elif not self.stays(tensor):
-                self._live.see(tensor)
+                self._see(tensor)
         if func.is_view or func.namespace == "prim" or func.overloadpacket is torch.ops.aten.detach:
             return result  # these compute nothing; the operator of prim's reads a tensor's device
         if self.now.backward:
-            for tensor in inputs:
-                layer = self._layer_of(tensor)
-                if layer is not None and layer >= 0:
-                    self.now.needs[layer] = None
-        flops = formula(func.overloadpacket)
+            layers = (self._weights.get(key, -1) for key in keys)
+            self.now.needs |= dict.fromkeys(layer for layer in layers if layer >= 0)
+        flops = _FLOPS.get(func.overloadpacket)
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
         if flops is not None:
             self.now.flops += flops(*args, **kwargs, out_val=result)
@@ -354,12 +337,6 @@ class _Trial(TorchDispatchMode):
         else:
             self.now.moved += nbytes
         return result
-
-    def _is_lowered(self, tensor: Tensor) -> bool:
-        return storage_id(tensor.untyped_storage()) in self._lowered
-
-    def _layer_of(self, tensor: Tensor) -> int | None:
-        return self._weights.get(storage_id(tensor.untyped_storage()))
 
 
 class _Fused(TorchFunctionMode):
@@ -380,3 +357,43 @@ class _Fused(TorchFunctionMode):
 
 def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
+
+
+# ---------------------------------------------------------------------- floating-point operations
+
+
+def _grouped_flops(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
+    """FLOPs of several experts at once, which share out rows of ``a``, columns of ``b`` or what is summed over."""
+    experts_share_nothing = a.ndim == 3 and b.ndim == 3
+    return 2 * a.numel() * b.shape[-1] if a.ndim == 2 or experts_share_nothing else 2 * a[0].numel() * b.shape[-1]
+
+
+def _convolution_backward_flops(
+    gradient: Tensor, x: Tensor, weight: Tensor, _bias: Any, _stride: Any, _padding: Any, _dilation: Any, transposed: bool,
+    _output_padding: Any, _groups: int, mask: Any, **kwargs: Any,
+) -> int:  # fmt: skip
+    """Counts a forward for each gradient that is wanted. torch's own formula ignores the groups."""
+    multiplications = weight[0].numel() * (x if transposed else gradient).numel()
+    return 2 * multiplications * sum(bool(wanted) for wanted in mask[:2])
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    """FLOPs of the CPU's attention, for which torch 2.10 and 2.11 have no formula. Several queries may share a key."""
+    return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward_flops(
+    _gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> int:
+    """Scores are computed again; then come the gradients of query and key, of value and of the scores."""
+    return 2 * query[..., 0].numel() * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+_FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    grouped_mm_operator: _grouped_flops,
+    torch.ops.aten.convolution_backward: _convolution_backward_flops,
+    cpu_attention_operator: _attention_flops,
+    cpu_attention_backward_operator: _attention_backward_flops,
+}
+"""What counts an operator's FLOPs, from its arguments and result. torch has none, or a wrong one, for those below its own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from time import thread_time
 
 import torch
@@ -16,7 +16,6 @@ from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 
 _LAYERS, _WIDTH, _FEW, _MANY, _ROUNDS = 12, 8, 1, 8, 30
-Step = Callable[[], object]
 
 HOST_SECONDS = {"training": (6e-5, 3.5e-5), "inference": (6e-5, 1.2e-5)}
 """What a visit takes of the host, and each weight in it, where the engine runs beside a device: seconds of Python. Measured on
@@ -56,9 +55,9 @@ def _beyond_plain(weights: int, *, training: bool) -> float:
     found = find_layers(streamed, layers=[str(layer) for layer in range(_LAYERS)])
     streamer = Streamer(streamed, found, make_plan(found, k=2, k_prime=1), Device(torch.device("cpu")), pin=False)
     x = torch.ones(1, _WIDTH)
-    steps: list[Step] = [
-        lambda: _train(plain, x) if training else _infer(plain, x),
-        lambda: _train(streamed, x, streamer) if training else _infer(streamed, x, streamer),
+    steps = [
+        partial(_step, plain, x, None, training=training),
+        partial(_step, streamed, x, streamer, training=training),
     ]
     try:
         seconds = [[_seconds(step) for step in steps] for _ in range(_ROUNDS)]
@@ -74,31 +73,25 @@ def _stack(weights: int) -> nn.Sequential:
     )
 
 
-def _train(stack: nn.Sequential, x: Tensor, streamer: Streamer | None = None) -> None:
-    if streamer is None:
-        loss = stack(x).sum()
-    else:
-        streamer.begin("train", training=True)
-        with streamer.saving():
+def _step(stack: nn.Sequential, x: Tensor, streamer: Streamer | None, *, training: bool) -> None:
+    with torch.inference_mode(not training):
+        if streamer is None:
             loss = stack(x).sum()
-            streamer.await_backward()
-            streamer.announce_backward(loss, quiet=True)
-    loss.backward()
-    stack.zero_grad()
+        else:
+            streamer.begin("train" if training else "predict", training=training, quiet=not training)
+            with streamer.saving():
+                loss = stack(x).sum()
+                if training:
+                    streamer.await_backward()
+                    streamer.announce_backward(loss, quiet=True)
+        if training:
+            loss.backward()
+            stack.zero_grad()
+        elif streamer is not None:
+            streamer.end()
 
 
-@torch.inference_mode()
-def _infer(stack: nn.Sequential, x: Tensor, streamer: Streamer | None = None) -> None:
-    if streamer is None:
-        stack(x)
-        return
-    streamer.begin("predict", training=False, quiet=True)
-    with streamer.saving():
-        stack(x)
-    streamer.end()
-
-
-def _seconds(step: Step) -> float:
+def _seconds(step: Callable[[], None]) -> float:
     begun = thread_time()  # other programs that run meanwhile do not count
     step()
     return thread_time() - begun

@@ -8,23 +8,23 @@ therefore shows what the engine does, not what it was meant to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from sp_lightning.device.timeline import Kind
 from sp_lightning.device.waits import Stream, Wait
-from sp_lightning.engine.residency import Residency
+from sp_lightning.engine.residency import Residency, Tenants
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.tune.clocks import ClockDevice, HostBytes
 from sp_lightning.tune.disk_queue import DiskQueue
-from sp_lightning.tune.prediction import Prediction
-from sp_lightning.tune.visits import RESOURCES, Rates, Visit
+from sp_lightning.tune.visits import RESOURCES, Prediction, Rates, Visit
 from sp_lightning.weights.drains import Drains
 from sp_lightning.weights.layer import Kind as LayerKind
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.prefetch import Prefetch
-from sp_lightning.weights.slots import Slot, Slots, Staged
+from sp_lightning.weights.slots import Slots, Staged
 from sp_lightning.weights.uploads import OnItsWay, Uploads
 
 _STALLS = {
@@ -80,21 +80,28 @@ def predict(
 
 
 class _SimulatedLayer(StreamedLayer):
-    """A layer without parameters.
-
-    Attributes:
-        updated: when its last update is done, in seconds.
-    """
+    """A layer without parameters."""
 
     def __init__(self, index: int, kind: LayerKind, planned: PlannedLayer, *, expert: bool) -> None:
         without: Any = None
         super().__init__(index, kind, planned, without, without, expert=expert)
-        self.updated = 0.0
 
     @property
     def outdated(self) -> bool:
         """Never: after each update :class:`Walk` invalidates the layer itself."""
         return False
+
+
+def _simulated_layers(plan: Plan) -> list[StreamedLayer]:
+    """All layers of a plan, the residents last."""
+    groups = {
+        LayerKind.BLOCK: plan.layers,
+        LayerKind.MASTERS: plan.masters,
+        LayerKind.TABLE: plan.tables,
+        LayerKind.RESIDENTS: (plan.residents,),
+    }
+    layers = [(kind, planned) for kind, group in groups.items() for planned in group]
+    return [_SimulatedLayer(i, *layer, expert=i in plan.experts) for i, layer in enumerate(layers)]
 
 
 class _Source:
@@ -105,14 +112,15 @@ class _Source:
         self._files = files
         self._upload = upload
         self.shares = dict[int, float]()  # of each layer of stacked experts, what comes of it
+        self.updated = defaultdict[int, float](float)  # when the last update of each layer is done, in seconds
 
     def ready(self, layer: StreamedLayer) -> bool:
         """Whether the layer's update is done, and the layer is in memory."""
-        return _simulated(layer).updated <= self._device.host and self._files.ready(layer.index)
+        return self.updated[layer.index] <= self._device.host and self._files.ready(layer.index)
 
     def wait(self, layer: StreamedLayer) -> None:
         """Lets the host wait for the layer's update."""
-        self._device.synchronize(_simulated(layer).updated, Wait.FETCH_AFTER_UPDATE)
+        self._device.synchronize(self.updated[layer.index], Wait.FETCH_AFTER_UPDATE)
 
     def stage(self, layer: StreamedLayer) -> Staged:
         """Returns a stand-in for as many bytes as the layer's block has, or as come of it, once they are in memory."""
@@ -131,36 +139,10 @@ class _Source:
 
 
 class _NoTenants:
-    """Tenants of the slots that do nothing: simulated layers have no parameters that a module could hold."""
+    """Tenants of the slots that do nothing, whatever they are told: simulated layers have no parameters in any module."""
 
-    def before_use(self, layer: StreamedLayer) -> None:
-        """No weight was written."""
-
-    def before_fetch(self, slots: Sequence[Slot]) -> None:
-        """No tensor views the slots."""
-
-    def fetched(self, layer: StreamedLayer) -> None:
-        """The layer has no versions to note."""
-
-    def move_in(self, layer: StreamedLayer, slot: Slot) -> None:
-        """The layer has no device parameters."""
-
-    def move_out(self, layer: StreamedLayer, slot: Slot) -> None:
-        """The layer has no device parameters."""
-
-    def moved_out(self, layer: StreamedLayer, slot: Slot) -> None:
-        """The layer has no device parameters."""
-
-    def rest(self, layer: StreamedLayer) -> None:
-        """The layer has no device parameters."""
-
-    def written(self, layer: StreamedLayer) -> bool:
-        """Nothing is written."""
-        return False
-
-    def let_go(self) -> bool:
-        """Nothing is kept that could be let go."""
-        return False
+    def __getattr__(self, name: str) -> Any:
+        return lambda *told: False
 
 
 class _Slices(Uploads):
@@ -181,7 +163,7 @@ class _Slices(Uploads):
 class _Leaving(NamedTuple):
     """A layer's gradients on their way to the host, and the time at which they have arrived there."""
 
-    layer: _SimulatedLayer
+    layer: StreamedLayer
     landed: float
 
 
@@ -214,23 +196,17 @@ class Walk:
         self._visits = visits
         self._rates = rates
         self._overlap = overlap
-        kinds = (LayerKind.BLOCK, LayerKind.MASTERS, LayerKind.TABLE, LayerKind.RESIDENTS)
-        planned_layers = [
-            (kind, planned)
-            for kind, group in zip(kinds, (plan.layers, plan.masters, plan.tables, (plan.residents,)), strict=True)
-            for planned in group
-        ]
-        self._layers = [
-            _SimulatedLayer(index, kind, planned, expert=index in plan.experts)
-            for index, (kind, planned) in enumerate(planned_layers)
-        ]
+        self._layers = _simulated_layers(plan)
         *moving, self._resident = self._layers
         self._training = any(visit.backward for visit in visits)
-        self._state, files = self._disks(on_disk or {})
+        # Training has its state on the disk, which updates read; inference has weights there, which fetches read.
+        state, weights = (on_disk or {}, {}) if self._training else ({}, on_disk or {})
+        self._state = DiskQueue(self.device, rates.disk, state)
+        files = DiskQueue(self.device, rates.disk, weights)
         source = self._source = _Source(self.device, files, rates.upload)
         slots = Slots(plan, moving, self.device, _Slices(self.device, plan.ranks, rates))
         prefetch = Prefetch(plan, slots, self._layers, source.ready)
-        self._residency = Residency(slots, prefetch, source, _NoTenants(), noted=lambda: None)
+        self._residency = Residency(slots, prefetch, source, cast(Tenants, _NoTenants()), noted=lambda: None)
         self._drains = Drains[_Leaving](
             self.device, plan.k_prime + 1, free=lambda leaving: None, apply=lambda leaving: self._apply(leaving.layer)
         )
@@ -238,11 +214,6 @@ class Walk:
         self._left: float | None = None  # the time at which the activations of the last forward have left
         self._back = dict[int, float]()  # by the index of a visit, the time at which its activations are back
         self._last_backward = {layer: at for at, visit in enumerate(visits) if visit.backward for layer in visit.layers}
-
-    def _disks(self, sizes: Mapping[int, int]) -> tuple[DiskQueue, DiskQueue]:
-        """The disk as updates see it, and as fetches do: training has state there, inference has weights."""
-        state, files = (sizes, {}) if self._training else ({}, sizes)
-        return DiskQueue(self.device, self._rates.disk, state), DiskQueue(self.device, self._rates.disk, files)
 
     def batch(self) -> float:
         """Simulates one batch and its update. Returns the time at which it began."""
@@ -254,7 +225,10 @@ class Walk:
         prefetch.start("batch", training=self._training)
         prefetch.trace.cyclic = not self._training and self.ended > 0
         self._residency.let_rest(not self._training)
-        self._send_residents()
+        if self._training or not self.ended:
+            nbytes = self._resident.planned.nbytes
+            self.device.copy([], [HostBytes(self._resident.index, nbytes)], Stream.UPLOAD)
+            self.device.wait(Stream.COMPUTE, self.device.record(Stream.UPLOAD), Wait.USE_AFTER_RESIDENTS)
         self._residency.fetch_ahead()
         for at, visit in enumerate(self._visits):
             self._visit(at, visit)
@@ -284,7 +258,11 @@ class Walk:
                 residency.release_unpinned(keep=layers)
             for layer in layers:
                 self._timed(layer, lambda called: residency.begin_call([called]))
-        self._take_host_time(layers)
+        # No later work is issued before Python is done with this visit.
+        weights = sum(len(layer.spans) for layer in layers)
+        python = self._rates.visit_seconds * bool(layers) + self._rates.weight_seconds * weights
+        device.host += python
+        self.host_seconds += python
         kind: Kind = "backward" if visit.backward else "forward" if layers else "between"
         device.spend(Stream.COMPUTE, visit.seconds, kind, visit.layers[0] if layers else None)
         if visit.backward:
@@ -295,13 +273,6 @@ class Walk:
             self._store(visit)
             residency.end_call(layers)
             residency.fetch_ahead()
-
-    def _take_host_time(self, layers: Sequence[StreamedLayer]) -> None:
-        """Moves the host's clock on by what Python takes for a visit: no later work is issued before that."""
-        weights = sum(len(layer.spans) for layer in layers)
-        seconds = self._rates.visit_seconds * bool(layers) + self._rates.weight_seconds * weights
-        self.device.host += seconds
-        self.host_seconds += seconds
 
     def _timed(self, layer: StreamedLayer, use: Callable[[StreamedLayer], Any]) -> None:
         """Uses a layer and notes how long compute waited for it."""
@@ -335,15 +306,9 @@ class Walk:
                 self._back[wanted] = device.record(Stream.UPLOAD)
         device.wait(Stream.COMPUTE, self._back.get(at), Wait.USE_AFTER_RETURN)
 
-    def _send_residents(self) -> None:
-        device = self.device
-        if self._training or not self.ended:
-            device.copy([], [HostBytes(self._resident.index, self._resident.planned.nbytes)], Stream.UPLOAD)
-            device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), Wait.USE_AFTER_RESIDENTS)
-
     # ------------------------------------------------------------------ gradients and updates
 
-    def _drain(self, layer: _SimulatedLayer) -> None:
+    def _drain(self, layer: StreamedLayer) -> None:
         device, nbytes = self.device, layer.planned.gradient_bytes
         if not self._alone:
             device.wait(Stream.REDUCE, device.record(Stream.COMPUTE), Wait.REDUCE_AFTER_GRADIENT)
@@ -357,7 +322,7 @@ class Walk:
         self._drains.add(_Leaving(layer, device.record(Stream.DOWNLOAD)))
         self._drains.finish()
 
-    def _apply(self, layer: _SimulatedLayer) -> None:
+    def _apply(self, layer: StreamedLayer) -> None:
         if self._overlap == "backward":
             before, self._early = self._early, self._update(layer)
             self.device.synchronize(before, Wait.READ_AFTER_UPDATE)  # gradients of one layer wait, as in LayerwiseStep
@@ -366,27 +331,21 @@ class Walk:
         self._drain(self._resident)
         self._drains.flush()
         if self._overlap != "backward":
-            for layer in self._update_order():
-                self._update(_simulated(layer))
+            tables, blocks = (
+                [layer for layer in self._layers if layer.kind is kind] for kind in (LayerKind.TABLE, LayerKind.BLOCK)
+            )
+            used = self._residency.prefetch.order("batch")
+            for layer in dict.fromkeys((self._resident, *tables, *used, *blocks)):
+                self._update(layer)
         if self._overlap == "off":
             self.device.synchronize(self.device.now[Stream.UPDATE], Wait.READ_AFTER_UPDATE)
 
-    def _update_order(self) -> Iterator[StreamedLayer]:
-        tables = [layer for layer in self._layers if layer.kind is LayerKind.TABLE]
-        blocks = [layer for layer in self._layers if layer.kind is LayerKind.BLOCK]
-        return iter(dict.fromkeys((self._resident, *tables, *self._residency.prefetch.order("batch"), *blocks)))
-
-    def _update(self, layer: _SimulatedLayer) -> float:
+    def _update(self, layer: StreamedLayer) -> float:
         """Lets the background update a layer. Returns the time at which it is done."""
         seconds = layer.planned.gradient_bytes / self._rates.update
         asked = max(self.device.now[Stream.UPDATE], self.device.host)
         self.device.wait(Stream.UPDATE, self._state.bring(layer.index, asked), Wait.READ_AFTER_UPDATE)
         self.device.spend(Stream.UPDATE, seconds, "update", layer.index)
-        layer.updated = self.device.now[Stream.UPDATE]
-        self._state.write(layer.index, layer.updated)
-        return layer.updated
-
-
-def _simulated(layer: StreamedLayer) -> _SimulatedLayer:
-    assert isinstance(layer, _SimulatedLayer)
-    return layer
+        done = self._source.updated[layer.index] = self.device.now[Stream.UPDATE]
+        self._state.write(layer.index, done)
+        return done

@@ -19,11 +19,9 @@ from sp_lightning.plan.activation_policy import FREEING, Call, Mode, Modes, leas
 from sp_lightning.plan.options import Overlap
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.tune.activation_choice import Balance, without_second_forwards
-from sp_lightning.tune.prediction import Prediction
+from sp_lightning.tune.choices import Balance, Window, without_second_forwards
 from sp_lightning.tune.simulator import predict
-from sp_lightning.tune.visits import Rates, Visit, measured
-from sp_lightning.tune.window import Window
+from sp_lightning.tune.visits import Prediction, Rates, Visit, measured
 
 # The index of the batch that is timed. The first one compiles kernels and fills caches and workspaces.
 _TIMED = 1
@@ -192,14 +190,18 @@ class Tuner:
         plan = window.choose(self._seconds)
         if not self._balanced:  # otherwise activations are given what weights leave
             plan = window.with_experts(plan)
-        if (plan.k, plan.k_prime) != (before.k, before.k_prime) or _differ(plan.cache_bytes, before.cache_bytes):
+        # A larger cache has to be worth the loss of what is in it.
+        same_cache = before.cache_bytes <= plan.cache_bytes <= before.cache_bytes + before.cache_bytes // 8
+        if (plan.k, plan.k_prime) != (before.k, before.k_prime) or not same_cache:
             self._resize(plan)
         plan, modes = self._streamer.plan, self._modes_for(self._streamer.plan)
         if self._balanced:
             self._carry_out(modes)
         needs = window.needs(plan) + self._more(modes)
         assert window.room is not None
-        said = f"k = {plan.k}, k' = {plan.k_prime}{self._saying()}"
+        said = f"k = {plan.k}, k' = {plan.k_prime}"
+        if self._balanced:
+            said += f"; activations: {summary(self._streamer.activations.modes)}"
         if said != self._said:
             self._log.debug(
                 "Superpipeline: %s (%s), the fastest by prediction: %s on the device of %s%s.",
@@ -227,10 +229,6 @@ class Tuner:
         if modes != activations.modes:
             activations.choose(modes)
             self._device.reset_peak()  # the peak with other modes says nothing about these
-
-    def _saying(self) -> str:
-        """The part of the log message about modes of activations."""
-        return f"; activations: {summary(self._streamer.activations.modes)}" if self._balanced else ""
 
     def _resize(self, plan: Plan) -> None:
         before, old = self._streamer.weight_bytes, self._streamer.plan
@@ -264,8 +262,3 @@ class Tuner:
             visits = self._balance.visited(modes)
         mode = "off" if self._overlap == "auto" else self._overlap
         return predict(plan, visits, rates, overlap=mode, batches=2)
-
-
-def _differ(cache: int, before: int) -> bool:
-    """Whether another size of the cache is worth the loss of what is in it."""
-    return cache < before or cache > before + before // 8

@@ -19,8 +19,7 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.timeline import Interval, Timeline
 from sp_lightning.device.waits import Stream
 from sp_lightning.model.find import find_layers
-from sp_lightning.observe.stats import Stats
-from sp_lightning.observe.summary import bottleneck
+from sp_lightning.observe.stats import Stats, bottleneck
 from sp_lightning.plan.plan import make_plan
 from sp_lightning.trainer.recording import Recording
 from sp_lightning.tune.simulator import predict

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -44,8 +45,8 @@ class FetchesPerBatch(Callback):
 
 
 @pytest.mark.parametrize("k_prime", [1, 2, 3])
-@pytest.mark.parametrize("k", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("n", [2, 6, 7, 8])
+@pytest.mark.parametrize("k", first([1, 2, 3, 5, 8], 1, 3, 8, why="the same formula with other windows"))
+@pytest.mark.parametrize("n", first([2, 6, 7, 8], 2, 7, why="the same formula with other counts"))
 def test_fetches_of_one_forward_and_backward(n: int, k: int, k_prime: int) -> None:
     """``max(n, 2n − (k + k'))``: those at the turn are still there. From the first batch on."""
     counter = FetchesPerBatch()
@@ -90,12 +91,10 @@ def test_nothing_is_evicted_with_k_for_all() -> None:
     assert strategy.stats().fetched_layers == 7 * 5
 
 
-@pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize(("k", "k_prime"), first([(1, 1), (2, 1), (3, 2)], (1, 1), (3, 2), why="a window between them"))
 @pytest.mark.parametrize(
     "name",
-    first(
-        CASES, "llama-dropout", "resnet50", "stack", "reused", "frozen", "lstm", why="other models of the same kinds"
-    ),
+    first(CASES, "llama-dropout", "stack", "reused", "frozen", "lstm", why="other models of the same kinds"),
 )
 def test_the_peak_is_the_plans(name: str, k: int, k_prime: int) -> None:
     """Gradients are counted by their storages, alive or not, and not by the engine's own books."""
@@ -159,13 +158,21 @@ STAYING = {
     "scripted": Case(scripted, vectors, "a ScriptModule, which is moved whole"),
     "subclass": Case(with_a_subclass, vectors, "a tensor subclass that cannot be streamed, and is resident"),
 }
-QUICK = {*STAYING, *(name for name, case in REGISTRY.items() if case.quick)}
+OF_EACH_KIND = (
+    "stack",
+    "gpt2-tied",
+    "clamped-in-forward",
+    "rows/sparse",
+    "experts/mixture",
+    "stacked/called-twice",
+    "quantised/int8",
+)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without")
 @pytest.mark.parametrize(
-    "name", first([*STAYING, *REGISTRY], if_=QUICK.__contains__, why="other models of the same kinds")
+    "name", first([*STAYING, *REGISTRY], *STAYING, *OF_EACH_KIND, why="other models of the same kinds")
 )
 def test_all_that_is_on_the_device_is_in_the_plan(name: str) -> None:
     """Modules that are moved whole were counted nowhere, nor were buffers: a budget of 1 MiB took a scripted front of 4."""
@@ -225,14 +232,14 @@ def test_large_layers_do_not_inflate_the_ring() -> None:
 
 def test_nothing_stays_alive_after_teardown() -> None:
     gc.collect()
-    before = sum(type(each) is Streamer for each in gc.get_objects())
+    before = WeakSet(each for each in gc.get_objects() if type(each) is Streamer)  # errors of other tests may hold some
     module = llama()
     trainer = trainer_for(superpipeline(k=1))
     trainer.fit(module, loader(tokens()))
     trainer.validate(module, loader(tokens()), verbose=False)
     del trainer
     gc.collect()
-    assert sum(type(each) is Streamer for each in gc.get_objects()) == before
+    assert not [each for each in gc.get_objects() if type(each) is Streamer and each not in before]
     assert not any(len(child._forward_hooks) + len(child._forward_pre_hooks) for child in module.modules())
     assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in module.parameters())
 

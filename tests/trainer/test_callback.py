@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
-from sp_lightning.observe.summary import counters_line
+from sp_lightning.observe.stats import counters_line
 from sp_lightning.plan.units import human_bytes
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.runs import loader, trainer_for

@@ -16,7 +16,7 @@ from sp_lightning.activations.calls import Activations
 from sp_lightning.plan.activation_policy import Call, least_bytes, peak_bytes
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.plan.rings import Ring
-from sp_lightning.tune.activation_choice import Balance, without_second_forwards
+from sp_lightning.tune.choices import Balance, without_second_forwards
 from sp_lightning.tune.simulator import predict
 from sp_lightning.tune.visits import Rates, Visit
 from tests.support.models import CASES, Module, Stack, vectors

@@ -13,7 +13,7 @@ import torch
 from sp_lightning.device.device import Device
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
-from sp_lightning.tune.window import Window
+from sp_lightning.tune.choices import Window
 from sp_lightning.weights.expert_cache import ExpertCache
 from sp_lightning.weights.slots import Slots
 from tests.support import stacked

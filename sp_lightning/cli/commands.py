@@ -1,0 +1,109 @@
+"""The commands: ``plan``, ``convert``, and those of Lightning's CLI, which finds this strategy registered."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import pickle
+import sys
+from pathlib import Path
+
+from sp_lightning.cli.answer import answer
+from sp_lightning.cli.arguments import Question, complete, make_parser
+from sp_lightning.cli.report import as_json, as_text
+from sp_lightning.device.torch_private import FAKE_TENSOR_LOGGER
+from sp_lightning.observe.plot import Point, draw_windows, require_matplotlib
+from sp_lightning.trainer.checkpoint_folder import write
+from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
+
+
+def run_plan(arguments: list[str]) -> None:
+    """Answers on the standard output.
+
+    Raises:
+        SystemExit: with status 1 if the model does not fit, with status 2 if the question cannot be answered.
+    """
+    parser = make_parser()
+    question = parser.parse_args(arguments, namespace=Question())
+    question.predict = question.predict or question.generate is not None
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    # torch logs every error under its FakeTensorMode, and a size that the model cannot take is one.
+    logging.getLogger(FAKE_TENSOR_LOGGER).setLevel(logging.CRITICAL)
+    if question.plot is not None:
+        require_matplotlib()
+        question.plot.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        complete(question)
+        answered = answer(question)
+    except (ValueError, ImportError) as error:
+        parser.exit(2, f"python -m sp_lightning plan: {error}\n")
+    print(as_json(answered) if question.json else as_text(answered), flush=True)
+    if question.plot is not None:
+        points = [
+            Point(row.plan.k, row.plan.k_prime, row.device_bytes, row.prediction.seconds) for row in answered.rows
+        ]
+        draw_windows(points, question.gpu_memory, question.plot, f"{question.model}, {question.precision}")
+    if answered.best is None:
+        raise SystemExit(1)
+
+
+def run_lightning(arguments: list[str]) -> None:
+    """Runs Lightning's CLI.
+
+    Raises:
+        SystemExit: jsonargparse is not installed, or a value in the configuration is refused; the message says why.
+    """
+    try:
+        from lightning.pytorch.cli import LightningCLI
+
+        # With arguments of its own, the CLI warns that sys.argv has others.
+        LightningCLI(args=arguments) if arguments != sys.argv[1:] else LightningCLI()
+    except ModuleNotFoundError as error:
+        if "jsonargparse" not in str(error):
+            raise
+        raise SystemExit(f'{error} Install it: pip install "sp_lightning[cli]".') from error
+    except ValueError as error:
+        # jsonargparse lists every type that it tried, and the value in full. The user needs the reasons alone.
+        tried = str(error).partition("\nErrors:\n  - ")[2].partition("\nGiven value type:")[0].split("\n  - ")
+        reasons = [reason for reason in tried if reason and not reason.startswith("Expected a ")]
+        if not reasons:
+            raise
+        raise SystemExit(f"python -m sp_lightning {arguments[0]}: {' '.join(reasons)}") from error
+
+
+def run_convert(arguments: list[str]) -> None:
+    """Converts a checkpoint.
+
+    Raises:
+        SystemExit: the arguments are wrong, or the checkpoint cannot be read or written; the message says why.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m sp_lightning convert",
+        description="A folder that SuperpipelineStrategy(save_distributed_checkpoint=True) has written becomes a file of "
+        "plain Lightning's. A file becomes such a folder.",
+    )
+    parser.add_argument("source", type=Path, help="a checkpoint: a folder or a file")
+    parser.add_argument("target", type=Path, help="what it becomes, a file or a folder; it must not be there")
+    parser.add_argument(
+        "--trust", action="store_true", help="read a checkpoint that holds other objects than tensors and plain values"
+    )
+    given = parser.parse_args(arguments)
+    source, target, io = given.source, given.target, AtomicCheckpointIO()
+    if os.path.lexists(target):
+        parser.error(f"{target} is there already. Name another target, or remove it.")
+    try:
+        checkpoint = io.load_checkpoint(source, weights_only=not given.trust)
+        if not isinstance(checkpoint, dict):
+            raise ValueError(f"{source} holds a {type(checkpoint).__name__}, and no checkpoint.")
+        if source.is_dir():
+            io.save_checkpoint(checkpoint, target)
+        else:
+            write(checkpoint, target, {})
+    except pickle.UnpicklingError as error:
+        parser.exit(
+            2,
+            f"{parser.prog}: {source} holds more than tensors and plain values. If you trust it: --trust. ({error})\n",
+        )
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
