@@ -286,25 +286,14 @@ class Run:
                 self.streamer.updates.finish()
                 self.placement.settle()
 
-    def make_room(self, error: torch.OutOfMemoryError, obstacle: str | None) -> bool:
-        """Shrinks the window after an error. Returns whether the step can be repeated; otherwise the error says what to do.
-
-        Args:
-            error: that ended the step.
-            obstacle: why the step cannot be repeated; empty if it can, and None for a step that is not repeated in any case.
-        """
+    def make_room(self, error: torch.OutOfMemoryError) -> None:
+        """Shrinks the window after an error that ended a step, and has the error say what to do."""
         plan, modes = self.plan, self.activations
-        smaller = self.tuner is not None and self.tuner.shrink()
+        if self.tuner is not None:
+            self.tuner.shrink()
         freed = {} if self.activations == modes else self.activations
-        if smaller and obstacle == "":
-            self._log.warning(
-                "Superpipeline: out of device memory with activations: %s; the step is repeated with %s.",
-                summary(modes), summary(freed),
-            )  # fmt: skip
-            return True
         balanced = self._options.activations == "auto"
-        error.add_note(after_out_of_memory(plan, self.plan, freed, obstacle, balanced=balanced))
-        return False
+        error.add_note(after_out_of_memory(plan, self.plan, freed, balanced=balanced))
 
     @contextmanager
     def host_parameters(self) -> Generator[None, None, None]:
@@ -338,7 +327,7 @@ class Run:
         try:
             yield
         except BaseException as error:
-            if self.ranks is not None and not isinstance(error, torch.OutOfMemoryError):  # that may be mended here
+            if self.ranks is not None:
                 self.ranks.fail(error)
             self.abort()
             if (said := in_our_words(error)) is not None:
