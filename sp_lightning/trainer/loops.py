@@ -178,5 +178,5 @@ class Loops:
     def _tune(self, phase: str, batch: Any) -> None:
         """Has k and k' chosen, if they are to be. Validation within training chooses nothing."""
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING
-        if (phase == "train") == fitting:
-            self._run.batch_starts(batch, self._steps.overlap)
+        if self._run.tuner is not None and (phase == "train") == fitting:
+            self._run.tuner.batch_starts(batch, self._steps.overlap)
