@@ -66,19 +66,16 @@ def less_host_memory(overlap: str = "backward") -> str:
     return advice + ' SuperpipelineStrategy(optimizer_overlap="backward") holds no gradients.' * held
 
 
-def after_out_of_memory(plan: Plan, smaller: Plan, freed: Modes, obstacle: str | None, *, balanced: bool) -> str:
+def after_out_of_memory(plan: Plan, smaller: Plan, freed: Modes, *, balanced: bool) -> str:
     """What a user can change after the device has run out of memory.
 
     Args:
         plan: the plan that the step ran with.
         smaller: the plan that the window has been shrunk to; ``plan`` itself if it could not be shrunk.
         freed: the modes that activations have been given because they take less in them; empty if they have theirs still.
-        obstacle: why the step cannot be repeated; None or empty if nothing is to be said about that.
         balanced: whether ``"auto"`` chooses the modes of activations already.
     """
     found = f"Superpipeline streamed with k={plan.k} and k_prime={plan.k_prime}"
-    if obstacle:
-        found += f". The step cannot be repeated by itself: {obstacle}"
     window = f"k={smaller.k}, k_prime={smaller.k_prime}"
     less = human_bytes(plan.peak_device_bytes - smaller.peak_device_bytes)
     if freed:

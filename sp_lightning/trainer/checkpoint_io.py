@@ -28,7 +28,7 @@ from sp_lightning.model.wrapped import parts, rebuild
 from sp_lightning.store.away import save
 from sp_lightning.trainer.compat import base_of, is_a, trainer_of, wraps_another
 from sp_lightning.trainer.folder_reader import is_folder, read
-from sp_lightning.trainer.part_files import cause_of, create_part, sync_folder
+from sp_lightning.trainer.part_files import cause_of, create_part, read_whole, sync_folder
 
 BESIDE_AVERAGES = "current_model_state"
 """The key of a checkpoint under which Lightning's ``WeightAveraging`` keeps the model's own state."""
@@ -114,7 +114,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 mapped = zipfile.is_zipfile(file)
                 if not mapped:
                     _refuse_no_checkpoint(file)
-                checkpoint = _load(file, map_location=map_location, weights_only=weights_only, mmap=mapped)
+                options = {"map_location": map_location, "weights_only": weights_only, "mmap": mapped}
+                checkpoint = read_whole(file, lambda: torch.load(file, **options))  # opens it twice to map it
         except pickle.UnpicklingError as error:
             error.add_note(
                 "Checkpoints are read with weights_only=True, because others can run code when they are read. If you trust "
@@ -209,26 +210,6 @@ def _local(path: Any) -> Path | None:
     """Returns the path of a file on this machine; None for a file elsewhere."""
     system, name = url_to_fs(str(path))
     return Path(name) if isinstance(system, LocalFileSystem) else None
-
-
-def _load(file: Path, **options: Any) -> Any:
-    """Loads a file with ``torch.load``, which opens it twice to map it. If it was replaced in between, it is loaded again."""
-    while True:
-        before = _identity(file)
-        try:
-            checkpoint = torch.load(file, **options)
-        except Exception:
-            if before == _identity(file):
-                raise
-        else:
-            if before == _identity(file):
-                return checkpoint
-
-
-def _identity(file: Path) -> tuple[int, ...]:
-    """Returns what changes if a file is replaced or written."""
-    status = file.stat()
-    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _refuse_no_checkpoint(file: Path) -> None:

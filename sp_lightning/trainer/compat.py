@@ -19,7 +19,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import nn
@@ -53,9 +52,6 @@ def base_of(value: object, kind: type[T]) -> type[T]:
 
 
 # ---------------------------------------------------------------------- the trainer
-
-MODULE_ATTRIBUTES = frozenset(vars(pl.LightningModule()))
-"""The attributes that every LightningModule has by itself. Which these are differs between versions of Lightning."""
 
 
 def trainer_of(module: pl.LightningModule) -> Any | None:
@@ -117,13 +113,7 @@ def logged_step(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
-def logged_counts(trainer: Any) -> dict[str, int]:
-    """Returns how often each name was logged in this loop. ``trainer.logged_metrics`` has the values alone."""
-    results = trainer._results
-    return {} if results is None else {name: metric.update_count for name, metric in results.items()}
-
-
-# ---------------------------------------------------------------------- modules, optimizers, files, random numbers
+# ---------------------------------------------------------------------- modules, optimizers, files
 
 
 def note_device(module: nn.Module, device: torch.device) -> None:
@@ -146,19 +136,6 @@ def wraps_another(io: object) -> bool:
     The base class of Lightning's wrappers, from which users derive theirs, is private.
     """
     return is_a(io, _WrappingCheckpointIO)
-
-
-def random_states() -> dict[str, Any]:
-    """Returns the states of the random number generators of torch, its accelerators, NumPy and Python.
-
-    ``isolate_rng`` is public and restores them always; a step's states are restored only if it is repeated.
-    """
-    return _collect_rng_states(include_cuda=True)
-
-
-def restore_random_states(states: dict[str, Any]) -> None:
-    """Sets the random number generators as :func:`random_states` found them."""
-    _set_rng_states(states)
 
 
 # ---------------------------------------------------------------------- the strategy

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.torch_private import FakeTensorMode
+from sp_lightning.trainer.part_files import read_whole
 
 INDEX = "index.pt"
 MARK = "sp_lightning checkpoint"
@@ -59,18 +60,7 @@ def read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
         pickle.UnpicklingError: it has other objects than tensors and plain values.
         ValueError: a file is missing, damaged, or ends too early, or another version has written the folder.
     """
-    while True:
-        before = _identity(folder)
-        try:
-            return _read(folder, weights_only)
-        except (FileNotFoundError, ValueError):
-            if _identity(folder) == before:
-                raise  # else another checkpoint has taken the name meanwhile
-
-
-def _identity(folder: Path) -> tuple[int, int]:
-    found = folder.stat()
-    return found.st_ino, found.st_ctime_ns
+    return read_whole(folder, lambda: _read(folder, weights_only))
 
 
 def _read(folder: Path, weights_only: bool | None) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from sp_lightning.trainer.compat import (
     set_inherited,
     wraps_another,
 )
-from sp_lightning.trainer.precision import prepare
+from sp_lightning.trainer.options import prepare_precision
 from sp_lightning.trainer.processes import never_came, not_reached, refuse_other_places, refuse_processes_alone
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ class HostStrategy(_Base):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        prepare(plugin)
+        prepare_precision(plugin)
         set_inherited(HostStrategy, self, "precision_plugin", plugin)
 
     # ------------------------------------------------------------------ what stays on the host

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from sp_lightning.plan.ledger import Ledger
 from sp_lightning.trainer.agreement import compare_optimizers, compare_weights
-from sp_lightning.trainer.batch import Batch
+from sp_lightning.trainer.compat import skips_backward
 from sp_lightning.trainer.optimizer_steps import Closure, OptimizerSteps
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.replicas import Buffers
@@ -122,13 +123,33 @@ class Loops:
         Args:
             phase: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
             step: Lightning's. The other arguments are handed to it.
+
+        Raises:
+            torch.OutOfMemoryError: the device has run out of memory. The window is smaller from now on, and the error says
+                which options take less.
         """
         if phase != "train":  # the start of a training batch has seen to it
             self._renew()
             self._tune(phase, args)
         if self._buffers is not None:
             self._buffers.step_begins()
-        return Batch(self._run, self._hooks, self._module, phase).run(step, *args, **kwargs)
+        training, streamer = phase == "train", self._run.streamer
+        assert streamer is not None
+        manual = training and not self._module.automatic_optimization
+        quiet = not self._hooks.may_have_written(phase)
+        try:
+            with self._run.whole_after_failure():
+                streamer.begin(phase, training=training, manual=manual, quiet=quiet)
+                with streamer.saving():
+                    output = step(*args, **kwargs)
+                    if training and not manual and output is not None and not skips_backward(self._module.trainer):
+                        streamer.await_backward(seen=self._hooks.may_look_at_gradients_before_backward())
+                    else:
+                        streamer.end(writes_follow=training or self._hooks.may_write_after(phase))
+                    return output
+        except torch.OutOfMemoryError as error:
+            self._run.make_room(error)
+            raise
 
     def backward_follows(self, loss: Tensor) -> None:
         """The loss is what ``backward`` will be called on."""
@@ -157,5 +178,5 @@ class Loops:
     def _tune(self, phase: str, batch: Any) -> None:
         """Has k and k' chosen, if they are to be. Validation within training chooses nothing."""
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING
-        if (phase == "train") == fitting:
-            self._run.batch_starts(batch, self._steps.overlap)
+        if self._run.tuner is not None and (phase == "train") == fitting:
+            self._run.tuner.batch_starts(batch, self._steps.overlap)

@@ -306,7 +306,7 @@ class OptimizerSteps:
         except torch.OutOfMemoryError as error:
             # Not told yet: it came from backward or from the optimizer. A manual step may catch it, and tells it otherwise.
             if not hasattr(error, "__notes__") and self._trainer.lightning_module.automatic_optimization:
-                self._run.make_room(error, obstacle=None)
+                self._run.make_room(error)
             raise
         finally:
             if fused is not None:

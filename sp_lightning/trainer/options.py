@@ -1,14 +1,26 @@
-"""The strategy's options, checked, as one object."""
+"""What a user has chosen, checked: the options as one object, the precision, and what several devices cannot do yet."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import (
+    BitsandbytesPrecision,
+    MixedPrecision,
+    Precision,
+    TransformerEnginePrecision,
+)
+from torch import nn
+
+from sp_lightning.device.torch_private import accumulation_hooks
 from sp_lightning.model.patterns import LayerChoice
+from sp_lightning.optim.scaler import HostGradScaler
 from sp_lightning.plan.activation_policy import Activations
 from sp_lightning.plan.options import (
     Count,
@@ -26,26 +38,13 @@ from sp_lightning.plan.options import (
     checked_switch,
     checked_transfer,
 )
+from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
+from sp_lightning.trainer.compat import is_a
 
-_CHECKS: dict[str, Callable[[Any], Any]] = {
-    "activations": checked_activations,
-    "k": partial(checked_count, "k"),
-    "k_prime": partial(checked_count, "k_prime"),
-    "memory_budget": partial(checked_budget, "memory_budget"),
-    "layers": checked_layers,
-    "resident": partial(checked_patterns, "resident"),
-    "pin_memory": partial(checked_switch, "pin_memory"),
-    "fused_optimizer": checked_fused,
-    "optimizer_overlap": checked_overlap,
-    "transfer": checked_transfer,
-    "save_frozen": partial(checked_switch, "save_frozen"),
-    "save_distributed_checkpoint": partial(checked_switch, "save_distributed_checkpoint"),
-    "check_writes": partial(checked_switch, "check_writes"),
-    "weights": partial(checked_path, "weights", "a file or a folder", "model"),
-    "disk": partial(checked_path, "disk", "a folder on a fast drive", "/scratch"),
-    "host_memory": partial(checked_budget, "host_memory"),
-    "callback": partial(checked_switch, "callback"),
-}
+
+def _by(check: Callable[..., Any], *arguments: Any) -> dict[str, Callable[[Any], Any]]:
+    """Notes of a field what brings its value into one form: ``check``, with these arguments before the value."""
+    return {"check": partial(check, *arguments)}
 
 
 @dataclass(frozen=True)
@@ -55,23 +54,23 @@ class Options:
     ``memory_budget`` and ``host_memory`` are numbers of bytes here, or shares of the free memory.
     """
 
-    activations: Activations
-    k: Count
-    k_prime: Count
-    memory_budget: int | float | None
-    layers: LayerChoice
-    resident: tuple[str, ...]
-    pin_memory: bool
-    fused_optimizer: Fused
-    optimizer_overlap: Overlap
-    transfer: Transfer
-    save_frozen: bool
-    save_distributed_checkpoint: bool
-    check_writes: bool
-    weights: Path | None
-    disk: Path | None
-    host_memory: int | float | None
-    callback: bool
+    activations: Activations = field(metadata=_by(checked_activations))
+    k: Count = field(metadata=_by(checked_count, "k"))
+    k_prime: Count = field(metadata=_by(checked_count, "k_prime"))
+    memory_budget: int | float | None = field(metadata=_by(checked_budget, "memory_budget"))
+    layers: LayerChoice = field(metadata=_by(checked_layers))
+    resident: tuple[str, ...] = field(metadata=_by(checked_patterns, "resident"))
+    pin_memory: bool = field(metadata=_by(checked_switch, "pin_memory"))
+    fused_optimizer: Fused = field(metadata=_by(checked_fused))
+    optimizer_overlap: Overlap = field(metadata=_by(checked_overlap))
+    transfer: Transfer = field(metadata=_by(checked_transfer))
+    save_frozen: bool = field(metadata=_by(checked_switch, "save_frozen"))
+    save_distributed_checkpoint: bool = field(metadata=_by(checked_switch, "save_distributed_checkpoint"))
+    check_writes: bool = field(metadata=_by(checked_switch, "check_writes"))
+    weights: Path | None = field(metadata=_by(checked_path, "weights", "a file or a folder", "model"))
+    disk: Path | None = field(metadata=_by(checked_path, "disk", "a folder on a fast drive", "/scratch"))
+    host_memory: int | float | None = field(metadata=_by(checked_budget, "host_memory"))
+    callback: bool = field(metadata=_by(checked_switch, "callback"))
 
     @classmethod
     def checked(cls, **given: Any) -> Options:
@@ -80,7 +79,7 @@ class Options:
         Raises:
             ValueError, TypeError: an option that cannot be, or two that exclude each other.
         """
-        options = cls(**{name: check(given[name]) for name, check in _CHECKS.items()})
+        options = cls(**{each.name: each.metadata["check"](given[each.name]) for each in fields(cls)})
         if options.check_writes and options.optimizer_overlap == "backward":
             raise ValueError(
                 'check_writes=True compares weights over a backward; optimizer_overlap="backward" updates them in it. Use '
@@ -97,3 +96,76 @@ class Options:
                 "save_distributed_checkpoint out."
             )
         return options
+
+
+# ---------------------------------------------------------------------- precision plugins
+
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def prepare_precision(plugin: Precision | None) -> None:
+    """Gives the plugin of ``16-mixed`` a gradient scaler for gradients on the host.
+
+    Raises:
+        ValueError: the plugin replaces layers, and the weights of its own cannot be streamed.
+    """
+    if is_a(plugin, TransformerEnginePrecision) or is_a(plugin, BitsandbytesPrecision):
+        raise ValueError(
+            f"superpipeline cannot work with {type(plugin).__name__}: it replaces layers by ones whose weights cannot "
+            'be streamed. Use precision="bf16-mixed" or "bf16-true".'
+        )
+    if is_a(plugin, MixedPrecision) and type(plugin.scaler) is torch.amp.GradScaler:
+        plugin.scaler = HostGradScaler.like(plugin.scaler)
+
+
+def autocast_dtype(plugin: Precision) -> torch.dtype | None:
+    """Returns the dtype that autocast casts to; None without autocast."""
+    return _AUTOCAST.get(plugin.precision) if is_a(plugin, MixedPrecision) else None
+
+
+# ---------------------------------------------------------------------- several devices
+
+_ONE = "Pass Trainer(devices=1)"
+
+
+def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -> None:
+    """Refuses what would differ from one device, or hang.
+
+    Raises:
+        ValueError: the module, an option or the precision is of such a kind.
+    """
+    if options.check_writes:
+        raise ValueError(f"check_writes=True looks at the weights of one process. {_ONE} while you look.")
+    if not isinstance(getattr(plugin, "scaler", None), HostGradScaler | None):
+        raise ValueError(
+            f"{type(plugin.scaler).__name__} scales gradients in a way of its own, which several devices cannot do once for all. "
+            f"{_ONE}, or torch.amp.GradScaler."
+        )
+    # The bits of ddp could be had: with gloo each row is divided by the number of ranks, a rank's rows are added up, and then
+    # those of the ranks in their order. But how many rows there are is not known before, so such a gradient has no place in the
+    # memory that all ranks have, and the others would not see what the primary's unscaling and clipping make of it.
+    for name, child in module.named_modules():
+        if getattr(child, "sparse", False) and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
+            raise ValueError(
+                f"{name!r} has sparse gradients, which several devices do not sum. Make it with sparse=False, or pass "
+                "Trainer(devices=1)."
+            )
+    for name, parameter in module.named_parameters():
+        if accumulation_hooks(parameter):
+            raise ValueError(
+                f"{name!r} has a hook that runs after its gradient was accumulated (register_post_accumulate_grad_hook); with "
+                f"several devices gradients are summed after that. {_ONE}, or use the hook on_before_optimizer_step."
+            )
+
+
+def refuse_checkpoint_io(io: Any) -> None:
+    """Refuses what would write a file where all ranks write a folder.
+
+    Raises:
+        ValueError: it is no :class:`~sp_lightning.trainer.checkpoint_io.AtomicCheckpointIO`.
+    """
+    if type(io) is not AtomicCheckpointIO:
+        raise ValueError(
+            f"With save_distributed_checkpoint=True all ranks write checkpoints by torch.distributed.checkpoint, and not by a "
+            f"{type(io).__name__}. Leave one of them out."
+        )

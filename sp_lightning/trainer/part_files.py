@@ -1,19 +1,25 @@
-"""Files that are written beside those that they will replace. What killed writers have left goes before the next one."""
+"""Files that are written beside those that they will replace, and read again if they were replaced meanwhile.
+
+What killed writers have left goes before the next one.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2s
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, BinaryIO, TypeVar
 from uuid import uuid4
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+
+T = TypeVar("T")
 
 
 def create_part(file: Path) -> tuple[Path, BinaryIO]:
@@ -85,3 +91,23 @@ def cause_of(error: BaseException, handled: BaseException | None = None) -> Base
     while isinstance(error, RuntimeError) and error.__context__ not in (None, handled):
         error = error.__context__
     return error
+
+
+def read_whole(path: Path, read: Callable[[], T]) -> T:
+    """Returns what ``read`` returns of a file or a folder; it reads again if another one has taken the name meanwhile."""
+    while True:
+        before = _identity(path)
+        try:
+            found = read()
+        except Exception:
+            if before == _identity(path):
+                raise
+        else:
+            if before == _identity(path):
+                return found
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    """Returns what changes if a file or a folder is replaced or written."""
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size

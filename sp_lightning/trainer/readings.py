@@ -42,7 +42,7 @@ class Readings(HostStrategy):
         Raises:
             RuntimeError: before set-up.
         """
-        return self._since_setup("There are no activations yet: they begin in trainer.fit.").activations
+        return self._since_setup("There are no activations yet: they begin in trainer.fit.").results.activations
 
     @property
     def ledger(self) -> Ledger:
@@ -63,7 +63,7 @@ class Readings(HostStrategy):
         Raises:
             RuntimeError: before set-up.
         """
-        return self._since_setup(_NO_COUNTERS).stats()
+        return self._since_setup(_NO_COUNTERS).results.stats
 
     def fetches(self) -> dict[str, int]:
         """How often each layer was fetched since the last set-up, by name: which experts were, for example.
@@ -71,7 +71,7 @@ class Readings(HostStrategy):
         Raises:
             RuntimeError: before set-up.
         """
-        return self._since_setup(_NO_COUNTERS).fetches()
+        return self._since_setup(_NO_COUNTERS).results.fetches
 
     def _since_setup(self, otherwise: str) -> Run:
         if self._run is None:

@@ -6,7 +6,7 @@ It knows no strategy and no trainer: it is given the module, the options, the de
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from sp_lightning.device.accelerator import device_for
@@ -36,9 +37,8 @@ from sp_lightning.observe.messages import (
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.activation_policy import Mode, resolve, summary
 from sp_lightning.plan.host_memory import check_host, spare_bytes
-from sp_lightning.plan.options import Overlap
 from sp_lightning.plan.plan import Plan
-from sp_lightning.trainer.buffers import move_to_device
+from sp_lightning.trainer.compat import note_device
 from sp_lightning.trainer.disk_tier import place
 from sp_lightning.trainer.options import Options
 from sp_lightning.tune.choices import Window
@@ -118,30 +118,19 @@ class Run:
     # ------------------------------------------------------------------ what a user reads
 
     @property
+    def results(self) -> Results:
+        """What can be asked now, or what could be when the engine was closed."""
+        streamer = self.streamer
+        if streamer is None:
+            return self._results
+        partially_updated = streamer.updates.partially_updated
+        modes = dict(streamer.activations.modes)
+        return Results(streamer.plan, modes, streamer.stats(), streamer.fetches(), partially_updated)
+
+    @property
     def plan(self) -> Plan:
         """What was decided."""
         return self._results.plan if self.streamer is None else self.streamer.plan
-
-    @property
-    def activations(self) -> dict[str, Mode]:
-        """What becomes of the activations of each unit, by name."""
-        return self._results.activations if self.streamer is None else dict(self.streamer.activations.modes)
-
-    def stats(self) -> Stats:
-        """The counters since the engine was built."""
-        return self._results.stats if self.streamer is None else self.streamer.stats()
-
-    def fetches(self) -> dict[str, int]:
-        """How often each layer was fetched since the engine was built, by name."""
-        return self._results.fetches if self.streamer is None else self.streamer.fetches()
-
-    @property
-    def partially_updated(self) -> str | None:
-        """Why the weights are not those of any whole step; None where they are."""
-        return self._results.partially_updated if self.streamer is None else self.streamer.updates.partially_updated
-
-    def _now(self) -> Results:
-        return Results(self.plan, self.activations, self.stats(), self.fetches(), self.partially_updated)
 
     def remarks(self) -> list[str]:
         """What a user should know beside the plan, in sentences."""
@@ -182,13 +171,13 @@ class Run:
         if self.streamer is not None:
             with closing(self.streamer):
                 self.streamer.abort(over=True)  # so what is on its way counts, as layers for a step that does not come
-                self._results = self._now()
+                self._results = self.results
                 self.streamer = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the engine, which may be at work: a copy is that of a run that is over."""
         placement = ONE_DEVICE if self.ranks is None else self.placement  # files are not copied
-        return {**vars(self), "streamer": None, "tuner": None, "placement": placement, "_results": self._now()}
+        return {**vars(self), "streamer": None, "tuner": None, "placement": placement, "_results": self.results}
 
     def _build(self) -> None:
         device = device_for(self._device)
@@ -267,16 +256,6 @@ class Run:
 
     # ------------------------------------------------------------------ between batches and after errors
 
-    def batch_starts(self, batch: Any, overlap: Overlap) -> None:
-        """Chooses the window and the activations, if it is time to.
-
-        Args:
-            batch: the one that is to run.
-            overlap: how updates run.
-        """
-        if self.tuner is not None:
-            self.tuner.batch_starts(batch, overlap)
-
     def finish_updates(self) -> None:
         """Waits for updates in the background."""
         if self.streamer is not None:
@@ -284,25 +263,15 @@ class Run:
                 self.streamer.updates.finish()
                 self.placement.settle()
 
-    def make_room(self, error: torch.OutOfMemoryError, obstacle: str | None) -> bool:
-        """Shrinks the window after an error. Returns whether the step can be repeated; otherwise the error says what to do.
-
-        Args:
-            error: that ended the step.
-            obstacle: why the step cannot be repeated; empty if it can, and None for a step that is not repeated in any case.
-        """
-        plan, modes = self.plan, self.activations
-        smaller = self.tuner is not None and self.tuner.shrink()
-        freed = {} if self.activations == modes else self.activations
-        if smaller and obstacle == "":
-            self._log.warning(
-                "Superpipeline: out of device memory with activations: %s; the step is repeated with %s.",
-                summary(modes), summary(freed),
-            )  # fmt: skip
-            return True
+    def make_room(self, error: torch.OutOfMemoryError) -> None:
+        """Shrinks the window after an error that ended a step, and has the error say what to do."""
+        plan, modes = self.plan, self.results.activations
+        if self.tuner is not None:
+            self.tuner.shrink()
+        now = self.results.activations
+        freed = {} if now == modes else now
         balanced = self._options.activations == "auto"
-        error.add_note(after_out_of_memory(plan, self.plan, freed, obstacle, balanced=balanced))
-        return False
+        error.add_note(after_out_of_memory(plan, self.plan, freed, balanced=balanced))
 
     @contextmanager
     def host_parameters(self) -> Generator[None, None, None]:
@@ -315,20 +284,17 @@ class Run:
             yield
 
     def loading(self) -> AbstractContextManager[None]:
-        """Around the loading of a state into the module: what rank 0 loads counts."""
-        if self.streamer is None or self.streamer.turns is None:
+        """Around the loading of a state into the module between steps: weights may be written, and what rank 0 loads counts."""
+        if self.streamer is None:
             return nullcontext()
-        return self.streamer.turns.loading(self._module)
+        self.streamer.allow_writes()
+        turns = self.streamer.turns
+        return nullcontext() if turns is None else turns.loading(self._module)
 
     def invalidate(self) -> None:
         """Marks all copies on the device as out of date."""
         if self.streamer is not None:
             self.streamer.invalidate()
-
-    def allow_writes(self) -> None:
-        """Between steps: weights may be written now."""
-        if self.streamer is not None:
-            self.streamer.allow_writes()
 
     @contextmanager
     def whole_after_failure(self) -> Generator[None, None, None]:
@@ -336,7 +302,7 @@ class Run:
         try:
             yield
         except BaseException as error:
-            if self.ranks is not None and not isinstance(error, torch.OutOfMemoryError):  # that may be mended here
+            if self.ranks is not None:
                 self.ranks.fail(error)
             self.abort()
             if (said := in_our_words(error)) is not None:
@@ -397,3 +363,27 @@ def _without_log(module: pl.LightningModule) -> Generator[None, None, None]:
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
     """Stands in for ``LightningModule.log``."""
+
+
+def move_to_device(module: nn.Module, found: Found, averages: Sequence[nn.Module], device: torch.device) -> None:
+    """Moves buffers, metrics, and modules that keep their parameters to themselves.
+
+    Args:
+        module: the root.
+        found: its layers; its parameters stay where they are.
+        averages: modules whose buffers, and the modules in them, stay on the host.
+        device: where the rest goes.
+    """
+    for _, aside in found.aside:
+        aside.to(device)
+    bare = {child for child in module.modules() if not any(True for _ in child.parameters())}
+    stay = {inner for average in averages for inner in average.modules()}
+    for child in module.modules():
+        note_device(child, device)
+        if child in stay:
+            continue
+        if child in bare and not stay.intersection(child.modules()):
+            child.to(device)  # metrics have states that are no buffers
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.device != device:
+                child._buffers[name] = buffer.to(device)

@@ -37,10 +37,8 @@ from sp_lightning.trainer.frozen_weights import (
 )
 from sp_lightning.trainer.given_values import GivenValues
 from sp_lightning.trainer.loops import Loops
-from sp_lightning.trainer.options import Options
-from sp_lightning.trainer.precision import autocast_dtype
+from sp_lightning.trainer.options import Options, autocast_dtype, refuse_checkpoint_io, refuse_on_ranks
 from sp_lightning.trainer.readings import Readings
-from sp_lightning.trainer.refusals import refuse_checkpoint_io, refuse_on_ranks
 from sp_lightning.trainer.run import Run
 
 
@@ -331,7 +329,7 @@ class StreamingStrategy(Readings):
         return state
 
     def _refuse_partially_updated(self) -> None:
-        mixed = None if self._run is None else self._run.partially_updated
+        mixed = None if self._run is None else self._run.results.partially_updated
         if mixed is not None:
             if sys.exception() is not None:  # a checkpoint on exception: Lightning tears nothing down if that fails
                 self._close()
@@ -377,8 +375,6 @@ class StreamingStrategy(Readings):
         if not self._options.save_frozen:
             note_loaded(self.lightning_module, checkpoint["state_dict"], restored)
         fill_checkpoint(self.lightning_module, cast(dict[str, Any], checkpoint))
-        if self._run is not None:
-            self._run.allow_writes()
         with nullcontext() if self._run is None else self._run.loading():
             super().load_model_state_dict(checkpoint, strict)
 

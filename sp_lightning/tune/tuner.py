@@ -85,25 +85,13 @@ class Tuner:
             self._time()
         self._batches += 1
 
-    @property
-    def measures_modes(self) -> bool:
-        """Whether this is one of the two batches by which modes of activations are chosen, so that shrinking may free memory.
-
-        The window is the smallest one in these batches. If modes are not chosen, nothing is there to shrink.
-        """
-        return self._balanced and self._batches <= _TIMED + 1
-
     def stop_timing(self) -> None:
         """Ends the measurement of time: what follows (validation, or the next batch) is no part of the timed batch."""
         if self._timeline in self._device.timelines:
             self._device.timelines.remove(self._timeline)
 
-    def shrink(self) -> bool:
-        """Takes the smallest window, and modes that take least, after the device has run out of memory.
-
-        Returns:
-            Whether this takes less memory than before, so that another attempt makes sense.
-        """
+    def shrink(self) -> None:
+        """Takes the smallest window, and modes that take least, after the device has run out of memory."""
         self._observe(whole=False)
         activations, smallest = self._streamer.activations, self._window.smallest()
         smaller = smallest.slot_bytes < self._streamer.plan.slot_bytes
@@ -115,7 +103,6 @@ class Tuner:
             smaller = smaller or activations.modes != before
             self._window.lower_budget()  # what was chosen did not fit, although the measurements said that it would
         self._again = self._again or (smaller and self._work is not None)
-        return smaller
 
     # ------------------------------------------------------------------ what is measured
 

@@ -193,7 +193,7 @@ def test_the_window_chooses_itself_within_the_budget() -> None:
     assert_equal(ours, run(superpipeline(k=2, k_prime=1))[0], "state")
 
 
-def test_out_of_memory_shrinks_the_window_and_the_step_is_repeated() -> None:
+def test_out_of_memory_shrinks_the_window_and_the_error_says_which_one_leaves_more() -> None:
     class Hungry(Transformer):
         def loss(self, batch: Any) -> Tensor:
             taken = (
@@ -209,9 +209,11 @@ def test_out_of_memory_shrinks_the_window_and_the_step_is_repeated() -> None:
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 800 * 2**20) / total)
     try:
         strategy = superpipeline(memory_budget=700 * 2**20)
-        trainer_for(strategy, accelerator="gpu").fit(Hungry(large_llama().net), loader([batch] * 6))
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            trainer_for(strategy, accelerator="gpu").fit(Hungry(large_llama().net), loader([batch] * 6))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "With SuperpipelineStrategy(k=1, k_prime=1) there would be" in "\n".join(raised.value.__notes__)
 
 
 def test_a_timeline_has_every_kind_and_its_fetches_end_before_their_use(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def train(folder: str) -> tuple[list[str], list[str], list[str]]:
     strategy = SuperpipelineStrategy(k=1)
     with (
         mock.patch("io.open", opens),
-        mock.patch("sp_lightning.trainer.recording.draw_timeline", draws),
+        mock.patch("sp_lightning.trainer.callback.draw_timeline", draws),
     ):
         fit(lambda: Module(Stack()), vectors(8), strategy, devices=RANKS, callbacks=[callback], recorded="losses")
     return touched, drawn, titles

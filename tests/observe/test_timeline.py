@@ -21,7 +21,7 @@ from sp_lightning.device.waits import Stream
 from sp_lightning.model.find import find_layers
 from sp_lightning.observe.stats import Stats, bottleneck
 from sp_lightning.plan.plan import make_plan
-from sp_lightning.trainer.recording import Recording
+from sp_lightning.trainer.callback import Recording
 from sp_lightning.tune.simulator import predict
 from sp_lightning.tune.visits import measured
 from tests.support.models import Module, Stack, llama, tokens, vectors

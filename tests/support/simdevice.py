@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from sp_lightning.device.device import Device
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.block import HostBlock
-from sp_lightning.trainer.buffers import move_to_device
+from sp_lightning.trainer.run import move_to_device
 
 HOST = "host"
 Agent = Stream | str

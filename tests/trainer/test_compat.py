@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
@@ -80,14 +78,6 @@ def asked(question: Any, module: pl.LightningModule, count: int, **options: Any)
     return ask.answers
 
 
-def test_module_attributes() -> None:
-    assert {"_trainer", "training", "prepare_data_per_node"} < compat.MODULE_ATTRIBUTES
-    assert vars(Small()).keys() - compat.MODULE_ATTRIBUTES == set()
-    mine: Any = Small()
-    mine.steps = 0
-    assert vars(mine).keys() - compat.MODULE_ATTRIBUTES == {"steps"}
-
-
 def test_trainer_of() -> None:
     module, trainer = Small(), trainer_with(fast_dev_run=True)
     assert compat.trainer_of(module) is None
@@ -125,14 +115,6 @@ def test_logged_step() -> None:
     assert asked(lambda trainer: trainer.global_step, WithTwo(), 3) == [2, 4, 6]
 
 
-def test_logged_counts() -> None:
-    (counts, after) = asked(lambda trainer: dict(compat.logged_counts(trainer)), Small(), 2)
-    (name,) = counts
-    assert name.endswith("loss")
-    assert after[name] == counts[name] + 1
-    assert compat.logged_counts(trainer_with()) == {}
-
-
 def test_note_device() -> None:
     module, other = Small(), nn.Linear(1, 1)
     compat.note_device(module, torch.device("meta"))
@@ -162,14 +144,6 @@ def test_wraps_another() -> None:
     assert compat.wraps_another(AsyncCheckpointIO())
     assert AsyncCheckpointIO(inner := TorchCheckpointIO()).checkpoint_io is inner
     assert not compat.wraps_another(inner)
-
-
-def test_random_states() -> None:
-    states = compat.random_states()
-    before = torch.rand(1), np.random.rand(), random.random()
-    assert (torch.rand(1), np.random.rand(), random.random()) != before
-    compat.restore_random_states(states)
-    assert (torch.rand(1), np.random.rand(), random.random()) == before
 
 
 class Mine(SingleDeviceStrategy):

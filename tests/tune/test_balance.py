@@ -191,7 +191,7 @@ def test_an_error_teaches_that_there_is_less_room() -> None:
                 before = run._window.room
                 run.tuner.shrink()
                 assert run._window.room == before - before // 16
-                assert "keep" not in run.activations.values()
+                assert "keep" not in run.results.activations.values()
                 seen.append(before)
 
     seen: list[int] = []

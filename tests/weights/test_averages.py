@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.engine.module_hooks import attach_module_hooks
 from sp_lightning.model.find import find_layers
-from sp_lightning.trainer.buffers import move_to_device
+from sp_lightning.trainer.run import move_to_device
 from sp_lightning.weights.buffers import OnTheDevice, find_averages
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_same, fit, fused, superpipeline
