@@ -11,9 +11,9 @@ the meta device come from them or from ``weight_files``.
 ``disk_tier`` decides what of the optimizers' state is on a disk, ``weights_in_place`` which weights stay in their files,
 ``weights_on_scratch`` which trained ones are on the disk, and ``readings`` is what a user asks a strategy.
 
-With several devices ``rank_steps`` has optimizers step once for all, ``replicas`` keeps buffers alike, ``agreement`` compares
-what must be the same on all ranks, ``processes`` whether as many were started as the trainer says, and ``refusals`` says what
-they cannot do. ``host_strategy`` chooses Lightning's base class by their number.
+With several devices ``rank_steps`` has optimizers step once for all, ``agreement`` keeps buffers alike and compares what
+must be the same on all ranks, ``processes`` whether as many were started as the trainer says and how they reach each other, and
+``refusals`` says what they cannot do. ``host_strategy`` chooses Lightning's base class by their number.
 
 In come a LightningModule, the options of a user (``options``) and the calls of a trainer; out go weights, files and lines
 in the log. This wing may import every wing but ``cli``. Only ``compat`` uses what is private in Lightning, or differs
