@@ -212,14 +212,15 @@ class Ranks(Collectives):
     def run_begins(self) -> None:
         """Says that this rank begins its next run."""
         self.over = False
-        self.board.run_begins()
+        self.board.place = ""
         if self._news is not None:
             self._news.begin()
 
     def run_ends(self) -> None:
         """Says that this rank is at the end of its run: it comes to no more meetings of it."""
         self.over = True
-        self.board.run_ends()
+        if not self.failure:
+            self.board.run_ends()
         if self._news is not None:
             self._news.end()
 
