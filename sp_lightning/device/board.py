@@ -22,16 +22,15 @@ from zlib import crc32
 
 from torch.distributed.constants import default_pg_timeout
 
-from sp_lightning.device.fence import fence
 from sp_lightning.device.layout import PAGE
-from sp_lightning.device.shared_memory import SharedMemory
+from sp_lightning.device.shared_memory import SharedMemory, fence
 from sp_lightning.device.waits import Wait
 
 _WORDS, _KEPT, _ENTRY = 64, 32, 256  # of each rank: words of 8 bytes, meetings that are kept, and bytes of each of them
 _TEXT = _ENTRY - 16
 _FORMAT = f"qq{_TEXT}s"  # of a meeting: a digest of all up to it, a number, and what it is
 # The last ones are the primary's (rank 0's); of them _HEARD is written where a copy is: when it was last another one.
-_CAME, _FAILED, _ENDED, _TURNS, _SAID, _VALUE, _BEAT, _HEARD = range(8)
+_CAME, _FAILED, _TURNS, _SAID, _VALUE, _BEAT, _HEARD = range(7)
 _PAGES = _WORDS * 8 + _KEPT * _ENTRY + PAGE  # the last page has the text of an error
 
 
@@ -79,7 +78,7 @@ class Board:
         self._memory = memory  # the words below are in it
         self._words: Any = memory.words("q")
         self._values: Any = memory.words("d")
-        self._came = self._runs = 0
+        self._came = 0
         self._descriptors: dict[int, int] = {}
         for other, pid in processes.items():
             with suppress(OSError):
@@ -185,15 +184,11 @@ class Board:
 
     # ------------------------------------------------------------------ runs and failures
 
-    def run_begins(self) -> None:
-        """Says that this rank begins its next run."""
-        self._runs += 1
-        self.place = ""
-
     def run_ends(self) -> None:
-        """Says that this rank is at the end of its run: it comes to no more meetings of it."""
+        """Says that this rank is at the end of its run: a meeting that it does not wait at, and finds no error at."""
         self.place = ""
-        self._write(_ENDED, self._runs)
+        with suppress(RankError):  # those say so that wait for this rank
+            self.come("the end of its run")
 
     def fail(self, error: BaseException) -> None:
         """Says that this rank fails, so that the others stop waiting for it. Only its first error counts."""
@@ -212,7 +207,7 @@ class Board:
             why: what is waited for, in words.
 
         Raises:
-            RankError: one has failed, with its own error; or has parted from this one, ended its run, or ended.
+            RankError: one has failed, with its own error; or has parted from this one (by the end of its run, say), or ended.
         """
         for other in self._others:
             if self._word(other, _FAILED):
@@ -220,14 +215,6 @@ class Board:
                     f"{self.names[other]} has failed while {self._name} waited for {why}: {self._error(other)}"
                 )
         self.compare()
-        running = self._word(self.rank, _ENDED) < self._runs
-        for other in self._others:
-            if running and self._word(other, _ENDED) >= self._runs and self._word(other, _CAME) < self._came:
-                raise RankError(
-                    f"{self.names[other]} has ended its run while {self._name} waited for {why}. The last that they did together "
-                    f"was {self._last(other)}; {self._name} has come to {self._last(self.rank)}. All ranks need the same "
-                    "number of batches and steps."
-                )
         for rank in self._gone():
             raise RankError(
                 f"the process of {self.names[rank]} has ended while {self._name} waited for {why}. It was killed, by the "

@@ -23,8 +23,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from sp_lightning.device.fence import fence
-from sp_lightning.device.shared_memory import SharedMemory
+from sp_lightning.device.shared_memory import SharedMemory, fence
 
 _ANNOUNCED, _CLOSED, _RESOLVED, _ASKED, _FIRST = 0, 1, 2, 3, 8
 _KEPT = 504  # announcements of each rank that are on the board

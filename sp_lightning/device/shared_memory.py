@@ -13,6 +13,7 @@ import ctypes
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from zlib import crc32
@@ -167,6 +168,30 @@ def create(nbytes: int, name: str) -> int:
     return descriptor
 
 
+def open_of(process: int, descriptor: int, inode: int) -> int:
+    """Returns a descriptor of memory that another process of the node has made.
+
+    Args:
+        process, descriptor: the other process, and its own descriptor, which it keeps open meanwhile.
+        inode: of the memory, by which another process of that number is told from it.
+
+    Raises:
+        RuntimeError: this process does not see the other one.
+    """
+    why = "another process has that number here"
+    try:
+        found = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
+        if os.fstat(found).st_ino == inode:
+            return found
+        os.close(found)
+    except OSError as error:
+        why = str(error)
+    raise RuntimeError(
+        f"This process does not see the memory of process {process}, with which it trains on one node: {why}. Start all "
+        "processes of a node by one user and in one container, or in containers that share processes (docker run --pid=host)."
+    )
+
+
 def _tensor(memory: mmap.mmap) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -228,3 +253,20 @@ def _entries(pagemap: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
         entries = array.array("Q", os.pread(pagemap, (min(step, end - address) // PAGE) * 8, address // PAGE * 8))
         for index, entry in enumerate(entries):
             yield address + index * PAGE, entry
+
+
+# ---------------------------------------------------------------------- order
+
+_lock = threading.Lock()
+
+
+def fence() -> None:
+    """Orders what this thread has read and written before what it reads and writes next, on any processor.
+
+    x86 does so by itself, ARM does not. Python has no word for it, but a lock has: what comes before its release is not done
+    after it, what follows its acquisition is not done before it, and a release and an acquisition behind it keep their order.
+    """
+    with _lock:
+        pass
+    with _lock:
+        pass

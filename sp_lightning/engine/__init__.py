@@ -17,7 +17,7 @@ The parts, from below; each imports those before it only:
 - ``saved_tensors``, ``module_hooks``, ``access``: the doors by which somebody asks for a layer (4) (6).
 - ``updating``: the engine as an optimizer's step sees it.
 - ``peak``: the most device memory that weights and gradients took.
-- ``shared_source``, ``turns``: with several devices, the bytes that this rank's user code has written, and the primary's turn
+- ``turns``: with several devices, the bytes that this rank's user code has written, and the primary's turn
   to change the weights of all ranks. ``placement`` says which parts one device has and which several have.
 - ``assembly``, ``streamer``: build the parts, and hand every call to one of them. A call of Lightning comes from
   ``trainer.strategy`` by way of ``trainer.loops``.

@@ -18,9 +18,8 @@ from sp_lightning.device.layout import ALIGNMENT, PAGE, whole_pages
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Wait
 from sp_lightning.engine.host_source import FileSource, HostSource
-from sp_lightning.engine.shared_source import SharedSource, written_here
 from sp_lightning.engine.step import Step
-from sp_lightning.engine.turns import Turns
+from sp_lightning.engine.turns import SharedSource, Turns, written_here
 from sp_lightning.model.found import Layer
 from sp_lightning.optim.background import BackgroundUpdates, SharedUpdates
 from sp_lightning.plan.plan import Plan, PlannedLayer

@@ -1,4 +1,5 @@
-"""Turns: what changes the weights of all ranks is done by the primary, while the others wait for it."""
+"""Weights of several ranks: the primary changes them in its turn, while the others wait for it; and what a rank's own user code
+has written since then comes before them."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from torch import nn
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Wait
 from sp_lightning.engine.host_source import HostSource
-from sp_lightning.engine.shared_source import memory_of
 from sp_lightning.engine.step import Step
-from sp_lightning.store.block_memory import SharedStore
+from sp_lightning.store.block_memory import SharedBlockMemory, SharedStore
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.reduced_gradients import ReducedGradients
+from sp_lightning.weights.slots import Staged
 
 
 class Turns:
@@ -138,3 +139,37 @@ class Turns:
             self._step.take_back_writes()
             self._source.settle()
             self._source.synchronize()
+
+
+class SharedSource(HostSource):
+    """The :class:`~sp_lightning.weights.source.BlockSource` of several ranks.
+
+    The primary keeps casts up to date in the memory that all ranks have. A layer that this rank's user code has written since
+    the last update comes from this rank's own view, with casts of its own. That memory is not page-locked.
+    """
+
+    def stage(self, layer: StreamedLayer) -> Staged:
+        """Returns the layer's bytes as this rank's user code sees them."""
+        self.wait(layer)
+        for member in layer.family:
+            self._adopt(member)
+        written = [memory_of(member).look() for member in layer.family]  # all of them: each notes what it sees
+        if layer.casts is not None and any(written):
+            memory_of(layer).written = True
+            layer.casts.doubt()
+            self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
+            layer.casts.refresh()
+        elif layer.casts is not None:
+            layer.casts.trust()
+        return layer.block.weights, None
+
+
+def written_here(layer: StreamedLayer) -> bool:
+    """Whether a layer that was staged comes from this rank's own view."""
+    return memory_of(layer).written
+
+
+def memory_of(layer: StreamedLayer) -> SharedBlockMemory:
+    """The memory of a layer's block."""
+    assert isinstance(layer.block.memory, SharedBlockMemory)
+    return layer.block.memory

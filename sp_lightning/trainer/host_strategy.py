@@ -15,7 +15,6 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from sp_lightning.device.interfaces import choose_interface
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO, load
 from sp_lightning.trainer.compat import (
@@ -26,7 +25,13 @@ from sp_lightning.trainer.compat import (
     wraps_another,
 )
 from sp_lightning.trainer.options import prepare_precision
-from sp_lightning.trainer.processes import never_came, not_reached, refuse_other_places, refuse_processes_alone
+from sp_lightning.trainer.processes import (
+    choose_interface,
+    never_came,
+    not_reached,
+    refuse_other_places,
+    refuse_processes_alone,
+)
 
 if TYPE_CHECKING:
     _Base = SingleDeviceStrategy

@@ -12,11 +12,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from sp_lightning.plan.ledger import Ledger
-from sp_lightning.trainer.agreement import compare_optimizers, compare_weights
+from sp_lightning.trainer.agreement import Buffers, compare_optimizers, compare_weights
 from sp_lightning.trainer.compat import skips_backward
 from sp_lightning.trainer.optimizer_steps import Closure, OptimizerSteps
 from sp_lightning.trainer.options import Options
-from sp_lightning.trainer.replicas import Buffers
 from sp_lightning.trainer.run import Run
 from sp_lightning.trainer.user_hooks import UserHooks
 

@@ -19,7 +19,7 @@ from time import monotonic, sleep
 import pytest
 import torch
 
-from sp_lightning.device.interfaces import VARIABLE, choose_interface, interface_to
+from sp_lightning.trainer.processes import VARIABLE, choose_interface, interface_to
 from tests.support.ranks import LAUNCHERS, free_port
 
 ROOT = Path(__file__).parents[2]
@@ -180,7 +180,7 @@ def test_an_interface_is_found_by_its_address() -> None:
 
 
 def test_the_users_choice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sp_lightning.device.interfaces.interface_to", lambda address: f"to-{address}")
+    monkeypatch.setattr("sp_lightning.trainer.processes.interface_to", lambda address: f"to-{address}")
     monkeypatch.setenv(VARIABLE, "mine")
     choose_interface("10.0.0.1")
     assert os.environ[VARIABLE] == "mine"
