@@ -79,22 +79,16 @@ def make_layers(
     return [layers[index] for index in range(len(blocks))]
 
 
-def make_tables(
-    found: Found, layers: Sequence[StreamedLayer], device: Device, *, pin: bool, compacted: set[StreamedLayer]
-) -> list[EmbeddingRows]:
-    """Makes the tables, one for each embedding of which only rows travel, and gives them to their layers."""
-    tables = []
+def make_rows(
+    found: Found, layers: Sequence[StreamedLayer], device: Device, log: logging.Logger | None, *, pin: bool
+) -> dict[nn.Module, tuple[StreamedLayer, ...]]:
+    """Gives layers of which only rows travel their rows. Returns the embeddings among them, with their layers."""
+    embeddings: dict[nn.Module, tuple[StreamedLayer, ...]] = {}
     table_layers = [layer for layer in layers if layer.kind is Kind.TABLE]
     for layer, found_layer in zip(table_layers, found.tables, strict=True):
         embedding: Any = found.places[found_layer.parameters[0][1]][0].module
-        table = layer.table = EmbeddingRows(embedding, layer, device, pin=pin, compacted=compacted)
-        layer.parameters.look_up = table.look_up
-        tables.append(table)
-    return tables
-
-
-def make_experts(layers: Sequence[StreamedLayer], log: logging.Logger | None) -> None:
-    """Makes what knows the rows of each layer of stacked experts, and gives it to the layer."""
+        layer.rows = EmbeddingRows(embedding, layer, device, pin=pin)
+        embeddings[embedding] = (layer,)
     said = set[str]()
 
     def say(layer: StreamedLayer, why: str) -> None:
@@ -106,8 +100,9 @@ def make_experts(layers: Sequence[StreamedLayer], log: logging.Logger | None) ->
 
     for layer in layers:
         if layer.planned.rows:
-            layer.experts = ExpertRows(layer, partial(say, layer))
-            layer.parameters.come_by_rows(layer.experts)
+            layer.rows = ExpertRows(layer, device, partial(say, layer))
+            layer.parameters.come_by_rows(layer.rows.stacks)
+    return embeddings
 
 
 def stand_ins_for_wrapped(found: Found, layers: Sequence[StreamedLayer]) -> dict[nn.Parameter, Any]:
@@ -125,8 +120,7 @@ def stand_ins_for_wrapped(found: Found, layers: Sequence[StreamedLayer]) -> dict
 
 def _bring(members: Sequence[tuple[ParameterGroup, int]], use: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Returns the parts of a wrapped parameter on the device. Whoever holds them holds their slots."""
-    experts = members[0][0].experts
-    if experts is not None and experts.may_compute_with_wrapped(use, args, kwargs):
+    if members[0][0].layer.rows.may_compute_with_wrapped(use, args, kwargs):
         return [group.alias(index) for group, index in members]
     with members[0][0].doors.on_demand([group.all[index] for group, index in members]):
         return [group.alias(index) for group, index in members]

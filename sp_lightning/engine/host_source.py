@@ -51,7 +51,7 @@ class HostSource:
         """Returns the bytes of the layer's block, in which the casts are those of the present masters."""
         self.wait(layer)
         self._adopt(layer)
-        if layer.masters is not None and layer.casts is not None:
+        if layer.masters is not None:
             self._adopt(layer.masters)
             if not layer.casts.current:
                 self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
@@ -82,7 +82,7 @@ class HostSource:
             layer.invalidate()
             # User code that writes weights waits for their updates first. A layer whose update is under way was therefore
             # not written.
-            if layer.casts is not None and not self._updates.under_way(layer):
+            if not self._updates.under_way(layer):
                 layer.casts.doubt()
 
     def settle(self) -> None:
@@ -104,7 +104,7 @@ class HostSource:
             layer.parameters.unversioned_writes[index] += 1
         block.adopt()
         layer.parameters.adopted()
-        if layer.owner is not layer and layer.owner.casts is not None:
+        if layer.owner is not layer:
             layer.owner.casts.doubt()  # the masters have other values although their block has the same memory
         if self._watch is not None:
             for index in displaced:

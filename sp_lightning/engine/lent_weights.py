@@ -12,7 +12,6 @@ from sp_lightning.device.lease import shared
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.weights.device_parameter import same_place
-from sp_lightning.weights.expert_rows import NOTHING
 from sp_lightning.weights.kept_memory import KeptMemory
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.parameter_group import ParameterGroup
@@ -88,7 +87,6 @@ class LentWeights:
     def _offer_casts(self, layer: StreamedLayer, casts: Sequence[Tensor]) -> None:
         """Lets the layer's casts stand for its masters, unless those are on the device, where they may be written."""
         assert layer.masters is not None
-        assert layer.casts is not None
         masters = layer.masters.parameters
         masters.sync_requires_grad()
         masters.casts = casts if layer.masters.slot is None and layer.casts.current else None
@@ -136,8 +134,7 @@ class LentWeights:
         """Invalidates a layer that comes on demand after its use, unless somebody still views it."""
         if layer.masters is not None:
             layer.masters.parameters.casts = None
-        if layer.experts is not None:
-            layer.experts.needed = NOTHING
+        layer.rows.end_use()
         group = layer.parameters
         if not slot.escaped:
             group.exposed.intersection_update(group.outside)
@@ -161,8 +158,7 @@ class LentWeights:
         """Copies weights that were written on the device, or may have been, to the host."""
         group = layer.parameters
         for index, value in written:
-            if layer.experts is not None and value.untyped_storage().data_ptr() in self._slots.by_address:
-                value = layer.experts.completed(index, value)
+            value = layer.rows.completed(index, value, self._slots.by_address)
             # The blocking copy in write() implies this wait. On a device where write() copies nothing, it is needed.
             self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
             self.write_backs += 1
@@ -178,8 +174,7 @@ class LentWeights:
                 group.unversioned_writes[index] += 1
                 group.written_back()
                 group.casts = None
-                if layer.experts is not None and layer.experts.cache is not None:
-                    layer.experts.cache.drop(layer)
+                layer.rows.drop_cached()
                 if self._watch is not None:
                     self._watch.look_at(layer.block, index)
 

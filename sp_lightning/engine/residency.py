@@ -127,7 +127,7 @@ class Residency:
             RuntimeError: the running backward has updated the layer already.
         """
         if layer in self.used:
-            if layer.experts is not None and not layer.experts.complete:
+            if not layer.rows.complete:
                 self._complete(layer)
             return self.used[layer]
         self._tenants.before_use(layer)
@@ -143,12 +143,11 @@ class Residency:
         if not early and not self._source.ready(layer):
             self._source.wait(layer)
             self.fetch_ahead()
-        if (layer.slot is not None or layer.experts is not None) and not early and layer.outdated:
+        if not early and layer.outdated:
             layer.invalidate()
         absent = layer.slot is None or layer.slot.stale
-        if layer.experts is not None:
-            layer.experts.count_use()
-        if absent or (layer.experts is not None and not layer.experts.complete):
+        layer.rows.begin_use()
+        if absent or not layer.rows.complete:
             if early:
                 raise RuntimeError(needed_again(layer, "its weights were needed again"))
             self.demand_fetches += 1

@@ -97,7 +97,9 @@ class _WithKeywords(ModuleHooks):
 
 def attach_hooks(access: Access, visits: dict[nn.Module, tuple[StreamedLayer, ...]]) -> list[RemovableHandle]:
     """Attaches hooks to every module, to those of stacked experts such that see what something is routed to."""
-    routed = {module: each.experts for module, used in visits.items() for each in used if each.experts is not None}
+    routed = {
+        module: each.rows for module, used in visits.items() for each in used if isinstance(each.rows, ExpertRows)
+    }
     handles = attach_module_hooks(access, {module: used for module, used in visits.items() if module not in routed})
     for module, experts in routed.items():
         calls = RoutedCalls(access, module, experts)

@@ -22,12 +22,12 @@ class SharedSource(HostSource):
         for member in layer.family:
             self._adopt(member)
         written = [memory_of(member).look() for member in layer.family]  # all of them: each notes what it sees
-        if layer.casts is not None and any(written):
+        if layer.masters is not None and any(written):
             memory_of(layer).written = True
             layer.casts.doubt()
             self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
             layer.casts.refresh()
-        elif layer.casts is not None:
+        else:
             layer.casts.trust()
         return layer.block.weights, None
 

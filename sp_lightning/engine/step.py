@@ -111,10 +111,7 @@ class Step:
         self._residency.slots.idle_since = None
         for layer in self._layers:
             layer.visits = 0
-            if layer.table is not None:
-                layer.table.used_whole = False
-            if layer.experts is not None:
-                layer.experts.begin_step(training=training)
+            layer.rows.begin_step(training=training)
         if training:
             self._activations.begin()
         self.activate()

@@ -129,9 +129,8 @@ class Turns:
     def cast(self) -> None:
         """Casts all weights anew, for all ranks."""
         for layer in self._layers:
-            if layer.casts is not None:
-                layer.casts.doubt()
-                layer.casts.refresh()
+            layer.casts.doubt()
+            layer.casts.refresh()
 
     def _prepare(self) -> None:
         with self._lock:

@@ -9,7 +9,7 @@ function itself sees the cast, and what autograd saves of a cast is packed as it
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,31 +65,31 @@ def came_from_cast(gradient: Tensor) -> bool:
     return getattr(gradient, "came_from_cast", None) == gradient._version
 
 
-class WireFormat(Protocol):
-    """What travels in place of a layer's masters. The one implementation is their casts."""
+class NoCasts:
+    """The casts of a layer whose weights travel as they are: there are none, and none is ever out of date."""
 
-    @property
-    def current(self) -> bool:
-        """Whether what would travel agrees with the masters, as far as versions and :meth:`doubt` show it."""
+    current = True
 
     def doubt(self) -> None:
-        """Notes that masters may have been written in a way that no version shows."""
+        """Nothing depends on masters."""
 
     def trust(self) -> None:
-        """Notes that another process has made what travels of the present masters."""
+        """Nothing depends on masters."""
 
     def places(self, by: Stream) -> Mapping[int, Tensor]:
-        """Where ``by`` may put what travels itself while it writes masters, by their ``id``; nothing if it may not."""
+        """No places."""
+        return {}
 
     def refresh(self, by: Stream | None = None, *, but: Collection[int] = ()) -> None:
-        """Makes what travels anew, unless it is :attr:`current`; ``but`` that of masters that is in its place already."""
+        """Nothing is cast."""
 
     def saved_values(self, offset: int) -> SavedValues | None:
-        """The present values at ``offset`` of the slot, of which a graph saves some; None if masters have no part in them."""
+        """No part of the slot has casts."""
+        return None
 
 
-class Casts:
-    """The casts of one layer, on the host: the :class:`WireFormat` of mixed precision.
+class Casts(NoCasts):
+    """The casts of one layer, on the host.
 
     Args:
         block: the layer's block, which has room for the casts behind its weights.
@@ -108,7 +108,7 @@ class Casts:
         self._given = False  # whether the places were given to the update that is under way
 
     @property
-    def current(self) -> bool:
+    def current(self) -> bool:  # type: ignore[override]
         """Whether the casts agree with the masters, as far as versions and :meth:`doubt` show it."""
         return self._made_of is not None and self._made_of == self._state()
 

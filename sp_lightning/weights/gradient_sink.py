@@ -18,14 +18,12 @@ class GradientSink(Protocol):
     Several of autograd's threads may have gradients at once. The caller lets in one at a time, but for :meth:`land`.
 
     Attributes:
-        compacted: the layers whose gradient is sparse on the device in this backward, although ``param.grad`` is to be dense.
         keep_narrow: whether gradients that come in a lower dtype than their parameter's keep it until somebody reads them.
         device_bytes: bytes of gradients that are on the device now.
         drained_bytes: bytes that have left for the host.
         host_waits: how often the host has waited for a gradient whose size depends on values that compute has.
     """
 
-    compacted: set[StreamedLayer]
     keep_narrow: bool
     device_bytes: int
     drained_bytes: int

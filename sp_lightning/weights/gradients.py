@@ -92,8 +92,6 @@ class Gradients:
         self._drains: Drains[_Drain] = Drains(device, in_flight, self._free, self._apply)
         # Held by the thread that applies gradients: parts of one are added in order.
         self._landing = threading.RLock()
-        self.compacted: set[StreamedLayer] = set()
-        """The layers whose gradient is sparse on the device in this backward, although ``param.grad`` is to be dense."""
         self.keep_narrow = False
         """Whether gradients that come in a lower dtype than their parameter's keep it until somebody reads them."""
         # Whether somebody has read one. The next ones would be read, too, and take memory in both dtypes.
@@ -146,7 +144,7 @@ class Gradients:
         self._device.access(gradients.values(), Stream.COMPUTE, write=True)
         self._device.wait(Stream.DOWNLOAD, self._device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
         landings, staging, targets, sources = self._place(gradients)
-        self.compacted -= {owner}  # the layer's next gradient says anew whether it is compacted
+        owner.rows.compacted = False  # the layer's next gradient says anew whether it is
         begun = self._device.mark(Stream.DOWNLOAD)
         self._device.copy(targets, sources, Stream.DOWNLOAD)  # (8)
         nbytes = sum(map(_nbytes, sources))
@@ -187,7 +185,7 @@ class Gradients:
                 span = block.planned.spans[index]
                 target = strided(staging.bytes, used, gradient.dtype, span.shape, span.stride)
                 used += aligned(gradient.nbytes)
-            rows = None if layer.experts is None else layer.experts.take_gradient_rows(index)
+            rows = layer.rows.gradient_rows(index)
             if rows is None:
                 targets.append(target)
                 sources.append(gradient)
@@ -208,7 +206,7 @@ class Gradients:
         self.host_waits += 1
         self.drained_bytes += sparse_values(sparse).nbytes
         parameter = layer.block.parameters[index]
-        if layer not in self.compacted:
+        if not layer.rows.compacted:
             return parameter, sparse, sparse, False
         own = None
         if parameter.grad is None and index not in layer.block.apart:
@@ -257,7 +255,6 @@ class Gradients:
                 self._staging.give_back(drain.staging)
         self._received.clear()
         self._waiting.clear()
-        self.compacted.clear()
         self.device_bytes = 0
 
     def _free(self, drain: _Drain) -> None:

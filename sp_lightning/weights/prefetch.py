@@ -13,8 +13,8 @@ from functools import partial
 from operator import attrgetter
 
 from sp_lightning.plan.plan import Plan, schedule
-from sp_lightning.weights.expert_rows import NOTHING
 from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.rows import NOTHING
 from sp_lightning.weights.slots import Slot, Slots
 from sp_lightning.weights.trace import Trace
 
@@ -84,9 +84,8 @@ class Prefetch:
         An expert is in training only: the many tokens of such a batch make it likely that it is used again. The few
         tokens of a step of generation do not. Of stacked experts the last calls show which rows are.
         """
-        if layer.experts is not None:
-            return layer.experts.ahead != NOTHING and _of_ring(ring, layer)
-        return (self._training or not layer.expert) and _of_ring(ring, layer)
+        worth = layer.rows.ahead != NOTHING if layer.planned.rows else self._training or not layer.expert
+        return worth and _of_ring(ring, layer)
 
     def _awaited(self, ring: int, layer: StreamedLayer) -> bool:
         """Whether an absent layer is not worth a fetch ahead of time, and so comes on demand if at all."""

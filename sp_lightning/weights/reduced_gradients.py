@@ -85,7 +85,6 @@ class ReducedGradients:
         self._begun = False  # whether gradients have come in this backward
         self._wanted: Wanted | None = None  # in this backward
         self._drains: Drains[_Drain] = Drains(device, in_flight, self._free, lambda drain: None)
-        self.compacted: set[StreamedLayer] = set()
         self.keep_narrow = False
         self.device_bytes = self.drained_bytes = self.host_waits = 0
 
@@ -127,7 +126,7 @@ class ReducedGradients:
 
     def _to_dense(self, layer: StreamedLayer, name: str, gradient: Tensor) -> Tensor:
         """Rows of a table, summed on the host in the order of their uses, as one dense gradient on the device."""
-        if layer not in self.compacted:
+        if not layer.rows.compacted:
             raise RuntimeError(
                 f"The gradient of {name!r} is sparse, and those of several devices are not summed. Use sparse=False, or "
                 "Trainer(devices=1)."
@@ -141,7 +140,7 @@ class ReducedGradients:
         family = self._families.get(owner)
         if family is None or family.reduced or not (family.waiting or family.stashed):
             return
-        self.compacted -= {owner}
+        owner.rows.compacted = False
         self._completed[owner] = None
         if family.waiting:
             self._arriving.pop(family, None)
@@ -340,7 +339,6 @@ class ReducedGradients:
         self._completed.clear()
         self._arriving.clear()
         self._ready.clear()
-        self.compacted.clear()
         self.device_bytes = 0
         if self._places is not None:
             self._places.end_backward()

@@ -23,10 +23,9 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.lease import Lease
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.plan.plan import Plan, PlannedLayer
-from sp_lightning.weights.expert_cache import ExpertCache
-from sp_lightning.weights.expert_rows import NOTHING
 from sp_lightning.weights.kept_memory import KeptMemory
 from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.rows import ExpertCache
 from sp_lightning.weights.uploads import OnItsWay, Uploads
 
 
@@ -141,12 +140,8 @@ class Slots:
         """The layers of which none has to make room for another."""
         self.all_settled = len(settled) == len(self._plan.layers)
         self._uploads.ring = self._plan.main_ring
-        stacked = [layer for layer in self._layers if layer.experts is not None]
-        self.cache = ExpertCache(self._device, self._plan.cache_bytes, stacked)
+        self.cache = ExpertCache(self._device, self._plan.cache_bytes, self._layers)
         self.device_bytes += self.cache.nbytes
-        for layer in stacked:
-            assert layer.experts is not None
-            layer.experts.cache = self.cache if self.cache.nbytes else None
 
     def _make(self, ring: int, *, extra: bool = False) -> Slot:
         memory = self._device.empty(self._plan.rings[ring].nbytes)
@@ -197,8 +192,7 @@ class Slots:
             self._send(transfer)
         except BaseException:
             for layer, slot, _ in transfer:
-                if layer.experts is not None:
-                    layer.experts.present = NOTHING
+                layer.rows.lost()
                 if layer.slot is slot and not slot.lent:
                     layer.invalidate()
             raise
@@ -221,23 +215,11 @@ class Slots:
             if staged is not None:
                 self._device.wait(Stream.UPLOAD, staged, Wait.FETCH_AFTER_UPDATE)
             begun = self._device.mark(Stream.UPLOAD)
-            nbytes = source.nbytes
-            experts = layer.experts
-            pieces = None if experts is None else experts.take(fresh=slot.layer is not layer or slot.stale)
-            if experts is None or pieces is None:
+            nbytes = layer.rows.send(slot, source)
+            if nbytes is None:
+                nbytes = source.nbytes
                 target = slot.memory if slot.memory.nbytes == nbytes else slot.memory[:nbytes]
                 slot.coming = self._uploads.send(layer, target, source, partial(self._landed, layer, slot))
-            else:
-                nbytes = sum(piece.stop - piece.start for piece in pieces)
-                self._device.copy(
-                    [slot.memory[each] for each in pieces], [source[each] for each in pieces], Stream.UPLOAD
-                )
-                if experts.kept:
-                    # What was fetched there before may have been overwritten unused, so that compute has not waited for it.
-                    self._device.wait(Stream.COMPUTE, slot.filled, Wait.BRING_AFTER_FETCH)
-                    experts.from_cache(slot.memory)
-                    if not (slot.lent or slot.escaped):  # else nobody knows the last kernel yet
-                        slot.idle = self._device.record(Stream.COMPUTE)
             self._device.note("fetch", layer.index, begun, Stream.UPLOAD, nbytes)
             slot.layer, slot.stale, layer.slot = layer, False, slot
             if slot.escaped:
@@ -290,8 +272,8 @@ class Slots:
             self._arrive(slot)
         self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
-        if slot.layer is not None and slot.layer.experts is not None:
-            slot.layer.experts.to_cache(slot.memory)
+        if slot.layer is not None:
+            slot.layer.rows.arrived(slot.memory)
 
     def resume(self) -> None:
         """Ends the interval between layers in the timeline: compute has come to a layer, and may have to wait for it."""
