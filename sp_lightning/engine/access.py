@@ -41,8 +41,7 @@ from sp_lightning.weights.device_parameter import DeviceParameter, hides_stand_i
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.rows import Rows
-from sp_lightning.weights.slots import Staged
-from sp_lightning.weights.source import BlockSource
+from sp_lightning.weights.slots import BlockSource, Staged
 
 
 class Access:

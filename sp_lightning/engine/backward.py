@@ -20,7 +20,7 @@ from sp_lightning.engine.step import Step, StepKind
 from sp_lightning.weights.device_parameter import Untouched, tensor_grad
 from sp_lightning.weights.gradient_sink import GradientSink, Wanted
 from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.source import BlockSource
+from sp_lightning.weights.slots import BlockSource
 
 
 class Backward:

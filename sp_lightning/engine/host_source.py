@@ -10,12 +10,12 @@ from sp_lightning.engine.lent_weights import keep_saved
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.layer import Kind, StreamedLayer
-from sp_lightning.weights.slots import Slots, Staged
+from sp_lightning.weights.slots import BlockSource, Slots, Staged
 from sp_lightning.weights.weight_watch import WeightWatch
 
 
-class HostSource:
-    """The :class:`~sp_lightning.weights.source.BlockSource` of one device. The caller holds the engine's lock.
+class HostSource(BlockSource):
+    """The source of one device. The caller holds the engine's lock.
 
     Args:
         layers: all layers.

@@ -11,16 +11,17 @@ from sp_lightning.device.layout import Span, view
 from sp_lightning.device.lease import shared
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.waits import Stream, Wait
+from sp_lightning.engine.residency import Tenants
 from sp_lightning.weights.device_parameter import same_place
 from sp_lightning.weights.kept_memory import KeptMemory
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.parameter_group import ParameterGroup
-from sp_lightning.weights.slots import Slot, Slots, SlotState
+from sp_lightning.weights.slots import Slot, Slots
 from sp_lightning.weights.weight_watch import WeightWatch
 
 
-class LentWeights:
-    """The :class:`~sp_lightning.engine.residency.Tenants` of a real model. The caller holds the engine's lock.
+class LentWeights(Tenants):
+    """The tenants of a real model's slots: its device parameters. The caller holds the engine's lock.
 
     Args:
         slots: the slots, whose memory is lent.
@@ -254,7 +255,7 @@ class LentWeights:
         self._given.clear()
         self.take_back_late(self._slots.all)
         for slot in self._slots.all:
-            if slot.layer is not None and slot.kept is None and slot.state is SlotState.HELD:
+            if slot.layer is not None and slot.kept is None and slot.held:
                 self._keep(slot)
 
     # ------------------------------------------------------------------ weights that are given other memory

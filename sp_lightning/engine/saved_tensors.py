@@ -23,10 +23,10 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.lease import SavedView, SavedViews
 from sp_lightning.device.modes import never_compiled
 from sp_lightning.device.torch_private import top_saved_tensors_hooks
+from sp_lightning.weights.casts import SavedValues
 from sp_lightning.weights.device_parameter import DeviceParameter
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.rows import Rows
-from sp_lightning.weights.saved_values import SavedValues
 from sp_lightning.weights.slots import Slot
 
 

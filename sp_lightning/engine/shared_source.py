@@ -10,7 +10,7 @@ from sp_lightning.weights.slots import Staged
 
 
 class SharedSource(HostSource):
-    """The :class:`~sp_lightning.weights.source.BlockSource` of several ranks.
+    """The :class:`~sp_lightning.weights.slots.BlockSource` of several ranks.
 
     The primary keeps casts up to date in the memory that all ranks have. A layer that this rank's user code has written since
     the last update comes from this rank's own view, with casts of its own. That memory is not page-locked.

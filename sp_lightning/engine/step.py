@@ -14,7 +14,7 @@ from sp_lightning.engine.residency import Residency
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.residents import Residents
-from sp_lightning.weights.source import BlockSource
+from sp_lightning.weights.slots import BlockSource
 from sp_lightning.weights.weight_watch import WeightWatch
 
 

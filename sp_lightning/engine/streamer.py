@@ -19,9 +19,8 @@ from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.exchange import Exchange
 from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.module_hooks import attach_module_hooks
-from sp_lightning.engine.peak import Peak
 from sp_lightning.engine.placement import ONE_DEVICE, Placement
-from sp_lightning.engine.residency import Residency
+from sp_lightning.engine.residency import Peak, Residency
 from sp_lightning.engine.routed_calls import attach_hooks
 from sp_lightning.engine.saved_tensors import SavedTensors, packs
 from sp_lightning.engine.step import Step, StepKind

@@ -22,7 +22,7 @@ from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.weights.device_parameter import Untouched
 from sp_lightning.weights.gradient_sink import GradientSink, Wanted
 from sp_lightning.weights.layer import Kind, StreamedLayer
-from sp_lightning.weights.source import BlockSource
+from sp_lightning.weights.slots import BlockSource
 
 
 class Updating:

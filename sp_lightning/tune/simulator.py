@@ -1,7 +1,7 @@
 """Predicts a batch by simulation: the engine's own schedule runs with clocks in place of copies.
 
 The very classes that stream the model, :class:`~sp_lightning.engine.residency.Residency` and
-:class:`~sp_lightning.weights.drains.Drains`, decide what is fetched when, into which slot, and which gradients leave when.
+:class:`~sp_lightning.weights.gradients.Drains`, decide what is fetched when, into which slot, and which gradients leave when.
 Only the device under them is another one: it moves no bytes and knows how long a copy would have taken. The prediction
 therefore shows what the engine does, not what it was meant to do.
 """
@@ -14,17 +14,17 @@ from typing import Any, Literal, NamedTuple
 
 from sp_lightning.device.timeline import Kind
 from sp_lightning.device.waits import Stream, Wait
-from sp_lightning.engine.residency import Residency
+from sp_lightning.engine.residency import Residency, Tenants
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.tune.clocks import ClockDevice, HostBytes
 from sp_lightning.tune.disk_queue import DiskQueue
 from sp_lightning.tune.prediction import Prediction
 from sp_lightning.tune.visits import RESOURCES, Rates, Visit
-from sp_lightning.weights.drains import Drains
+from sp_lightning.weights.gradients import Drains
 from sp_lightning.weights.layer import Kind as LayerKind
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.prefetch import Prefetch
-from sp_lightning.weights.slots import Slot, Slots, Staged
+from sp_lightning.weights.slots import BlockSource, Slots, Staged
 from sp_lightning.weights.uploads import OnItsWay, Uploads
 
 _STALLS = {
@@ -97,7 +97,7 @@ class _SimulatedLayer(StreamedLayer):
         return False
 
 
-class _Source:
+class _Source(BlockSource):
     """A source of bytes for which an update is a time: a layer's bytes are ready once its update is done."""
 
     def __init__(self, device: ClockDevice, files: DiskQueue, upload: float) -> None:
@@ -123,45 +123,6 @@ class _Source:
         stand_in: Any = HostBytes(layer.index, nbytes)
         return stand_in, None
 
-    def synchronize(self) -> None:
-        """Nobody writes while a transfer reads."""
-
-    def doubt(self, layers: Sequence[StreamedLayer]) -> None:
-        """The walk says itself when layers are out of date."""
-
-
-class _NoTenants:
-    """Tenants of the slots that do nothing: simulated layers have no parameters that a module could hold."""
-
-    def before_use(self, layer: StreamedLayer) -> None:
-        """No weight was written."""
-
-    def before_fetch(self, slots: Sequence[Slot]) -> None:
-        """No tensor views the slots."""
-
-    def fetched(self, layer: StreamedLayer) -> None:
-        """The layer has no versions to note."""
-
-    def move_in(self, layer: StreamedLayer, slot: Slot) -> None:
-        """The layer has no device parameters."""
-
-    def move_out(self, layer: StreamedLayer, slot: Slot) -> None:
-        """The layer has no device parameters."""
-
-    def moved_out(self, layer: StreamedLayer, slot: Slot) -> None:
-        """The layer has no device parameters."""
-
-    def rest(self, layer: StreamedLayer) -> None:
-        """The layer has no device parameters."""
-
-    def written(self, layer: StreamedLayer) -> bool:
-        """Nothing is written."""
-        return False
-
-    def let_go(self) -> bool:
-        """Nothing is kept that could be let go."""
-        return False
-
 
 class _Slices(Uploads):
     """Uploads of a device that, with ``rates.sliced``, fetches its part of each layer, and gets the rest by the links."""
@@ -176,13 +137,6 @@ class _Slices(Uploads):
         self._clocks.copy([], [replace(source, nbytes=-(-source.nbytes // self._ranks))], Stream.UPLOAD)
         self._clocks.spend(Stream.UPLOAD, source.nbytes / self._rates.links, "gather", layer.index, source.nbytes)
         return None
-
-
-class _Leaving(NamedTuple):
-    """A layer's gradients on their way to the host, and the time at which they have arrived there."""
-
-    layer: _SimulatedLayer
-    landed: float
 
 
 class Walk:
@@ -230,10 +184,8 @@ class Walk:
         source = self._source = _Source(self.device, files, rates.upload)
         slots = Slots(plan, moving, self.device, _Slices(self.device, plan.ranks, rates))
         prefetch = Prefetch(plan, slots, self._layers, source.ready)
-        self._residency = Residency(slots, prefetch, source, _NoTenants(), noted=lambda: None)
-        self._drains = Drains[_Leaving](
-            self.device, plan.k_prime + 1, free=lambda leaving: None, apply=lambda leaving: self._apply(leaving.layer)
-        )
+        self._residency = Residency(slots, prefetch, source, Tenants(), noted=lambda: None)
+        self._drains = Drains(self.device, plan.k_prime + 1, self._apply)
         self._early = 0.0  # the time at which the last update of this backward is done
         self._left: float | None = None  # the time at which the activations of the last forward have left
         self._back = dict[int, float]()  # by the index of a visit, the time at which its activations are back

@@ -19,7 +19,7 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.layout import part, strided
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.pinned import PinnedMemory
-from sp_lightning.device.torch_private import coalesced, gradient_hooks, transforms_active, will_execute_node
+from sp_lightning.device.torch_private import (coalesced, gradient_hooks, sparse_indices, sparse_values, transforms_active, will_execute_node)
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.rows import AllRows
@@ -180,3 +180,14 @@ def _is_looked_at(ctx: Any) -> bool:
         return not will_execute_node(ctx.next_functions[0][0])
     except RuntimeError:  # torch raises this if torch.autograd.grad was called for this leaf
         return True
+
+
+def each_row_once(gradient: Tensor) -> Tensor:
+    """Sums the rows that several uses of an embedding gave, one after the other, as autograd sums dense gradients."""
+    if gradient.is_coalesced():
+        return gradient
+    with no_inference_mode():
+        numbers, where = torch.unique(sparse_indices(gradient)[0], return_inverse=True)
+        values = sparse_values(gradient)
+        rows = values.new_zeros((len(numbers), *values.shape[1:])).index_add_(0, where, values)
+        return coalesced(numbers, rows, gradient.shape)

@@ -19,7 +19,7 @@ from sp_lightning.device.layout import Span, absent, addresses, versions
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import gradient_hooks
 from sp_lightning.observe.messages import HIDDEN_READ
-from sp_lightning.weights.casts import came_from_cast
+from sp_lightning.weights.casts import PresentValues, came_from_cast
 from sp_lightning.weights.device_parameter import (
     DeviceParameter,
     StandIn,
@@ -31,7 +31,6 @@ from sp_lightning.weights.device_parameter import (
     set_requires_grad,
     tensor_data,
 )
-from sp_lightning.weights.saved_values import PresentValues
 
 if TYPE_CHECKING:
     from sp_lightning.weights.layer import StreamedLayer

@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,27 +22,12 @@ from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.gradient_memory import Staging
-from sp_lightning.weights.drains import Drains
 from sp_lightning.weights.gradient_places import Family, GradientPlaces, Place, compare_trained, present
 from sp_lightning.weights.gradient_sink import Wanted, has_graph
-from sp_lightning.weights.gradients import each_row_once
+from sp_lightning.weights.embedding_rows import each_row_once
+from sp_lightning.weights.gradients import Drains
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.rank_sum import RankSum, is_narrow, sum_over_ranks
-
-
-@dataclass
-class _Drain:
-    """One rank's part of a layer's gradients, on its way to the shared memory.
-
-    Attributes:
-        device: tensors on the device that are kept alive until compute has waited for the copy.
-        nbytes: their bytes.
-        landed: the event after the copy.
-    """
-
-    device: list[Tensor]
-    nbytes: int
-    landed: Any
 
 
 class _Agreed(enum.IntFlag):
@@ -55,7 +39,7 @@ class _Agreed(enum.IntFlag):
     """They are complete, and a step waits for them."""
 
 
-class ReducedGradients:
+class ReducedGradients(Drains[None]):
     """The :class:`~sp_lightning.weights.gradient_sink.GradientSink` of several ranks.
 
     Args:
@@ -69,7 +53,7 @@ class ReducedGradients:
     def __init__(
         self, device: Device, ranks: Ranks, layers: Sequence[StreamedLayer], staging: Staging, *, in_flight: int
     ) -> None:
-        self._device = device
+        super().__init__(device, in_flight, lambda _: None)
         self._ranks = ranks
         self._layers = layers
         self._staging = staging
@@ -84,15 +68,10 @@ class ReducedGradients:
         self._ready: dict[Family, None] = {}
         self._begun = False  # whether gradients have come in this backward
         self._wanted: Wanted | None = None  # in this backward
-        self._drains: Drains[_Drain] = Drains(device, in_flight, self._free, lambda drain: None)
         self.keep_narrow = False
-        self.device_bytes = self.drained_bytes = self.host_waits = 0
+        self.host_waits = 0
 
     # ------------------------------------------------------------------ gradients arrive
-
-    def limit(self, in_flight: int) -> None:
-        """Sets the number of layers whose gradients may be on the device at once."""
-        self._drains.in_flight = in_flight
 
     def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
         """Takes a gradient that autograd has finished. Returns whether all of its layer's have arrived.
@@ -147,14 +126,14 @@ class ReducedGradients:
             self._ready[family] = None
         while self._turn < len(self._order) and self._order[self._turn] in self._completed:
             self._next()
-        for each in list(self._ready)[: -self._drains.in_flight]:
+        for each in list(self._ready)[: -self._in_flight]:
             self._stash(each)
         self._make_way()
 
     def _make_way(self) -> None:
         """Lets as many transfers end as layers wait for their turn: together they keep to what the plan counts."""
-        self._drains.retire(max(0, self._drains.in_flight - 1 - len(self._ready)))
-        self._drains.finish()
+        self._retire(max(0, self._in_flight - 1 - len(self._ready)))
+        self._finish()
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Moves what is left of other layers' gradients to the host, because the backward of ``layers`` begins."""
@@ -192,7 +171,7 @@ class ReducedGradients:
         compare_trained(self._ranks, self._families.values())
         if wanted is not None and not self.slots:
             # For those of k' + 1 transfers, of one that has landed, and of one whose update is under way.
-            places.make_slots(self._drains.in_flight + 2, self._staging)
+            places.make_slots(self._in_flight + 2, self._staging)
         places.lock(self._staging)
         self._begun = True
 
@@ -275,12 +254,7 @@ class ReducedGradients:
             if place not in family.came and place[0].block.parameters[place[1]].grad is not None:
                 family.kept.append((place, targets[-1], present(family, place, begin, source.nbytes)))
         device.wait(Stream.DOWNLOAD, device.record(Stream.REDUCE), Wait.DRAIN_AFTER_REDUCE)
-        begun = device.mark(Stream.DOWNLOAD)
-        device.copy(targets, sources, Stream.DOWNLOAD)
-        device.note("drain", family.owner.index, begun, Stream.DOWNLOAD, summed.nbytes)
-        self.drained_bytes += summed.nbytes
-        alive = [*family.waiting.values(), *summed.device]
-        self._drains.add(_Drain(alive, sum(each.nbytes for each in alive), device.record(Stream.DOWNLOAD)))
+        self._send(family.owner.index, targets, sources, [*family.waiting.values(), *summed.device], None)
 
     # ------------------------------------------------------------------ backward ends
 
@@ -292,14 +266,15 @@ class ReducedGradients:
         if not (self._begun and last):
             return
         try:
-            self._finish()
+            self._sum_the_others()
         finally:
             self.drop()
 
-    def _finish(self) -> None:
+    def _sum_the_others(self) -> None:
         while self._turn < len(self._order):
             self._next()
-        self._drains.flush()
+        self._retire(0)
+        self._finish(0)
         late = [family for family in self._families.values() if family.slot is None]
         places = [(family, place) for family in late for place in family.places]
         bits = self._agree(places)
@@ -354,11 +329,6 @@ class ReducedGradients:
 
     def drop(self) -> None:
         """Drops the gradients that did not reach ``param.grad``, after a backward that failed."""
-        for drain in self._drains.take():
-            self._device.synchronize(drain.landed, Wait.DROP_AFTER_DRAIN)
+        self._drop_drains()
         self._end()
 
-    def _free(self, drain: _Drain) -> None:
-        self._device.access(drain.device, Stream.COMPUTE, write=True)  # compute may put anything there next
-        drain.device.clear()
-        self.device_bytes -= drain.nbytes

@@ -11,7 +11,6 @@ used, or an extra one is made.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,20 +26,6 @@ from sp_lightning.weights.kept_memory import KeptMemory
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.rows import ExpertCache
 from sp_lightning.weights.uploads import OnItsWay, Uploads
-
-
-class SlotState(enum.Enum):
-    """What a slot's memory holds, and whether it may be overwritten."""
-
-    FREE = enum.auto()
-    """It holds nothing of worth and may be overwritten after the event ``idle``."""
-    FILLED = enum.auto()
-    """It holds a layer that nobody uses, or will hold it after the event ``filled``. It may be overwritten."""
-    LENT = enum.auto()
-    """It holds a layer that is in use."""
-    HELD = enum.auto()
-    """It is no longer in use, but some tensor still views it (an escaped view, a graph). It must not be overwritten."""
-
 
 Staged = tuple[Tensor, Any]
 """A layer's bytes on the host, flat ``uint8``, and the event after which they may be read; None for at once."""
@@ -84,18 +69,47 @@ class Slot:
     backward: bool = False
 
     @property
-    def state(self) -> SlotState:
-        """The present state. HELD ends by itself once the last view is dropped."""
-        if self.lent:
-            return SlotState.LENT
-        if self.lease.in_use:
-            return SlotState.HELD
-        return SlotState.FREE if self.layer is None else SlotState.FILLED
+    def held(self) -> bool:
+        """Whether some tensor still views it after its last use (an escaped view, a graph). It must not be overwritten."""
+        return not self.lent and self.lease.in_use
 
     @property
     def overwritable(self) -> bool:
         """Whether another layer may be fetched into it."""
-        return self.state in (SlotState.FREE, SlotState.FILLED)
+        return not self.lent and not self.lease.in_use
+
+
+class BlockSource:
+    """Brings layers' bytes to host memory that a transfer can read.
+
+    "Ready" means updated *and* staged. A source that reads a disk, or that gathers the shares of several processes, is
+    ready once that is done. The engine calls these methods from the thread that runs the model, and holds its lock.
+    """
+
+    def ready(self, layer: StreamedLayer) -> bool:
+        """Whether :meth:`stage` would return without waiting."""
+        return True
+
+    def wait(self, layer: StreamedLayer) -> None:
+        """Waits until the layer is ready.
+
+        Raises:
+            BaseException: what an update raised in the background.
+        """
+
+    def stage(self, layer: StreamedLayer) -> Staged:
+        """Returns the layer's bytes, up to date, and the event after which they may be read (None: at once).
+
+        They stay as they are until the transfer that reads them is over (:attr:`StreamedLayer.transfer`, which is set once it
+        was issued); rows of a table are read before the next call.
+        """
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """Waits until no transfer reads the host's weights any more: whatever comes next may write them."""
+
+    def doubt(self, layers: Sequence[StreamedLayer]) -> None:
+        """The host's weights of these layers may have been written unseen: their copies on the device are out of date."""
 
 
 class Slots:
