@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from sp_lightning.device.timeline import Kind
 from sp_lightning.device.waits import Stream, Wait
@@ -305,8 +305,7 @@ class Walk:
             device.wait(Stream.DOWNLOAD, device.record(Stream.REDUCE), Wait.DRAIN_AFTER_REDUCE)
         else:
             device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
-        device.copy([], [HostBytes(layer.index, -(-nbytes // self._ranks))], Stream.DOWNLOAD)
-        self._drains.add(_Leaving(layer, device.record(Stream.DOWNLOAD)))
+        self._drains.send(layer.index, [], [HostBytes(layer.index, -(-nbytes // self._ranks))], [], layer)
         self._drains.finish()
 
     def _apply(self, layer: _SimulatedLayer) -> None:
@@ -316,7 +315,8 @@ class Walk:
 
     def _end_step(self) -> None:
         self._drain(self._resident)
-        self._drains.flush()
+        self._drains.retire(0)
+        self._drains.finish(0)
         if self._overlap != "backward":
             for layer in self._update_order():
                 self._update(_simulated(layer))

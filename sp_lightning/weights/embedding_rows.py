@@ -19,7 +19,14 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.layout import part, strided
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.pinned import PinnedMemory
-from sp_lightning.device.torch_private import (coalesced, gradient_hooks, sparse_indices, sparse_values, transforms_active, will_execute_node)
+from sp_lightning.device.torch_private import (
+    coalesced,
+    gradient_hooks,
+    sparse_indices,
+    sparse_values,
+    transforms_active,
+    will_execute_node,
+)
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.rows import AllRows

@@ -58,7 +58,7 @@ class Drains(Generic[W]):
         """Sets the number of layers whose gradients may be on the device at once."""
         self._in_flight = in_flight
 
-    def _send(self, layer: int, targets: Sequence[Tensor], sources: Sequence[Any], alive: list[Tensor], what: W) -> None:
+    def send(self, layer: int, targets: Sequence[Tensor], sources: Sequence[Any], alive: list[Tensor], what: W) -> None:
         """Issues a transfer, and retires others so that the limit holds for it and the next one."""
         begun = self._device.mark(Stream.DOWNLOAD)
         self._device.copy(targets, sources, Stream.DOWNLOAD)  # (8)
@@ -66,9 +66,9 @@ class Drains(Generic[W]):
         self._device.note("drain", layer, begun, Stream.DOWNLOAD, nbytes)
         self.drained_bytes += nbytes
         self._flying.append((what, alive, self._device.record(Stream.DOWNLOAD)))
-        self._retire(self._in_flight - 1)
+        self.retire(self._in_flight - 1)
 
-    def _retire(self, keep: int) -> None:
+    def retire(self, keep: int) -> None:
         """Frees the device memory of all but the ``keep`` latest transfers, for which compute waits."""
         while len(self._flying) > keep:
             what, alive, landed = self._flying.popleft()
@@ -77,7 +77,7 @@ class Drains(Generic[W]):
             self.device_bytes -= sum(map(bytes_of_dense, alive))
             self._landed.append((what, landed))
 
-    def _finish(self, keep: int = 1) -> None:
+    def finish(self, keep: int = 1) -> None:
         """Applies what came with all transfers that are retired but the ``keep`` latest ones.
 
         This bounds the host memory of gradients, and how far the host runs ahead.
@@ -87,7 +87,7 @@ class Drains(Generic[W]):
             self._device.synchronize(landed, Wait.APPLY_AFTER_DRAIN)
             self._apply_one(what)
 
-    def _drop_drains(self) -> list[W]:
+    def drop_drains(self) -> list[W]:
         """Waits for the transfers that are under way. Returns what came with them, which is not applied."""
         under_way = [(what, landed) for what, _, landed in self._flying] + [*self._landed]
         self._flying.clear()
@@ -197,7 +197,7 @@ class Gradients(Drains[_Drain]):
         self._device.wait(Stream.DOWNLOAD, self._device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
         landings, staging, targets, sources = self._place(gradients)
         owner.rows.compacted = False  # the layer's next gradient says anew whether it is
-        self._send(owner.index, targets, sources, list(gradients.values()), _Drain(owner, landings, staging))
+        self.send(owner.index, targets, sources, list(gradients.values()), _Drain(owner, landings, staging))
 
     def _place(
         self, gradients: dict[tuple[StreamedLayer, int], Tensor]
@@ -280,7 +280,7 @@ class Gradients(Drains[_Drain]):
         if not (everything or len(self._landed) > 1) or not self._landing.acquire(blocking=False):
             return
         try:
-            self._finish(0 if everything else 1)
+            self.finish(0 if everything else 1)
         finally:
             self._landing.release()
         if everything and not (self._waiting or self._flying or self._landed):
@@ -290,11 +290,11 @@ class Gradients(Drains[_Drain]):
         """Sends off every gradient."""
         for layer in list(self._waiting):
             self.drain(layer)
-        self._retire(0)
+        self.retire(0)
 
     def drop(self) -> None:
         """Drops the gradients that did not reach ``param.grad``, after a backward that failed."""
-        for drain in self._drop_drains():
+        for drain in self.drop_drains():
             self._device.access(map(_memory, drain.landings), None, write=True)
             if drain.staging is not None:
                 self._staging.give_back(drain.staging)

@@ -12,7 +12,6 @@ import enum
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +21,9 @@ from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.gradient_memory import Staging
+from sp_lightning.weights.embedding_rows import each_row_once
 from sp_lightning.weights.gradient_places import Family, GradientPlaces, Place, compare_trained, present
 from sp_lightning.weights.gradient_sink import Wanted, has_graph
-from sp_lightning.weights.embedding_rows import each_row_once
 from sp_lightning.weights.gradients import Drains
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.rank_sum import RankSum, is_narrow, sum_over_ranks
@@ -132,8 +131,8 @@ class ReducedGradients(Drains[None]):
 
     def _make_way(self) -> None:
         """Lets as many transfers end as layers wait for their turn: together they keep to what the plan counts."""
-        self._retire(max(0, self._in_flight - 1 - len(self._ready)))
-        self._finish()
+        self.retire(max(0, self._in_flight - 1 - len(self._ready)))
+        self.finish()
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Moves what is left of other layers' gradients to the host, because the backward of ``layers`` begins."""
@@ -254,7 +253,7 @@ class ReducedGradients(Drains[None]):
             if place not in family.came and place[0].block.parameters[place[1]].grad is not None:
                 family.kept.append((place, targets[-1], present(family, place, begin, source.nbytes)))
         device.wait(Stream.DOWNLOAD, device.record(Stream.REDUCE), Wait.DRAIN_AFTER_REDUCE)
-        self._send(family.owner.index, targets, sources, [*family.waiting.values(), *summed.device], None)
+        self.send(family.owner.index, targets, sources, [*family.waiting.values(), *summed.device], None)
 
     # ------------------------------------------------------------------ backward ends
 
@@ -273,8 +272,8 @@ class ReducedGradients(Drains[None]):
     def _sum_the_others(self) -> None:
         while self._turn < len(self._order):
             self._next()
-        self._retire(0)
-        self._finish(0)
+        self.retire(0)
+        self.finish(0)
         late = [family for family in self._families.values() if family.slot is None]
         places = [(family, place) for family in late for place in family.places]
         bits = self._agree(places)
@@ -329,6 +328,5 @@ class ReducedGradients(Drains[None]):
 
     def drop(self) -> None:
         """Drops the gradients that did not reach ``param.grad``, after a backward that failed."""
-        self._drop_drains()
+        self.drop_drains()
         self._end()
-
