@@ -1,4 +1,4 @@
-"""Assembly: builds a module's layers, with their memory on the host, their device parameters and their tables."""
+"""Assembly: builds a module's layers, with their memory on the host, their device parameters and their rows, and hooks on it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.device.device import Device
+from sp_lightning.engine.access import Access
+from sp_lightning.engine.module_hooks import ModuleHooks, Visits, attach_module_hooks, hook_on
 from sp_lightning.model.found import Found
 from sp_lightning.model.wrapped import parts, stand_in
 from sp_lightning.observe.messages import say_once
@@ -130,6 +134,57 @@ def _expose(members: Sequence[tuple[ParameterGroup, int]]) -> None:
     """Notes that the parts of a wrapped parameter may be written at any time without a change of their versions."""
     for group, index in members:
         group.exposed.add(index)
+
+
+class RoutedCalls:
+    """Is told of the calls of one module of stacked experts, and tells its rows of them before the engine.
+
+    Args:
+        access: the engine.
+        module: the module.
+        experts: the rows of its layer.
+
+    Attributes:
+        pre_hooks: return the hooks that see, and may change, what the module's call is given.
+    """
+
+    def __init__(self, access: Access, module: nn.Module, experts: ExpertRows) -> None:
+        self._access = access
+        self._module = module
+        self._experts = experts
+        self.pre_hooks: list[Callable[[], Any]] = []
+
+    def enter(self, visits: Visits, inputs: Any) -> Visits:
+        """Brings what something is routed to. Returns the layers that :meth:`leave` is to release."""
+        hooks = [len(hooks() or ()) for hooks in self.pre_hooks]
+        self._experts.begin_call(self._module, *inputs, hooked=sum(hooks) > 1)
+        try:
+            return self._access.enter(visits, inputs)
+        except BaseException:
+            self._experts.end_call()
+            raise
+
+    def leave(self, visits: Visits, output: Any) -> None:
+        """Releases the layers."""
+        self._experts.end_call()
+        self._access.leave(visits, output)
+
+
+def attach_hooks(access: Access, visits: dict[nn.Module, tuple[StreamedLayer, ...]]) -> list[RemovableHandle]:
+    """Attaches hooks to every module, to those of stacked experts such that see what something is routed to."""
+    routed = {
+        module: each.rows for module, used in visits.items() for each in used if isinstance(each.rows, ExpertRows)
+    }
+    handles = attach_module_hooks(access, {module: used for module, used in visits.items() if module not in routed})
+    for module, experts in routed.items():
+        calls = RoutedCalls(access, module, experts)
+        hooks = ModuleHooks(calls, module, visits[module])
+        handles.append(hook_on(module.register_forward_pre_hook, hooks.before, prepend=True, with_kwargs=True))
+        everywhere = register_module_forward_pre_hook(lambda *_: None)
+        everywhere.remove()
+        calls.pre_hooks += [handles[-1].hooks_dict_ref, everywhere.hooks_dict_ref]
+        handles.append(hook_on(module.register_forward_hook, hooks.after, always_call=True))
+    return handles
 
 
 def _kinds(plan: Plan) -> Iterator[Kind]:

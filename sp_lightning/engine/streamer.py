@@ -14,14 +14,13 @@ from sp_lightning.device.backward_calls import unwatch, watch
 from sp_lightning.device.device import Device
 from sp_lightning.device.waits import Wait
 from sp_lightning.engine.access import Access
-from sp_lightning.engine.assembly import make_layers, make_rows, stand_ins_for_wrapped
+from sp_lightning.engine.assembly import attach_hooks, make_layers, make_rows, stand_ins_for_wrapped
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.exchange import Exchange
 from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.module_hooks import attach_module_hooks
 from sp_lightning.engine.placement import ONE_DEVICE, Placement
 from sp_lightning.engine.residency import Peak, Residency
-from sp_lightning.engine.routed_calls import attach_hooks
 from sp_lightning.engine.saved_tensors import SavedTensors, packs
 from sp_lightning.engine.step import Step, StepKind
 from sp_lightning.engine.updating import Updating

@@ -10,20 +10,22 @@ alone; any other operation, wherever it happens, brings the whole layer first.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import part
-from sp_lightning.device.torch_private import gradient_hooks
+from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
+from sp_lightning.device.torch_private import gradient_hooks, transforms_active
 from sp_lightning.device.waits import Stream, Wait
-from sp_lightning.model.stacks import NEARLY_ALL
-from sp_lightning.weights.device_parameter import DeviceParameter, Untouched
+from sp_lightning.model.stacks import NEARLY_ALL, Reading, how_it_reads
+from sp_lightning.weights.device_parameter import DeviceParameter, Untouched, hides_stand_ins
 from sp_lightning.weights.rows import NOTHING, AllRows, ExpertCache, Rows
 
 if TYPE_CHECKING:
@@ -34,29 +36,23 @@ if TYPE_CHECKING:
 _STEADY = 3 / 4
 # The weight of the latest call in that share.
 _LATEST = 1 / 4
+# With so many indices for each expert nearly all experts are among them. The host does not wait for these indices.
+_MANY = 16
 _ALONG_ROWS = (torch.select, Tensor.select, torch.index_select, Tensor.index_select)
 _HOOKED = "a forward pre-hook, on it or on all modules, may exchange the indices; put the hook on the block"
 _BY_GROUPS = frozenset({"transpose", "grouped_mm", "grouped_mm_fallback"})
 
 
-@dataclass(frozen=True)
-class RoutedCall:
+class _Call(NamedTuple):
     """A call of a module of stacked experts.
 
     Attributes:
         rows: the experts that something is routed to.
-        known: whether what is called is known to read the rows alone that it is given, whatever views of a stack it makes.
-        hooked: whether a hook may give it other rows than these.
+        trusted: whether the call is known to read these rows alone, whatever views of a stack it makes.
     """
 
-    rows: Rows
-    known: bool = False
-    hooked: bool = False
-
-    @property
-    def trusted(self) -> bool:
-        """Whether the call reads these rows alone, whatever views of a stack it makes."""
-        return self.known and not self.hooked
+    rows: Rows = None
+    trusted: bool = False
 
 
 class ExpertRows(AllRows):
@@ -87,7 +83,7 @@ class ExpertRows(AllRows):
         self._cache: ExpertCache | None = None  # keeps experts on the device that were used
         self._sent: list[int] = []  # the rows of the last fetch that the cache is to have
         self.say = say
-        self._calls: dict[int, list[RoutedCall]] = {}  # by thread, those that are running
+        self._calls: dict[int, list[_Call]] = {}  # by thread, those that are running
         self._last: Rows = NOTHING  # of the latest call
         self._training = False
         self._this_step = False  # whether the latest call was in the running step
@@ -103,11 +99,14 @@ class ExpertRows(AllRows):
         self._this_step = False
         self._calls.clear()
 
-    def begin(self, call: RoutedCall) -> None:
-        """A call of the module begins in this thread."""
-        rows = call.rows
-        if rows is not None and len(rows) >= NEARLY_ALL * self.count:
-            call = RoutedCall(None)
+    def begin_call(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, hooked: bool) -> None:
+        """A call of the module begins in this thread, with these arguments; ``hooked``: a hook may exchange them."""
+        trusted, rows = False, None
+        reading = self._reading(module, hooked) if not (self.comes_whole or hides_stand_ins((args, kwargs))) else None
+        if reading is not None:
+            trusted, rows = reading is Reading.ROUTED_ROWS, self._read_indices([*args, *kwargs.values()])
+        few = rows is not None and len(rows) < NEARLY_ALL * self.count
+        call = _Call(rows, trusted) if few else _Call()
         self._calls.setdefault(threading.get_ident(), []).append(call)
         last, self._last = self._last, call.rows
         if last and rows is not None and not (self._training and self._this_step):  # a recompute routes as before
@@ -115,12 +114,39 @@ class ExpertRows(AllRows):
         self._this_step = True
         self.need(call.rows)
 
-    def end(self) -> None:
+    def _reading(self, module: nn.Module, hooked: bool) -> Reading | None:
+        """What is known of how the call reads stacks; None if it reads all of them, or nobody knows."""
+        if transforms_active():
+            return None
+        if is_parametrized(module):
+            self.say("a parametrization computes with all of them (PEFT's adapters on stacks, target_parameters)")
+            return None
+        reading = how_it_reads(module)
+        if reading is not Reading.UNKNOWN and not hooked:
+            return reading
+        self.fall_back(_HOOKED if hooked else "nobody knows how its forward reads them")
+        return None
+
+    def _read_indices(self, arguments: Sequence[Any]) -> Rows:
+        """The experts that the call is given the indices of; None if that is not clear, or if there are many indices."""
+        tensors = [each for each in arguments if isinstance(each, Tensor) and each.dtype in (torch.int32, torch.int64)]
+        if len(tensors) != 1 or tensors[0].numel() >= _MANY * self.count:
+            return None
+        self.host_waits += 1
+        with no_dispatch_modes(), no_inference_mode():
+            rows = frozenset(tensors[0].detach().to("cpu", torch.int64).unique().tolist())
+        outside = [row for row in sorted(rows) if not 0 <= row < self.count]
+        if outside:
+            self.fall_back(f"it is given the index {outside[0]}, which is none of its {self.count} experts")
+            return None
+        return rows
+
+    def end_call(self) -> None:
         """The latest call in this thread has returned or raised."""
         if calls := self._calls.get(threading.get_ident()):
             calls.pop()
 
-    def _call(self) -> RoutedCall | None:
+    def _call(self) -> _Call | None:
         calls = self._calls.get(threading.get_ident())
         return calls[-1] if calls else None
 
@@ -156,7 +182,7 @@ class ExpertRows(AllRows):
             return None
         missing = set(range(self.count) if wanted is None else wanted) - before
         self._sent = sorted(missing - cached)
-        pieces = [*self._pieces(beside_stacks=fresh)]
+        pieces = self._pieces(beside_stacks=fresh)
         self._device.copy([slot.memory[each] for each in pieces], [source[each] for each in pieces], Stream.UPLOAD)
         if self._cache is not None and missing & cached:
             # What was fetched there before may have been overwritten unused, so that compute has not waited for it.
@@ -168,15 +194,17 @@ class ExpertRows(AllRows):
         self.sent_bytes += nbytes
         return nbytes
 
-    def _pieces(self, *, beside_stacks: bool) -> Iterator[slice]:
+    def _pieces(self, *, beside_stacks: bool) -> list[slice]:
         """The bytes of the layer's memory that are sent: of stacks the rows, in runs, and what is no stack if it is to be."""
-        spans = self.layer.planned.spans
-        if beside_stacks:
-            yield from (slice(s.offset, s.offset + s.nbytes) for i, s in enumerate(spans) if i not in self.stacks)
-        for first, last in _runs(self._sent):
-            for span in (spans[index] for index in self.stacks):
+        pieces = []
+        runs = _runs(self._sent)
+        for index, span in enumerate(self.layer.planned.spans):
+            if index in self.stacks:
                 row = span.nbytes // self.count
-                yield slice(span.offset + first * row, span.offset + last * row)
+                pieces += [slice(span.offset + first * row, span.offset + last * row) for first, last in runs]
+            elif beside_stacks:
+                pieces.append(slice(span.offset, span.offset + span.nbytes))
+        return pieces
 
     def arrived(self, slot: Tensor) -> None:
         """Has the cache keep the rows that were sent to a slot, once compute has waited for them."""
@@ -234,19 +262,18 @@ class ExpertRows(AllRows):
         """Whether a wrapped stack may be used now (see ``StandInForWrapped.whole``): all that is read of it is in the slot."""
         call = self._call()
         # Of the tensors inside, their class may read what it likes, except where rows are taken by their numbers.
-        return call is not None and self._may_compute(RoutedCall(call.rows), use, args, kwargs)
+        return call is not None and self._may_compute(_Call(call.rows), use, args, kwargs)
 
-    def _may_compute(self, call: RoutedCall, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    def _may_compute(self, call: _Call, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         group = self.layer.parameters
         if group.shared or not group.attached:
             return False
         if self.present is None or self._reads_rows(call, func, args, kwargs):
             return True
-        hooked = call.hooked and (call.known or func is Tensor.__getitem__)
-        self.fall_back(_HOOKED if hooked else f"it computes with all of them ({getattr(func, '__name__', func)})")
+        self.fall_back(f"it computes with all of them ({getattr(func, '__name__', func)})")
         return False
 
-    def _reads_rows(self, call: RoutedCall, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    def _reads_rows(self, call: _Call, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether a function reads no rows of a stack but those of a call, all of which are there."""
         if call.rows is None or self.present is None or not call.rows <= self.present:
             return False
@@ -324,14 +351,12 @@ def _numbers(index: Any, count: int) -> frozenset[int]:
     return frozenset({-1})
 
 
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     """Ascending numbers as runs: the first number of each, and the one behind its last."""
-    first = last = -1
+    runs: list[tuple[int, int]] = []
     for number in numbers:
-        if number != last:
-            if first >= 0:
-                yield first, last
-            first = number
-        last = number + 1
-    if first >= 0:
-        yield first, last
+        if runs and runs[-1][1] == number:
+            runs[-1] = runs[-1][0], number + 1
+        else:
+            runs.append((number, number + 1))
+    return runs

@@ -129,8 +129,7 @@ class Prefetch:
     def follow(self, plan: Plan) -> None:
         """Chooses for another plan of the same layers from now on."""
         self._plan = plan
-        wanted = self._wanted if plan.experts else _of_ring
-        self._wanted_in = [partial(wanted, ring) for ring in range(len(plan.rings))]
+        self._wanted_in = [partial(self._wanted, ring) for ring in range(len(plan.rings))]
         self._awaited_in = [partial(self._awaited, ring) for ring in range(len(plan.rings))]
 
     def start(self, phase: str, *, training: bool) -> None:
@@ -170,12 +169,13 @@ class Prefetch:
         An expert is in training only: the many tokens of such a batch make it likely that it is used again. The few
         tokens of a step of generation do not. Of stacked experts the last calls show which rows are.
         """
-        worth = layer.rows.ahead != NOTHING if layer.planned.rows else self._training or not layer.expert
-        return worth and _of_ring(ring, layer)
+        if layer.planned.ring != ring:
+            return False
+        return layer.rows.ahead != NOTHING if layer.planned.rows else self._training or not layer.expert
 
     def _awaited(self, ring: int, layer: StreamedLayer) -> bool:
         """Whether an absent layer is not worth a fetch ahead of time, and so comes on demand if at all."""
-        return _of_ring(ring, layer) and not self._wanted(ring, layer)
+        return layer.planned.ring == ring and not self._wanted(ring, layer)
 
     def _next(self, ring: int) -> tuple[list[tuple[StreamedLayer, Slot]], bool]:
         """The next transfer of a ring: its next k' absent layers, with the slots for them.
@@ -254,11 +254,6 @@ class Prefetch:
 
 
 _slot_of = attrgetter("slot")  # None of an absent layer
-
-
-def _of_ring(ring: int, layer: StreamedLayer) -> bool:
-    """Whether a layer passes through this ring."""
-    return layer.planned.ring == ring
 
 
 def _is_held(slot: Slot) -> bool:
