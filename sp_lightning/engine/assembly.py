@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,22 +52,20 @@ def make_layers(
         make_block: makes a layer's block, as the class :class:`~sp_lightning.store.block.HostBlock` does.
         pin: whether host memory is page-locked.
     """
-    kinds = list(_kinds(plan))
     found_layers = (*found.layers, *found.masters, *found.tables, found.residents)
     blocks = [
         make_block(
             layer, planned, device, staging, allocate, pin=pin, fetched_seldom=kind in (Kind.MASTERS, Kind.TABLE)
         )
-        for layer, planned, kind in zip(found_layers, (*plan.moving, plan.residents), kinds, strict=True)
+        for layer, planned, kind in zip(found_layers, (*plan.moving, plan.residents), kinds(plan), strict=True)
     ]
     if pin:
         _warn_unpinned(
-            [block for block, kind in zip(blocks, kinds, strict=True) if kind in (Kind.BLOCK, Kind.RESIDENTS)]
+            [block for block, kind in zip(blocks, kinds(plan), strict=True) if kind in (Kind.BLOCK, Kind.RESIDENTS)]
         )
     layers: dict[int, StreamedLayer] = {}
-    # Blocks come last, because masters have to exist before their owners.
-    for index in sorted(range(len(blocks)), key=lambda index: kinds[index] is Kind.BLOCK):
-        block, kind = blocks[index], kinds[index]
+    for index, kind in reversed([*enumerate(kinds(plan))]):  # masters have to exist before their owners
+        block = blocks[index]
         masters = None if block.planned.masters is None else layers[block.planned.masters]
         autocast = found.autocast if kind is Kind.MASTERS else None
         layers[index] = StreamedLayer(
@@ -187,10 +185,15 @@ def attach_hooks(access: Access, visits: dict[nn.Module, tuple[StreamedLayer, ..
     return handles
 
 
-def _kinds(plan: Plan) -> Iterator[Kind]:
-    for kind, layers in ((Kind.BLOCK, plan.layers), (Kind.MASTERS, plan.masters), (Kind.TABLE, plan.tables)):
-        yield from [kind] * len(layers)
-    yield Kind.RESIDENTS
+def kinds(plan: Plan) -> list[Kind]:
+    """How each layer comes to the device, in the order of :attr:`Plan.moving`; the residents come last."""
+    counts = {
+        Kind.BLOCK: plan.layers,
+        Kind.MASTERS: plan.masters,
+        Kind.TABLE: plan.tables,
+        Kind.RESIDENTS: [plan.residents],
+    }
+    return [kind for kind, layers in counts.items() for _ in layers]
 
 
 def _warn_unpinned(blocks: Sequence[HostBlock]) -> None:

@@ -1,7 +1,8 @@
 """Predicts a batch by simulation: the engine's own schedule runs with clocks in place of copies.
 
 The very classes that stream the model, :class:`~sp_lightning.engine.residency.Residency` and
-:class:`~sp_lightning.weights.gradients.Drains`, decide what is fetched when, into which slot, and which gradients leave when.
+:class:`~sp_lightning.weights.gradient_sink.GradientSink`, decide what is fetched when, into which slot, and which gradients leave
+when.
 Only the device under them is another one: it moves no bytes and knows how long a copy would have taken. The prediction
 therefore shows what the engine does, not what it was meant to do.
 """
@@ -14,13 +15,14 @@ from typing import Any, Literal
 
 from sp_lightning.device.timeline import Kind
 from sp_lightning.device.waits import Stream, Wait
+from sp_lightning.engine.assembly import kinds
 from sp_lightning.engine.residency import Residency, Tenants
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.tune.clocks import ClockDevice, HostBytes
 from sp_lightning.tune.disk_queue import DiskQueue
 from sp_lightning.tune.prediction import Prediction
 from sp_lightning.tune.visits import RESOURCES, Rates, Visit
-from sp_lightning.weights.gradients import Drains
+from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.layer import Kind as LayerKind
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.prefetch import Prefetch
@@ -140,7 +142,7 @@ class _Slices(Uploads):
 
 
 class Walk:
-    """Walks through the visits of a batch as the engine would, with its own :class:`Residency` and :class:`Drains`.
+    """Walks through the visits of a batch as the engine would, with its own :class:`Residency` and :class:`GradientSink`.
 
     Args:
         plan, visits, rates, overlap, on_disk: as in :func:`predict`.
@@ -168,15 +170,9 @@ class Walk:
         self._visits = visits
         self._rates = rates
         self._overlap = overlap
-        kinds = (LayerKind.BLOCK, LayerKind.MASTERS, LayerKind.TABLE, LayerKind.RESIDENTS)
-        planned_layers = [
-            (kind, planned)
-            for kind, group in zip(kinds, (plan.layers, plan.masters, plan.tables, (plan.residents,)), strict=True)
-            for planned in group
-        ]
         self._layers = [
             _SimulatedLayer(index, kind, planned, expert=index in plan.experts)
-            for index, (kind, planned) in enumerate(planned_layers)
+            for index, (kind, planned) in enumerate(zip(kinds(plan), (*plan.moving, plan.residents), strict=True))
         ]
         *moving, self._resident = self._layers
         self._training = any(visit.backward for visit in visits)
@@ -185,7 +181,7 @@ class Walk:
         slots = Slots(plan, moving, self.device, _Slices(self.device, plan.ranks, rates))
         prefetch = Prefetch(plan, slots, self._layers, source.ready)
         self._residency = Residency(slots, prefetch, source, Tenants(), noted=lambda: None)
-        self._drains = Drains(self.device, plan.k_prime + 1, self._apply)
+        self._drains = GradientSink(self.device, plan.k_prime + 1, self._apply)
         self._early = 0.0  # the time at which the last update of this backward is done
         self._left: float | None = None  # the time at which the activations of the last forward have left
         self._back = dict[int, float]()  # by the index of a visit, the time at which its activations are back

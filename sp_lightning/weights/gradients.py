@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
-from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,83 +24,9 @@ from sp_lightning.device.torch_private import accumulation_hooks, sparse_indices
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.gradient_memory import Memory, Staging
 from sp_lightning.weights.embedding_rows import each_row_once
-from sp_lightning.weights.gradient_sink import Wanted, has_graph
+from sp_lightning.weights.gradient_sink import GradientSink, bytes_of_dense, has_graph
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.narrow_gradient import keep_narrow
-
-W = TypeVar("W")
-
-
-class Drains(Generic[W]):
-    """Transfers of gradients to the host, in the order in which they were issued.
-
-    Args:
-        device: copies, and waits for the transfers.
-        in_flight: the number of layers whose gradients may be on the device at once (k' + 1).
-        apply: called with what came, once the host has waited for a transfer.
-
-    Attributes:
-        device_bytes: bytes of gradients that are on the device now.
-        drained_bytes: bytes that have left for the host.
-    """
-
-    def __init__(self, device: Device, in_flight: int, apply: Callable[[W], None]) -> None:
-        self._device = device
-        self._in_flight = in_flight
-        self._apply_one = apply
-        self.device_bytes = self.drained_bytes = 0
-        # What comes, the tensors on the device that are kept alive until compute has waited for the copy, and its event.
-        self._flying: deque[tuple[W, list[Tensor], Any]] = deque()
-        self._landed: deque[tuple[W, Any]] = deque()
-
-    def limit(self, in_flight: int) -> None:
-        """Sets the number of layers whose gradients may be on the device at once."""
-        self._in_flight = in_flight
-
-    def send(self, layer: int, targets: Sequence[Tensor], sources: Sequence[Any], alive: list[Tensor], what: W) -> None:
-        """Issues a transfer, and retires others so that the limit holds for it and the next one."""
-        begun = self._device.mark(Stream.DOWNLOAD)
-        self._device.copy(targets, sources, Stream.DOWNLOAD)  # (8)
-        nbytes = sum(map(_nbytes, sources))
-        self._device.note("drain", layer, begun, Stream.DOWNLOAD, nbytes)
-        self.drained_bytes += nbytes
-        self._flying.append((what, alive, self._device.record(Stream.DOWNLOAD)))
-        self.retire(self._in_flight - 1)
-
-    def retire(self, keep: int) -> None:
-        """Frees the device memory of all but the ``keep`` latest transfers, for which compute waits."""
-        while len(self._flying) > keep:
-            what, alive, landed = self._flying.popleft()
-            self._device.wait(Stream.COMPUTE, landed, Wait.REUSE_AFTER_DRAIN)
-            self._device.access(alive, Stream.COMPUTE, write=True)  # compute may put anything there next
-            self.device_bytes -= sum(map(bytes_of_dense, alive))
-            self._landed.append((what, landed))
-
-    def finish(self, keep: int = 1) -> None:
-        """Applies what came with all transfers that are retired but the ``keep`` latest ones.
-
-        This bounds the host memory of gradients, and how far the host runs ahead.
-        """
-        while len(self._landed) > keep:
-            what, landed = self._landed.popleft()
-            self._device.synchronize(landed, Wait.APPLY_AFTER_DRAIN)
-            self._apply_one(what)
-
-    def drop_drains(self) -> list[W]:
-        """Waits for the transfers that are under way. Returns what came with them, which is not applied."""
-        under_way = [(what, landed) for what, _, landed in self._flying] + [*self._landed]
-        self._flying.clear()
-        self._landed.clear()
-        for _, landed in under_way:
-            self._device.synchronize(landed, Wait.DROP_AFTER_DRAIN)
-        self.device_bytes = 0
-        return [what for what, _ in under_way]
-
-
-def bytes_of_dense(gradient: Tensor) -> int:
-    """Bytes of a gradient; 0 of a sparse one, whose bytes are few and are not known without a wait."""
-    return gradient.nbytes if gradient.layout is torch.strided else 0
-
 
 _Landing = tuple[nn.Parameter, Tensor, Tensor | None, bool]
 """One gradient's memory on the host; a plain tuple, because there is one for each gradient, and each costs the host time.
@@ -138,7 +63,7 @@ class _Received:
     applied: set[int] = field(default_factory=set)
 
 
-class Gradients(Drains[_Drain]):
+class Gradients(GradientSink[_Drain]):
     """The gradients of all layers, from autograd to ``param.grad``: the :class:`GradientSink` of one device.
 
     Args:
@@ -154,12 +79,8 @@ class Gradients(Drains[_Drain]):
         self._waiting: dict[StreamedLayer, None] = {}  # those of which gradients have not left yet, in order
         # Held by the thread that applies gradients: parts of one are added in order.
         self._landing = threading.RLock()
-        self.keep_narrow = False
-        """Whether gradients that come in a lower dtype than their parameter's keep it until somebody reads them."""
         # Whether somebody has read one. The next ones would be read, too, and take memory in both dtypes.
         self._looked_at = False
-        self.host_waits = 0
-        """How often the host has waited for a sparse gradient, whose size depends on values that compute has."""
 
     def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
         """Takes a gradient that autograd has finished, which leaves with its layer's others.
@@ -193,8 +114,8 @@ class Gradients(Drains[_Drain]):
             return
         gradients, received.gradients = received.gradients, {}
         del self._waiting[owner]
-        self._device.access(gradients.values(), Stream.COMPUTE, write=True)
-        self._device.wait(Stream.DOWNLOAD, self._device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
+        self.device.access(gradients.values(), Stream.COMPUTE, write=True)
+        self.device.wait(Stream.DOWNLOAD, self.device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
         landings, staging, targets, sources = self._place(gradients)
         owner.rows.compacted = False  # the layer's next gradient says anew whether it is
         self.send(owner.index, targets, sources, list(gradients.values()), _Drain(owner, landings, staging))
@@ -236,7 +157,7 @@ class Gradients(Drains[_Drain]):
                 targets.append(target)
                 sources.append(gradient)
             else:
-                self._device.access(target, None, write=True)
+                self.device.access(target, None, write=True)
                 target.zero_()
                 targets += [target[row] for row in sorted(rows)]
                 sources += [gradient[row] for row in sorted(rows)]
@@ -269,9 +190,6 @@ class Gradients(Drains[_Drain]):
             if layer not in owners and layer.kind is not Kind.RESIDENTS:
                 self.drain(layer)
 
-    def expect(self, wanted: Wanted | None = None) -> None:
-        """The backward of a loss begins. Its layers are complete in any case, whether a step waits for them or not."""
-
     def land(self, *, everything: bool = False) -> None:
         """Applies gradients that have landed, all but the latest layer's unless ``everything`` is set.
 
@@ -295,7 +213,7 @@ class Gradients(Drains[_Drain]):
     def drop(self) -> None:
         """Drops the gradients that did not reach ``param.grad``, after a backward that failed."""
         for drain in self.drop_drains():
-            self._device.access(map(_memory, drain.landings), None, write=True)
+            self.device.access(map(_memory, drain.landings), None, write=True)
             if drain.staging is not None:
                 self._staging.give_back(drain.staging)
         self._received.clear()
@@ -305,7 +223,7 @@ class Gradients(Drains[_Drain]):
         received = self._received[drain.layer]
         try:
             # They may become param.grad, which the user writes.
-            self._device.access(map(_memory, drain.landings), None, write=True)
+            self.device.access(map(_memory, drain.landings), None, write=True)
             if any(own is None for _, _, own, _ in drain.landings):  # these are added to others
                 drain.layer.use_gradients()
             # Landings are taken out, so that nobody but its parameters holds a layer's gradients once it is complete.
@@ -343,7 +261,6 @@ class Gradients(Drains[_Drain]):
 
 
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
-_nbytes: Callable[[Tensor], int] = attrgetter("nbytes")
 _memory: Callable[[_Landing], Tensor] = itemgetter(1)
 
 

@@ -23,8 +23,7 @@ from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.weights.embedding_rows import each_row_once
 from sp_lightning.weights.gradient_places import Family, GradientPlaces, Place, compare_trained, present
-from sp_lightning.weights.gradient_sink import Wanted, has_graph
-from sp_lightning.weights.gradients import Drains
+from sp_lightning.weights.gradient_sink import GradientSink, Wanted, has_graph
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.rank_sum import RankSum, is_narrow, sum_over_ranks
 
@@ -38,7 +37,7 @@ class _Agreed(enum.IntFlag):
     """They are complete, and a step waits for them."""
 
 
-class ReducedGradients(Drains[None]):
+class ReducedGradients(GradientSink[None]):
     """The :class:`~sp_lightning.weights.gradient_sink.GradientSink` of several ranks.
 
     Args:
@@ -67,8 +66,6 @@ class ReducedGradients(Drains[None]):
         self._ready: dict[Family, None] = {}
         self._begun = False  # whether gradients have come in this backward
         self._wanted: Wanted | None = None  # in this backward
-        self.keep_narrow = False
-        self.host_waits = 0
 
     # ------------------------------------------------------------------ gradients arrive
 
@@ -96,7 +93,7 @@ class ReducedGradients(Drains[None]):
         family.waiting[place] = gradient
         (self._ready if layer.owner in self._completed else self._arriving)[family] = None
         family.came.add(place)
-        self._device.access(gradient, Stream.COMPUTE, write=True)
+        self.device.access(gradient, Stream.COMPUTE, write=True)
         self.device_bytes += gradient.nbytes
         # A layer that forward has used several times may get its gradients in parts, so none of them is known to be the last.
         once = all(member.visits <= 1 for member in layer.owner.family)
@@ -110,7 +107,7 @@ class ReducedGradients(Drains[None]):
                 "Trainer(devices=1)."
             )
         self.host_waits += 1
-        return each_row_once(gradient.to("cpu")).to_dense().to(self._device.device)
+        return each_row_once(gradient.to("cpu")).to_dense().to(self.device.device)
 
     def drain(self, layer: StreamedLayer) -> None:
         """Notes that a layer's gradients are complete: they leave when it is their turn."""
@@ -144,7 +141,7 @@ class ReducedGradients(Drains[None]):
     def _stash(self, family: Family) -> None:
         """Moves gradients to this rank's host memory, because there is no turn for them yet. The host waits for it."""
         for place, gradient in family.waiting.items():
-            there = self._device.receive(gradient)
+            there = self.device.receive(gradient)
             with no_inference_mode(), torch.no_grad():
                 if place in family.stashed:  # a sum is one in the parameter's own dtype
                     there = family.stashed[place].to(family.places[place].dtype).add_(there)
@@ -201,7 +198,7 @@ class ReducedGradients(Drains[None]):
         agreed = self._agree_on(family)
         if _Agreed.EARLY in agreed:
             self.places().take_slot(family)
-        summed = sum_over_ranks(self._device, self._ranks, family, narrow=_Agreed.NARROW in agreed)
+        summed = sum_over_ranks(self.device, self._ranks, family, narrow=_Agreed.NARROW in agreed)
         self.device_bytes += sum(each.nbytes for each in summed.device)
         self._drain(family, summed)
         self._gone(family)
@@ -227,7 +224,7 @@ class ReducedGradients(Drains[None]):
 
     def _hand_over(self, family: Family) -> None:
         """Gives a layer to the optimizer's step, which waits until all ranks' parts of its gradients have landed."""
-        family.landed = self._device.record(Stream.DOWNLOAD)
+        family.landed = self.device.record(Stream.DOWNLOAD)
         if self._ranks.primary:
             with no_inference_mode():
                 for layer, index in family.trainable():
@@ -242,11 +239,11 @@ class ReducedGradients(Drains[None]):
         family = self._families.get(owner)
         if family is None or family.slot is None:
             return None
-        return partial(self._device.synchronize, family.landed, Wait.APPLY_AFTER_DRAIN)
+        return partial(self.device.synchronize, family.landed, Wait.APPLY_AFTER_DRAIN)
 
     def _drain(self, family: Family, summed: RankSum) -> None:
         """Copies this rank's part of a sum to where everybody sees it."""
-        device, targets, sources = self._device, [], []
+        device, targets, sources = self.device, [], []
         for place, begin, source in summed.parts():
             targets.append(self.places().common(family, place, begin, source.nbytes))
             sources.append(source)
@@ -256,9 +253,6 @@ class ReducedGradients(Drains[None]):
         self.send(family.owner.index, targets, sources, [*family.waiting.values(), *summed.device], None)
 
     # ------------------------------------------------------------------ backward ends
-
-    def land(self, *, everything: bool = False) -> None:
-        """Nothing: sums come to their place together, at the end."""
 
     def end(self, *, last: bool) -> None:
         """Sends what is left, and lets ``param.grad`` show the sums once all ranks' parts are there."""
@@ -280,7 +274,7 @@ class ReducedGradients(Drains[None]):
         self.places().forget_writes()
         for (family, place), (gradient, _) in zip(places, bits, strict=True):
             if gradient:
-                self._device.access(family.of(place), None, write=True)
+                self.device.access(family.of(place), None, write=True)
                 self.places().show(family, place)
 
     def _agree(self, places: list[tuple[Family, Place]]) -> list[list[int]]:
