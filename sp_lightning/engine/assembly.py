@@ -74,7 +74,7 @@ def make_layers(
             block.planned,
             block,
             ParameterGroup(block.planned.spans, block.parameters, device.device, autocast=autocast),
-            casts=None if masters is None else Casts(block, masters.block, device),
+            casts=None if masters is None else Casts(block, masters, device),
             masters=masters,
             expert=index in plan.experts,
         )

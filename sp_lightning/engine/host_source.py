@@ -50,12 +50,12 @@ class HostSource(BlockSource):
     def stage(self, layer: StreamedLayer) -> Staged:
         """Returns the bytes of the layer's block, in which the casts are those of the present masters."""
         self.wait(layer)
-        self._adopt(layer)
-        if layer.masters is not None:
-            self._adopt(layer.masters)
-            if not layer.casts.current:
-                self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
-                self._use(layer.masters.block)
+        for member in layer.family:
+            self._adopt(member)
+        if not layer.casts.current:
+            self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
+            for member in layer.family:
+                self._use(member.block)
             layer.casts.refresh()
         self._use(layer.block)
         return layer.block.weights, None

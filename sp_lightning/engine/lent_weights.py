@@ -77,20 +77,12 @@ class LentWeights(Tenants):
             group.ask(before_use=False)
         group.resting = False
         group.sync_requires_grad()
-        if layer.masters is not None:
-            self._offer_casts(layer, views[len(group.all) :])
+        layer.casts.offer(views[len(group.all) :])
 
     def suspect(self, group: ParameterGroup) -> None:
         """With ``check_writes``, treats every weight that is on the device as one that may have been written there."""
         if self._watch is not None:
             group.expose()
-
-    def _offer_casts(self, layer: StreamedLayer, casts: Sequence[Tensor]) -> None:
-        """Lets the layer's casts stand for its masters, unless those are on the device, where they may be written."""
-        assert layer.masters is not None
-        masters = layer.masters.parameters
-        masters.sync_requires_grad()
-        masters.casts = casts if layer.masters.slot is None and layer.casts.current else None
 
     # ------------------------------------------------------------------ a use ends
 
@@ -99,8 +91,7 @@ class LentWeights(Tenants):
         group = layer.parameters
         group.ask(before_use=True)
         group.resting = True
-        if layer.masters is not None:
-            layer.masters.parameters.casts = None
+        layer.casts.withdraw()
 
     def written(self, layer: StreamedLayer) -> bool:
         """Whether something of a resting layer may be left to take back."""
@@ -133,8 +124,7 @@ class LentWeights(Tenants):
 
     def moved_out(self, layer: StreamedLayer, slot: Slot) -> None:
         """Invalidates a layer that comes on demand after its use, unless somebody still views it."""
-        if layer.masters is not None:
-            layer.masters.parameters.casts = None
+        layer.casts.withdraw()
         layer.rows.end_use()
         group = layer.parameters
         if not slot.escaped:

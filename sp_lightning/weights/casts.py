@@ -14,8 +14,8 @@ graph when others take their place.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import transforms_active
 from sp_lightning.device.waits import Stream
 from sp_lightning.store.block import HostBlock
+
+if TYPE_CHECKING:
+    from sp_lightning.weights.layer import StreamedLayer
 
 LOWERED_FUNCTIONS: frozenset[Any] = frozenset({
     torch.nn.functional.linear, torch.conv1d, torch.conv2d, torch.conv3d,
@@ -158,19 +161,26 @@ class NoCasts:
         """No part of the slot has casts."""
         return None
 
+    def offer(self, views: Sequence[Tensor]) -> None:
+        """The layer is on the device: nothing stands for masters there."""
+
+    def withdraw(self) -> None:
+        """The layer leaves the device."""
+
 
 class Casts(NoCasts):
     """The casts of one layer, on the host.
 
     Args:
         block: the layer's block, which has room for the casts behind its weights.
-        masters: the block of the float32 parameters.
+        masters: the layer of the float32 parameters.
         device: is told of reads and writes.
     """
 
-    def __init__(self, block: HostBlock, masters: HostBlock, device: Device) -> None:
+    def __init__(self, block: HostBlock, masters: StreamedLayer, device: Device) -> None:
         self._block = block
-        self._masters = masters
+        self._layer = masters
+        self._masters = masters.block
         self._device = device
         self._spans = list(zip(block.planned.casts, masters.planned.spans, strict=True))
         self._begin = block.planned.casts[0].offset
@@ -236,6 +246,16 @@ class Casts(NoCasts):
     def saved_values(self, offset: int) -> SavedValues | None:
         """The present values of the casts, if ``offset`` of the slot is among them; otherwise None."""
         return self._present_values.now if offset >= self._begin else None
+
+    def offer(self, views: Sequence[Tensor]) -> None:
+        """Lets views of the casts stand for the masters, unless those are on the device, where they may be written."""
+        group = self._layer.parameters
+        group.sync_requires_grad()
+        group.casts = views if self._layer.slot is None and self.current else None
+
+    def withdraw(self) -> None:
+        """The casts leave the device."""
+        self._layer.parameters.casts = None
 
     def _cast_into(self, wire: Tensor, but: Collection[int] = ()) -> None:
         for master, (cast, span) in zip(self._masters.parameters, self._spans, strict=True):
