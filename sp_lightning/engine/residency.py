@@ -136,7 +136,10 @@ class Residency:
         self._tenants.before_use(layer)
         if layer in self.resting:
             if not layer.outdated:
-                return self._rouse(layer, backward=backward)
+                layer.visits += not backward
+                self.prefetch.trace.visit(layer)
+                slot = self.used[layer] = self.resting.pop(layer)
+                return slot
             self._release_resting(layer)
         self.slots.resume()
         layer.visits += not backward
@@ -225,13 +228,6 @@ class Residency:
             self.resting[layer] = self.used.pop(layer)
         else:
             self.release(layer)
-
-    def _rouse(self, layer: StreamedLayer, *, backward: bool) -> Slot:
-        """Takes a resting layer into use again."""
-        layer.visits += not backward
-        self.prefetch.trace.visit(layer)
-        slot = self.used[layer] = self.resting.pop(layer)
-        return slot
 
     def let_rest(self, rests: bool) -> None:
         """Sets whether layers may rest. Those that do are released if they may not, or if they were written."""

@@ -188,7 +188,7 @@ class Prefetch:
         size = min(self._plan.k_prime, self._plan.rings[ring].slots)
         pairs: list[tuple[StreamedLayer, Slot]] = []
         coming = self.trace.coming(_slot_of, self._wanted_in[ring], size)
-        slots = self._slots.planned(ring) if coming else []
+        slots = list(self._slots.planned[ring]) if coming else []
         if coming and self._plan.experts:
             self._leave_one(ring, slots, before=coming[0][1])
         more = False

@@ -148,7 +148,8 @@ class Slots:
     def _make_planned(self) -> None:
         """Allocates what the plan says."""
         rings = enumerate(self._plan.rings)
-        self._planned = [[self._make(index) for _ in range(ring.slots)] for index, ring in rings]
+        self.planned = [[self._make(index) for _ in range(ring.slots)] for index, ring in rings]
+        """By ring, the slots that layers may be fetched into ahead of time. Extra ones, which go after a batch, are left out."""
         settled = self._plan.settled
         self.settled = {layer for layer in self._layers if layer.index in settled}
         """The layers of which none has to make room for another."""
@@ -177,13 +178,6 @@ class Slots:
     def views(self, layer: StreamedLayer, slot: Slot) -> list[Tensor]:
         return slot.lease.views(layer.layout, layer.spans)
 
-    def planned(self, ring: int) -> list[Slot]:
-        """The slots of a ring that layers may be fetched into ahead of time, unless somebody holds them after their use.
-
-        Extra slots, which are freed after the batch, are left out.
-        """
-        return list(self._planned[ring])
-
     def find(self, layer: StreamedLayer, next_use: Callable[[StreamedLayer], float]) -> Slot:
         """Returns the slot to overwrite for a layer that is needed at once.
 
@@ -192,7 +186,9 @@ class Slots:
         ring = layer.planned.ring
         candidates = [slot for slot in self.all if slot.ring == ring and slot.overwritable]
         if candidates:
-            return max(candidates, key=lambda slot: _rank(slot, next_use))
+            return max(
+                candidates, key=lambda slot: (slot.layer is None, slot.layer is not None and next_use(slot.layer))
+            )
         self.extra_slots += 1
         return self._make(ring, extra=True)
 
@@ -368,7 +364,7 @@ class Slots:
             layer.slot = None
         self.cache.close()
         self.by_address.clear()
-        self._planned.clear()
+        self.planned.clear()
         self.all.clear()
         self.device_bytes = 0
 
@@ -376,8 +372,3 @@ class Slots:
 def _layout(layer: PlannedLayer) -> Hashable:
     """A key that is equal for layers whose parameters lie alike in a slot."""
     return tuple((span.offset, span.shape, span.stride, span.dtype) for span in (*layer.spans, *layer.casts))
-
-
-def _rank(slot: Slot, next_use: Callable[[StreamedLayer], float]) -> tuple[bool, float]:
-    """Belady's order of overwriting: slots without a layer first, then those whose layer is used again last."""
-    return (True, 0.0) if slot.layer is None else (False, next_use(slot.layer))
