@@ -230,7 +230,8 @@ class Slots:
                 nbytes = source.nbytes
                 target = slot.memory if slot.memory.nbytes == nbytes else slot.memory[:nbytes]
                 slot.coming = self._uploads.send(layer, target, source, partial(self._landed, layer, slot))
-            self._device.note("fetch", layer.index, begun, Stream.UPLOAD, nbytes)
+            if begun is not None:
+                self._device.note("fetch", layer.index, begun, Stream.UPLOAD, nbytes)
             slot.layer, slot.stale, layer.slot = layer, False, slot
             if slot.escaped:
                 self.forget_dropped(slot)
@@ -293,10 +294,11 @@ class Slots:
 
     def release(self, slot: Slot) -> None:
         """Ends the use of a slot. Device parameters have dropped the memory; others may still hold views of it."""
-        layer = None if slot.layer is None else slot.layer.index
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
-        self._device.note("backward" if slot.backward else "forward", layer, slot.begun, Stream.COMPUTE)
-        self.idle_since = self._device.mark(Stream.COMPUTE)
+        if self.timed:
+            layer = None if slot.layer is None else slot.layer.index
+            self._device.note("backward" if slot.backward else "forward", layer, slot.begun, Stream.COMPUTE)
+            self.idle_since = self._device.mark(Stream.COMPUTE)
         slot.lent = False
         slot.escaped = slot.lease.in_use
         if not slot.escaped:
