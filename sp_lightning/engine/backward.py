@@ -266,6 +266,8 @@ class Backward:
             self._activations.flush()
             accumulated, self._accumulates = self._accumulates, False
             self._nested = self._announced = False
+            for layer in self._layers:
+                layer.rows.compacted = False  # of a backward that has failed on the way
             if not step.running or (accumulated and step.ends_with_backward):
                 step.end(compare=well)  # otherwise there is an error already
             elif accumulated and step.kind is StepKind.MANUAL:

@@ -56,7 +56,7 @@ class EmbeddingRows(AllRows):
 
     def begin_step(self, *, training: bool) -> None:
         """Nothing has computed with the whole weight yet."""
-        self.used_whole = False
+        self.used_whole = self.compacted = False
 
     def read_whole(self) -> None:
         """Something computes with the whole weight."""
