@@ -9,14 +9,14 @@ One layer's forward, then its backward. The numbers stand beside the lines that 
 
 The parts, from below; each imports those before it only:
 
-- ``residency``: which layers are on the device and in use (1) (2) (5). The simulator drives this very class.
+- ``residency``: which layers are on the device and in use (1) (2) (5), and the most memory that weights and gradients took.
+  The simulator drives this very class.
 - ``lent_weights``: what modules have of them (3), and what the host takes back of what they wrote there.
 - ``host_source``: the bytes of a layer on the host, updated and cast, as a transfer is to read them; those in files, too.
 - ``exchange``: whether modules hold the host's parameters or the device's.
 - ``step``, ``backward``: from the first fetch to the last; graph tasks, and gradients that arrive in them (7) (8) (9).
 - ``saved_tensors``, ``module_hooks``, ``access``: the doors by which somebody asks for a layer (4) (6).
 - ``updating``: the engine as an optimizer's step sees it.
-- ``peak``: the most device memory that weights and gradients took.
 - ``turns``: with several devices, the bytes that this rank's user code has written, and the primary's turn
   to change the weights of all ranks. ``placement`` says which parts one device has and which several have.
 - ``assembly``, ``streamer``: build the parts, and hand every call to one of them. A call of Lightning comes from

@@ -38,11 +38,10 @@ from sp_lightning.engine.residency import Residency, needed_again
 from sp_lightning.engine.saved_tensors import RunningCalls, SavedTensors, packs
 from sp_lightning.engine.step import Step
 from sp_lightning.weights.device_parameter import DeviceParameter, hides_stand_ins
-from sp_lightning.weights.expert_rows import Rows
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.residents import Residents
-from sp_lightning.weights.slots import Staged
-from sp_lightning.weights.source import BlockSource
+from sp_lightning.weights.rows import Rows
+from sp_lightning.weights.slots import BlockSource, Staged
 
 
 class Access:
@@ -205,11 +204,10 @@ class Access:
         with held(self._lock, leaves_inference_mode=True):
             if current_graph_task() not in self._backward.tasks:
                 self._backward.join()
+            layer.rows.need(rows)
             slot = residency.used.get(layer)
             new = slot is None
-            if slot is None or layer.experts is not None:
-                if layer.experts is not None:
-                    layer.experts.need(rows)
+            if slot is None or not layer.rows.complete:
                 slot = residency.unpack(layer)
             if not isinstance(at, int):
                 saved = slot.lease.saved(at)  # (6)
@@ -244,8 +242,7 @@ class Access:
         with held(self._lock):
             self._notice_thread()
             for layer in layers:
-                if layer.experts is not None:
-                    layer.experts.need(None)
+                layer.rows.need(None)
             self._residency.begin_call(layers, backward=bool(self._backward.tasks))
         try:
             if residents:
@@ -253,10 +250,7 @@ class Access:
                     self._residents.refresh()
                     self._residents.group.ask(before_use=False)
             for layer in layers if torch.is_grad_enabled() else ():
-                if layer.table is not None:
-                    layer.table.used_whole = True
-                if layer.experts is not None:
-                    layer.experts.read_whole()
+                layer.rows.read_whole()
             if self._backward.tasks:
                 self._backward.make_room(layers)
             yield

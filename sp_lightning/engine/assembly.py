@@ -1,16 +1,20 @@
-"""Assembly: builds a module's layers, with their memory on the host, their device parameters and their tables."""
+"""Assembly: builds a module's layers, with their memory on the host, their device parameters and their rows, and hooks on it."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.device.device import Device
+from sp_lightning.engine.access import Access
+from sp_lightning.engine.module_hooks import ModuleHooks, Visits, attach_module_hooks, hook_on
 from sp_lightning.model.found import Found
 from sp_lightning.model.wrapped import parts, stand_in
 from sp_lightning.observe.messages import say_once
@@ -48,22 +52,20 @@ def make_layers(
         make_block: makes a layer's block, as the class :class:`~sp_lightning.store.block.HostBlock` does.
         pin: whether host memory is page-locked.
     """
-    kinds = list(_kinds(plan))
     found_layers = (*found.layers, *found.masters, *found.tables, found.residents)
     blocks = [
         make_block(
             layer, planned, device, staging, allocate, pin=pin, fetched_seldom=kind in (Kind.MASTERS, Kind.TABLE)
         )
-        for layer, planned, kind in zip(found_layers, (*plan.moving, plan.residents), kinds, strict=True)
+        for layer, planned, kind in zip(found_layers, (*plan.moving, plan.residents), kinds(plan), strict=True)
     ]
     if pin:
         _warn_unpinned(
-            [block for block, kind in zip(blocks, kinds, strict=True) if kind in (Kind.BLOCK, Kind.RESIDENTS)]
+            [block for block, kind in zip(blocks, kinds(plan), strict=True) if kind in (Kind.BLOCK, Kind.RESIDENTS)]
         )
     layers: dict[int, StreamedLayer] = {}
-    # Blocks come last, because masters have to exist before their owners.
-    for index in sorted(range(len(blocks)), key=lambda index: kinds[index] is Kind.BLOCK):
-        block, kind = blocks[index], kinds[index]
+    for index, kind in reversed([*enumerate(kinds(plan))]):  # masters have to exist before their owners
+        block = blocks[index]
         masters = None if block.planned.masters is None else layers[block.planned.masters]
         autocast = found.autocast if kind is Kind.MASTERS else None
         layers[index] = StreamedLayer(
@@ -72,29 +74,23 @@ def make_layers(
             block.planned,
             block,
             ParameterGroup(block.planned.spans, block.parameters, device.device, autocast=autocast),
-            casts=None if masters is None else Casts(block, masters.block, device),
+            casts=None if masters is None else Casts(block, masters, device),
             masters=masters,
             expert=index in plan.experts,
         )
     return [layers[index] for index in range(len(blocks))]
 
 
-def make_tables(
-    found: Found, layers: Sequence[StreamedLayer], device: Device, *, pin: bool, compacted: set[StreamedLayer]
-) -> list[EmbeddingRows]:
-    """Makes the tables, one for each embedding of which only rows travel, and gives them to their layers."""
-    tables = []
+def make_rows(
+    found: Found, layers: Sequence[StreamedLayer], device: Device, log: logging.Logger | None, *, pin: bool
+) -> dict[nn.Module, tuple[StreamedLayer, ...]]:
+    """Gives layers of which only rows travel their rows. Returns the embeddings among them, with their layers."""
+    embeddings: dict[nn.Module, tuple[StreamedLayer, ...]] = {}
     table_layers = [layer for layer in layers if layer.kind is Kind.TABLE]
     for layer, found_layer in zip(table_layers, found.tables, strict=True):
         embedding: Any = found.places[found_layer.parameters[0][1]][0].module
-        table = layer.table = EmbeddingRows(embedding, layer, device, pin=pin, compacted=compacted)
-        layer.parameters.look_up = table.look_up
-        tables.append(table)
-    return tables
-
-
-def make_experts(layers: Sequence[StreamedLayer], log: logging.Logger | None) -> None:
-    """Makes what knows the rows of each layer of stacked experts, and gives it to the layer."""
+        layer.rows = EmbeddingRows(embedding, layer, device, pin=pin)
+        embeddings[embedding] = (layer,)
     said = set[str]()
 
     def say(layer: StreamedLayer, why: str) -> None:
@@ -106,8 +102,9 @@ def make_experts(layers: Sequence[StreamedLayer], log: logging.Logger | None) ->
 
     for layer in layers:
         if layer.planned.rows:
-            layer.experts = ExpertRows(layer, partial(say, layer))
-            layer.parameters.come_by_rows(layer.experts)
+            layer.rows = ExpertRows(layer, device, partial(say, layer))
+            layer.parameters.come_by_rows(layer.rows.stacks)
+    return embeddings
 
 
 def stand_ins_for_wrapped(found: Found, layers: Sequence[StreamedLayer]) -> dict[nn.Parameter, Any]:
@@ -125,8 +122,7 @@ def stand_ins_for_wrapped(found: Found, layers: Sequence[StreamedLayer]) -> dict
 
 def _bring(members: Sequence[tuple[ParameterGroup, int]], use: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Returns the parts of a wrapped parameter on the device. Whoever holds them holds their slots."""
-    experts = members[0][0].experts
-    if experts is not None and experts.may_compute_with_wrapped(use, args, kwargs):
+    if members[0][0].layer.rows.may_compute_with_wrapped(use, args, kwargs):
         return [group.alias(index) for group, index in members]
     with members[0][0].doors.on_demand([group.all[index] for group, index in members]):
         return [group.alias(index) for group, index in members]
@@ -138,10 +134,66 @@ def _expose(members: Sequence[tuple[ParameterGroup, int]]) -> None:
         group.exposed.add(index)
 
 
-def _kinds(plan: Plan) -> Iterator[Kind]:
-    for kind, layers in ((Kind.BLOCK, plan.layers), (Kind.MASTERS, plan.masters), (Kind.TABLE, plan.tables)):
-        yield from [kind] * len(layers)
-    yield Kind.RESIDENTS
+class RoutedCalls:
+    """Is told of the calls of one module of stacked experts, and tells its rows of them before the engine.
+
+    Args:
+        access: the engine.
+        module: the module.
+        experts: the rows of its layer.
+
+    Attributes:
+        pre_hooks: return the hooks that see, and may change, what the module's call is given.
+    """
+
+    def __init__(self, access: Access, module: nn.Module, experts: ExpertRows) -> None:
+        self._access = access
+        self._module = module
+        self._experts = experts
+        self.pre_hooks: list[Callable[[], Any]] = []
+
+    def enter(self, visits: Visits, inputs: Any) -> Visits:
+        """Brings what something is routed to. Returns the layers that :meth:`leave` is to release."""
+        hooks = [len(hooks() or ()) for hooks in self.pre_hooks]
+        self._experts.begin_call(self._module, *inputs, hooked=sum(hooks) > 1)
+        try:
+            return self._access.enter(visits, inputs)
+        except BaseException:
+            self._experts.end_call()
+            raise
+
+    def leave(self, visits: Visits, output: Any) -> None:
+        """Releases the layers."""
+        self._experts.end_call()
+        self._access.leave(visits, output)
+
+
+def attach_hooks(access: Access, visits: dict[nn.Module, tuple[StreamedLayer, ...]]) -> list[RemovableHandle]:
+    """Attaches hooks to every module, to those of stacked experts such that see what something is routed to."""
+    routed = {
+        module: each.rows for module, used in visits.items() for each in used if isinstance(each.rows, ExpertRows)
+    }
+    handles = attach_module_hooks(access, {module: used for module, used in visits.items() if module not in routed})
+    for module, experts in routed.items():
+        calls = RoutedCalls(access, module, experts)
+        hooks = ModuleHooks(calls, module, visits[module])
+        handles.append(hook_on(module.register_forward_pre_hook, hooks.before, prepend=True, with_kwargs=True))
+        everywhere = register_module_forward_pre_hook(lambda *_: None)
+        everywhere.remove()
+        calls.pre_hooks += [handles[-1].hooks_dict_ref, everywhere.hooks_dict_ref]
+        handles.append(hook_on(module.register_forward_hook, hooks.after, always_call=True))
+    return handles
+
+
+def kinds(plan: Plan) -> list[Kind]:
+    """How each layer comes to the device, in the order of :attr:`Plan.moving`; the residents come last."""
+    counts = {
+        Kind.BLOCK: plan.layers,
+        Kind.MASTERS: plan.masters,
+        Kind.TABLE: plan.tables,
+        Kind.RESIDENTS: [plan.residents],
+    }
+    return [kind for kind, layers in counts.items() for _ in layers]
 
 
 def _warn_unpinned(blocks: Sequence[HostBlock]) -> None:

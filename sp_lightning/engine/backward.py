@@ -20,7 +20,7 @@ from sp_lightning.engine.step import Step, StepKind
 from sp_lightning.weights.device_parameter import Untouched, tensor_grad
 from sp_lightning.weights.gradient_sink import GradientSink, Wanted
 from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.source import BlockSource
+from sp_lightning.weights.slots import BlockSource
 
 
 class Backward:
@@ -266,6 +266,8 @@ class Backward:
             self._activations.flush()
             accumulated, self._accumulates = self._accumulates, False
             self._nested = self._announced = False
+            for layer in self._layers:
+                layer.rows.compacted = False  # of a backward that has failed on the way
             if not step.running or (accumulated and step.ends_with_backward):
                 step.end(compare=well)  # otherwise there is an error already
             elif accumulated and step.kind is StepKind.MANUAL:

@@ -22,12 +22,12 @@ from sp_lightning.store.block import HostBlock
 from sp_lightning.store.direct_file import Transfer
 from sp_lightning.store.file_block import FileBlock
 from sp_lightning.weights.layer import Kind, StreamedLayer
-from sp_lightning.weights.slots import Slots, Staged
+from sp_lightning.weights.slots import BlockSource, Slots, Staged
 from sp_lightning.weights.weight_watch import WeightWatch
 
 
-class HostSource:
-    """The :class:`~sp_lightning.weights.source.BlockSource` of one device. The caller holds the engine's lock.
+class HostSource(BlockSource):
+    """The source of one device. The caller holds the engine's lock.
 
     Args:
         layers: all layers.
@@ -62,12 +62,12 @@ class HostSource:
     def stage(self, layer: StreamedLayer) -> Staged:
         """Returns the bytes of the layer's block, in which the casts are those of the present masters."""
         self.wait(layer)
-        self._adopt(layer)
-        if layer.masters is not None and layer.casts is not None:
-            self._adopt(layer.masters)
-            if not layer.casts.current:
-                self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
-                self._use(layer.masters.block)
+        for member in layer.family:
+            self._adopt(member)
+        if not layer.casts.current:
+            self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
+            for member in layer.family:
+                self._use(member.block)
             layer.casts.refresh()
         self._use(layer.block)
         return layer.block.weights, None
@@ -94,7 +94,7 @@ class HostSource:
             layer.invalidate()
             # User code that writes weights waits for their updates first. A layer whose update is under way was therefore
             # not written.
-            if layer.casts is not None and not self._updates.under_way(layer):
+            if not self._updates.under_way(layer):
                 layer.casts.doubt()
 
     def settle(self) -> None:
@@ -116,7 +116,7 @@ class HostSource:
             layer.parameters.unversioned_writes[index] += 1
         block.adopt()
         layer.parameters.adopted()
-        if layer.owner is not layer and layer.owner.casts is not None:
+        if layer.owner is not layer:
             layer.owner.casts.doubt()  # the masters have other values although their block has the same memory
         if self._watch is not None:
             for index in displaced:

@@ -11,17 +11,17 @@ from sp_lightning.device.layout import Span, view
 from sp_lightning.device.lease import shared
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.waits import Stream, Wait
+from sp_lightning.engine.residency import Tenants
 from sp_lightning.weights.device_parameter import same_place
-from sp_lightning.weights.expert_rows import NOTHING
 from sp_lightning.weights.kept_memory import KeptMemory
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.parameter_group import ParameterGroup
-from sp_lightning.weights.slots import Slot, Slots, SlotState
+from sp_lightning.weights.slots import Slot, Slots
 from sp_lightning.weights.weight_watch import WeightWatch
 
 
-class LentWeights:
-    """The :class:`~sp_lightning.engine.residency.Tenants` of a real model. The caller holds the engine's lock.
+class LentWeights(Tenants):
+    """The tenants of a real model's slots: its device parameters. The caller holds the engine's lock.
 
     Args:
         slots: the slots, whose memory is lent.
@@ -77,21 +77,12 @@ class LentWeights:
             group.ask(before_use=False)
         group.resting = False
         group.sync_requires_grad()
-        if layer.masters is not None:
-            self._offer_casts(layer, views[len(group.all) :])
+        layer.casts.offer(views[len(group.all) :])
 
     def suspect(self, group: ParameterGroup) -> None:
         """With ``check_writes``, treats every weight that is on the device as one that may have been written there."""
         if self._watch is not None:
             group.expose()
-
-    def _offer_casts(self, layer: StreamedLayer, casts: Sequence[Tensor]) -> None:
-        """Lets the layer's casts stand for its masters, unless those are on the device, where they may be written."""
-        assert layer.masters is not None
-        assert layer.casts is not None
-        masters = layer.masters.parameters
-        masters.sync_requires_grad()
-        masters.casts = casts if layer.masters.slot is None and layer.casts.current else None
 
     # ------------------------------------------------------------------ a use ends
 
@@ -100,8 +91,7 @@ class LentWeights:
         group = layer.parameters
         group.ask(before_use=True)
         group.resting = True
-        if layer.masters is not None:
-            layer.masters.parameters.casts = None
+        layer.casts.withdraw()
 
     def written(self, layer: StreamedLayer) -> bool:
         """Whether something of a resting layer may be left to take back."""
@@ -134,10 +124,8 @@ class LentWeights:
 
     def moved_out(self, layer: StreamedLayer, slot: Slot) -> None:
         """Invalidates a layer that comes on demand after its use, unless somebody still views it."""
-        if layer.masters is not None:
-            layer.masters.parameters.casts = None
-        if layer.experts is not None:
-            layer.experts.needed = NOTHING
+        layer.casts.withdraw()
+        layer.rows.end_use()
         group = layer.parameters
         if not slot.escaped:
             group.exposed.intersection_update(group.outside)
@@ -161,8 +149,7 @@ class LentWeights:
         """Copies weights that were written on the device, or may have been, to the host."""
         group = layer.parameters
         for index, value in written:
-            if layer.experts is not None and value.untyped_storage().data_ptr() in self._slots.by_address:
-                value = layer.experts.completed(index, value)
+            value = layer.rows.completed(index, value, self._slots.by_address)
             # The blocking copy in write() implies this wait. On a device where write() copies nothing, it is needed.
             self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
             self.write_backs += 1
@@ -178,8 +165,7 @@ class LentWeights:
                 group.unversioned_writes[index] += 1
                 group.written_back()
                 group.casts = None
-                if layer.experts is not None and layer.experts.cache is not None:
-                    layer.experts.cache.drop(layer)
+                layer.rows.drop_cached()
                 if self._watch is not None:
                     self._watch.look_at(layer.block, index)
 
@@ -259,7 +245,7 @@ class LentWeights:
         self._given.clear()
         self.take_back_late(self._slots.all)
         for slot in self._slots.all:
-            if slot.layer is not None and slot.kept is None and slot.state is SlotState.HELD:
+            if slot.layer is not None and slot.kept is None and slot.held:
                 self._keep(slot)
 
     # ------------------------------------------------------------------ weights that are given other memory

@@ -47,12 +47,12 @@ class ModuleHooks:
         self._calls = calls or _Calls()
 
     @never_compiled  # transfers cannot be part of a compiled graph
-    def before(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook."""
+    def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        """Forward pre-hook. One that is registered to see keyword arguments has its listener see both."""
         if module is self._module:
             visits: Visits | None = None
             try:
-                visits = self._listener.enter(self._visits, args)
+                visits = self._listener.enter(self._visits, args if kwargs is None else (args, kwargs))
             finally:
                 self._calls.running.append((self, visits))
 

@@ -1,24 +1,25 @@
 """Residency: which layers are on the device, which of them are in use, and when the others come and go.
 
 This file holds the schedule and nothing else. What a slot's memory means to the modules is the concern of its
-:class:`Tenants`; where bytes come from, that of a :class:`~sp_lightning.weights.source.BlockSource`. The simulator drives
+:class:`Tenants`; where bytes come from, that of a :class:`~sp_lightning.weights.slots.BlockSource`. The simulator drives
 this very class with a device of clocks. The caller holds the engine's lock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
 
+from sp_lightning.model.found import Found, tensor_bytes
 from sp_lightning.plan.plan import Plan
+from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.prefetch import Prefetch
-from sp_lightning.weights.slots import Slot, Slots, SlotState
-from sp_lightning.weights.source import BlockSource
+from sp_lightning.weights.residents import Residents
+from sp_lightning.weights.slots import BlockSource, Slot, Slots
 
 
-class Tenants(Protocol):
-    """The users of a layer's memory while the layer is in use."""
+class Tenants:
+    """The users of a layer's memory while the layer is in use: here there are none, as in a simulation."""
 
     def before_use(self, layer: StreamedLayer) -> None:
         """Called before a layer is used. Its weights on the host have to be up to date afterwards."""
@@ -43,9 +44,11 @@ class Tenants(Protocol):
 
     def written(self, layer: StreamedLayer) -> bool:
         """Whether a layer that rests may have been written on the device, so that something is to be taken back."""
+        return False
 
     def let_go(self) -> bool:
         """Takes the memory from device parameters that nobody keeps any more. Returns whether there were any."""
+        return False
 
 
 class Residency:
@@ -127,13 +130,16 @@ class Residency:
             RuntimeError: the running backward has updated the layer already.
         """
         if layer in self.used:
-            if layer.experts is not None and not layer.experts.complete:
+            if not layer.rows.complete:
                 self._complete(layer)
             return self.used[layer]
         self._tenants.before_use(layer)
         if layer in self.resting:
             if not layer.outdated:
-                return self._rouse(layer, backward=backward)
+                layer.visits += not backward
+                self.prefetch.trace.visit(layer)
+                slot = self.used[layer] = self.resting.pop(layer)
+                return slot
             self._release_resting(layer)
         self.slots.resume()
         layer.visits += not backward
@@ -143,12 +149,11 @@ class Residency:
         if not early and not self._source.ready(layer):
             self._source.wait(layer)
             self.fetch_ahead()
-        if (layer.slot is not None or layer.experts is not None) and not early and layer.outdated:
+        if not early and layer.outdated:
             layer.invalidate()
         absent = layer.slot is None or layer.slot.stale
-        if layer.experts is not None:
-            layer.experts.count_use()
-        if absent or (layer.experts is not None and not layer.experts.complete):
+        layer.rows.begin_use()
+        if absent or not layer.rows.complete:
             if early:
                 raise RuntimeError(needed_again(layer, "its weights were needed again"))
             self.demand_fetches += 1
@@ -178,7 +183,7 @@ class Residency:
     def renew(self) -> None:
         """Brings present weights to memory that somebody holds, who sees them there as in views of a plain parameter."""
         for slot in self.slots.all:
-            if slot.stale and slot.layer is not None and slot.state is SlotState.HELD:
+            if slot.stale and slot.layer is not None and slot.held:
                 self._fetch([(slot.layer, slot)])
 
     def release_exchanged(self, layer: StreamedLayer) -> None:
@@ -224,13 +229,6 @@ class Residency:
         else:
             self.release(layer)
 
-    def _rouse(self, layer: StreamedLayer, *, backward: bool) -> Slot:
-        """Takes a resting layer into use again."""
-        layer.visits += not backward
-        self.prefetch.trace.visit(layer)
-        slot = self.used[layer] = self.resting.pop(layer)
-        return slot
-
     def let_rest(self, rests: bool) -> None:
         """Sets whether layers may rest. Those that do are released if they may not, or if they were written."""
         self.rests = rests
@@ -246,6 +244,35 @@ class Residency:
         """Gives the same layers the slots of another plan, between two batches."""
         self.prefetch.follow(plan)
         self.slots.resize(plan)
+
+
+class Peak:
+    """Keeps the largest sum of the memory of slots, residents and gradients, with what streaming does not move.
+
+    Attributes:
+        most: that sum in bytes.
+    """
+
+    def __init__(self, found: Found, slots: Slots, residents: Residents, gradients: GradientSink) -> None:
+        self.most = 0
+        self._staying = found.staying[0]
+        self._aside = [parameter for _, module in found.aside for parameter in module.parameters()]
+        self._slots = slots
+        self._residents = residents
+        self._gradients = gradients
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of device memory that weights and buffers take now."""
+        return self._slots.device_bytes + self._residents.nbytes + self._staying
+
+    def note(self) -> None:
+        """Measures; called whenever more memory may be in use than ever before."""
+        now = self._slots.device_bytes + self._residents.nbytes + self._staying + self._gradients.device_bytes
+        if self._aside:  # nearly always nothing, and this is called several times for each layer
+            now += sum(tensor_bytes(parameter.grad) for parameter in self._aside if parameter.grad is not None)
+        if now > self.most:
+            self.most = now
 
 
 def needed_again(layer: StreamedLayer, why: str) -> str:

@@ -23,10 +23,10 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.lease import SavedView, SavedViews
 from sp_lightning.device.modes import never_compiled
 from sp_lightning.device.torch_private import top_saved_tensors_hooks
+from sp_lightning.weights.casts import SavedValues
 from sp_lightning.weights.device_parameter import DeviceParameter
-from sp_lightning.weights.expert_rows import Rows
 from sp_lightning.weights.layer import Kind, StreamedLayer
-from sp_lightning.weights.saved_values import SavedValues
+from sp_lightning.weights.rows import Rows
 from sp_lightning.weights.slots import Slot
 
 
@@ -186,12 +186,12 @@ class SavedTensors:
         group = layer.parameters
         index = which = group.at(offset)
         if which is None:
-            version, values = -1, layer.casts.saved_values(offset) if layer.casts is not None else None
+            version, values = -1, layer.casts.saved_values(offset)
         else:
             version, values = group.counters[which]._version, group.present_values[which].now
             if tensor._version != version:  # a view of .data, for example, whose writes autograd does not check
                 which = None
-        rows = None if layer.experts is None else layer.experts.saved_rows(index, tensor, offset)
+        rows = layer.rows.saved_rows(index, tensor, offset)
         return _Packed((layer, which, version, self._views[layer.layout].find(tensor, offset), values, rows))
 
     @never_compiled
@@ -203,7 +203,7 @@ class SavedTensors:
         version = group.version_once_fetched(index)
         if weight.dtype is not group.spans[index].dtype:  # param.data = other, for which the slot has no place
             return weight.detach(), weight._version
-        rows = None if group.experts is None else group.experts.saved_stack_rows()
+        rows = group.layer.rows.saved_stack_rows()
         return _Packed((group.layer, index, version, None, None, rows))
 
     def _unpack(self, packed: Any) -> Tensor:

@@ -14,7 +14,7 @@ from sp_lightning.engine.residency import Residency
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.residents import Residents
-from sp_lightning.weights.source import BlockSource
+from sp_lightning.weights.slots import BlockSource
 from sp_lightning.weights.weight_watch import WeightWatch
 
 
@@ -111,10 +111,7 @@ class Step:
         self._residency.slots.idle_since = None
         for layer in self._layers:
             layer.visits = 0
-            if layer.table is not None:
-                layer.table.used_whole = False
-            if layer.experts is not None:
-                layer.experts.begin_step(training=training)
+            layer.rows.begin_step(training=training)
         if training:
             self._activations.begin()
         self.activate()

@@ -14,15 +14,13 @@ from sp_lightning.device.backward_calls import unwatch, watch
 from sp_lightning.device.device import Device
 from sp_lightning.device.waits import Wait
 from sp_lightning.engine.access import Access
-from sp_lightning.engine.assembly import make_experts, make_layers, make_tables, stand_ins_for_wrapped
+from sp_lightning.engine.assembly import attach_hooks, make_layers, make_rows, stand_ins_for_wrapped
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.exchange import Exchange
 from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.module_hooks import attach_module_hooks
-from sp_lightning.engine.peak import Peak
 from sp_lightning.engine.placement import ONE_DEVICE, Placement
-from sp_lightning.engine.residency import Residency
-from sp_lightning.engine.routed_calls import attach_hooks
+from sp_lightning.engine.residency import Peak, Residency
 from sp_lightning.engine.saved_tensors import SavedTensors, packs
 from sp_lightning.engine.step import Step, StepKind
 from sp_lightning.engine.updating import Updating
@@ -33,7 +31,7 @@ from sp_lightning.plan.plan import Plan
 from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.store.host_ring import HostRing
 from sp_lightning.weights.buffers import OnTheDevice
-from sp_lightning.weights.expert_rows import counted, waits_for_indices
+from sp_lightning.weights.expert_rows import counted
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.prefetch import Prefetch
 from sp_lightning.weights.pruned import PrunedWeights
@@ -100,10 +98,9 @@ class Streamer:
         *self._moving, self._resident_layer = self._layers
         self._watch = WeightWatch([layer.block for layer in self._layers]) if check_writes else None
         self._stays: set[int] = set()
-        make_experts(self._moving, log)
+        self._embeddings = make_rows(self.found, self._layers, device, log, pin=pin)
         self._slots = Slots(plan, self._moving, device, placement.uploads(device, self._lock, log))
         self._gradients = placement.gradients(device, self._staging, self._layers, plan.k_prime + 1)
-        self._tables = make_tables(self.found, self._layers, device, pin=pin, compacted=self._gradients.compacted)
         self.updates = placement.updates(self._layers, device)
         self._lent = LentWeights(self._slots, device, self._stays, self._watch)
         self._source = placement.source(self._layers, self._slots, self.updates, device, self._watch)
@@ -169,7 +166,7 @@ class Streamer:
         )
         for layer in layers:
             layer.parameters.connect(layer, self._access)
-        visits.update((table.module, (table.layer,)) for table in self._tables)
+        visits |= self._embeddings
         self._module_hooks = attach_hooks(self._access, visits)
         watch(self._backward)
         for module, listener in self._averages.items():
@@ -310,11 +307,13 @@ class Streamer:
         stalled, offload = self.device.stall_seconds, self.activations.offload
         return Stats(
             fetched_layers=sum(layer.fetches for layer in self._moving),
-            fetched_bytes=self._slots.fetched_bytes + sum(table.sent_bytes for table in self._tables),
+            fetched_bytes=self._slots.fetched_bytes + sum(layer.rows.looked_up_bytes for layer in self._moving),
             drained_bytes=self._gradients.drained_bytes,
             transfers=self._slots.transfers,
             demand_fetches=self._residency.demand_fetches,
-            host_waits=self._lent.write_backs + self._gradients.host_waits + waits_for_indices(self._moving),
+            host_waits=self._lent.write_backs
+            + self._gradients.host_waits
+            + sum(layer.rows.host_waits for layer in self._moving),
             extra_slots=self._slots.extra_slots,
             gathered_bytes=self._slots.gathered_bytes,
             peak_device_bytes=self._peak.most,
@@ -353,8 +352,6 @@ class Streamer:
             self._exchange.close()
             for layer in self._layers:
                 layer.block.unpin()
-            for table in self._tables:
-                table.unpin()
             self._staging.unpin()
             self.device.close()
 

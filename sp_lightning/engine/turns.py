@@ -130,9 +130,8 @@ class Turns:
     def cast(self) -> None:
         """Casts all weights anew, for all ranks."""
         for layer in self._layers:
-            if layer.casts is not None:
-                layer.casts.doubt()
-                layer.casts.refresh()
+            layer.casts.doubt()
+            layer.casts.refresh()
 
     def _prepare(self) -> None:
         with self._lock:
@@ -142,7 +141,7 @@ class Turns:
 
 
 class SharedSource(HostSource):
-    """The :class:`~sp_lightning.weights.source.BlockSource` of several ranks.
+    """The :class:`~sp_lightning.weights.slots.BlockSource` of several ranks.
 
     The primary keeps casts up to date in the memory that all ranks have. A layer that this rank's user code has written since
     the last update comes from this rank's own view, with casts of its own. That memory is not page-locked.
@@ -154,12 +153,12 @@ class SharedSource(HostSource):
         for member in layer.family:
             self._adopt(member)
         written = [memory_of(member).look() for member in layer.family]  # all of them: each notes what it sees
-        if layer.casts is not None and any(written):
+        if layer.masters is not None and any(written):
             memory_of(layer).written = True
             layer.casts.doubt()
             self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
             layer.casts.refresh()
-        elif layer.casts is not None:
+        else:
             layer.casts.trust()
         return layer.block.weights, None
 

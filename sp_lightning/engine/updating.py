@@ -22,7 +22,7 @@ from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.weights.device_parameter import Untouched
 from sp_lightning.weights.gradient_sink import GradientSink, Wanted
 from sp_lightning.weights.layer import Kind, StreamedLayer
-from sp_lightning.weights.source import BlockSource
+from sp_lightning.weights.slots import BlockSource
 
 
 class Updating:
@@ -139,12 +139,11 @@ class Updating:
 
     def casts(self, layer: StreamedLayer) -> Mapping[int, Tensor]:
         """Where the update of a layer may put the casts of its masters, by the master's ``id``."""
-        return {} if layer.casts is None else layer.casts.places(Stream.UPDATE)
+        return layer.casts.places(Stream.UPDATE)
 
     def after(self, layer: StreamedLayer, updated: Collection[int]) -> None:
         """Casts what the update of a layer has not cast, in the background, before anybody waits for the layer."""
-        if layer.casts is not None:
-            layer.casts.refresh(by=Stream.UPDATE, but=updated)
+        layer.casts.refresh(by=Stream.UPDATE, but=updated)
 
     def keep_narrow(self, keep: bool) -> None:
         """Sets whether gradients that come in a lower dtype than their parameter's keep it until somebody reads them."""

@@ -1,7 +1,8 @@
 """Predicts a batch by simulation: the engine's own schedule runs with clocks in place of copies.
 
 The very classes that stream the model, :class:`~sp_lightning.engine.residency.Residency` and
-:class:`~sp_lightning.weights.drains.Drains`, decide what is fetched when, into which slot, and which gradients leave when.
+:class:`~sp_lightning.weights.gradient_sink.GradientSink`, decide what is fetched when, into which slot, and which gradients leave
+when.
 Only the device under them is another one: it moves no bytes and knows how long a copy would have taken. The prediction
 therefore shows what the engine does, not what it was meant to do.
 """
@@ -11,20 +12,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal
 
 from sp_lightning.device.timeline import Kind
 from sp_lightning.device.waits import Stream, Wait
+from sp_lightning.engine.assembly import kinds
 from sp_lightning.engine.residency import Residency, Tenants
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.tune.clocks import ClockDevice, HostBytes
 from sp_lightning.tune.disk_queue import DiskQueue
 from sp_lightning.tune.visits import RESOURCES, Prediction, Rates, Visit
-from sp_lightning.weights.drains import Drains
+from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.layer import Kind as LayerKind
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.prefetch import Prefetch
-from sp_lightning.weights.slots import Slots, Staged
+from sp_lightning.weights.slots import BlockSource, Slots, Staged
 from sp_lightning.weights.uploads import OnItsWay, Uploads
 
 _STALLS = {
@@ -92,19 +94,7 @@ class _SimulatedLayer(StreamedLayer):
         return False
 
 
-def _simulated_layers(plan: Plan) -> list[StreamedLayer]:
-    """All layers of a plan, the residents last."""
-    groups = {
-        LayerKind.BLOCK: plan.layers,
-        LayerKind.MASTERS: plan.masters,
-        LayerKind.TABLE: plan.tables,
-        LayerKind.RESIDENTS: (plan.residents,),
-    }
-    layers = [(kind, planned) for kind, group in groups.items() for planned in group]
-    return [_SimulatedLayer(i, *layer, expert=i in plan.experts) for i, layer in enumerate(layers)]
-
-
-class _Source:
+class _Source(BlockSource):
     """A source of bytes for which an update is a time: a layer's bytes are ready once its update is done."""
 
     def __init__(self, device: ClockDevice, files: DiskQueue, upload: float) -> None:
@@ -131,19 +121,6 @@ class _Source:
         stand_in: Any = HostBytes(layer.index, nbytes)
         return stand_in, None
 
-    def synchronize(self) -> None:
-        """Nobody writes while a transfer reads."""
-
-    def doubt(self, layers: Sequence[StreamedLayer]) -> None:
-        """The walk says itself when layers are out of date."""
-
-
-class _NoTenants:
-    """Tenants of the slots that do nothing, whatever they are told: simulated layers have no parameters in any module."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *told: False
-
 
 class _Slices(Uploads):
     """Uploads of a device that, with ``rates.sliced``, fetches its part of each layer, and gets the rest by the links."""
@@ -160,15 +137,8 @@ class _Slices(Uploads):
         return None
 
 
-class _Leaving(NamedTuple):
-    """A layer's gradients on their way to the host, and the time at which they have arrived there."""
-
-    layer: StreamedLayer
-    landed: float
-
-
 class Walk:
-    """Walks through the visits of a batch as the engine would, with its own :class:`Residency` and :class:`Drains`.
+    """Walks through the visits of a batch as the engine would, with its own :class:`Residency` and :class:`GradientSink`.
 
     Args:
         plan, visits, rates, overlap, on_disk: as in :func:`predict`.
@@ -196,7 +166,10 @@ class Walk:
         self._visits = visits
         self._rates = rates
         self._overlap = overlap
-        self._layers = _simulated_layers(plan)
+        self._layers = [
+            _SimulatedLayer(index, kind, planned, expert=index in plan.experts)
+            for index, (kind, planned) in enumerate(zip(kinds(plan), (*plan.moving, plan.residents), strict=True))
+        ]
         *moving, self._resident = self._layers
         self._training = any(visit.backward for visit in visits)
         # Training has its state on the disk, which updates read; inference has weights there, which fetches read.
@@ -206,10 +179,8 @@ class Walk:
         source = self._source = _Source(self.device, files, rates.upload)
         slots = Slots(plan, moving, self.device, _Slices(self.device, plan.ranks, rates))
         prefetch = Prefetch(plan, slots, self._layers, source.ready)
-        self._residency = Residency(slots, prefetch, source, cast(Tenants, _NoTenants()), noted=lambda: None)
-        self._drains = Drains[_Leaving](
-            self.device, plan.k_prime + 1, free=lambda leaving: None, apply=lambda leaving: self._apply(leaving.layer)
-        )
+        self._residency = Residency(slots, prefetch, source, Tenants(), noted=lambda: None)
+        self._drains = GradientSink(self.device, plan.k_prime + 1, self._apply)
         self._early = 0.0  # the time at which the last update of this backward is done
         self._left: float | None = None  # the time at which the activations of the last forward have left
         self._back = dict[int, float]()  # by the index of a visit, the time at which its activations are back
@@ -318,8 +289,7 @@ class Walk:
             device.wait(Stream.DOWNLOAD, device.record(Stream.REDUCE), Wait.DRAIN_AFTER_REDUCE)
         else:
             device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
-        device.copy([], [HostBytes(layer.index, -(-nbytes // self._ranks))], Stream.DOWNLOAD)
-        self._drains.add(_Leaving(layer, device.record(Stream.DOWNLOAD)))
+        self._drains.send(layer.index, [], [HostBytes(layer.index, -(-nbytes // self._ranks))], [], layer)
         self._drains.finish()
 
     def _apply(self, layer: StreamedLayer) -> None:
@@ -329,7 +299,8 @@ class Walk:
 
     def _end_step(self) -> None:
         self._drain(self._resident)
-        self._drains.flush()
+        self._drains.retire(0)
+        self._drains.finish(0)
         if self._overlap != "backward":
             tables, blocks = (
                 [layer for layer in self._layers if layer.kind is kind] for kind in (LayerKind.TABLE, LayerKind.BLOCK)

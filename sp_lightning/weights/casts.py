@@ -4,23 +4,32 @@ The masters stay on the host, as the user's parameters. Their casts, in autocast
 weights in its host block (the *wire*) and in its slot. A stand-in that is given to a function which autocast runs in
 that dtype passes its cast to it. Given to anything else, it brings its master, as every weight does that is away. Only the
 function itself sees the cast, and what autograd saves of a cast is packed as its place in the slot.
+
+What is packed as its place follows the weight. That is right for the weight itself and for what is written in place. It is
+wrong where plain autograd holds memory of its own: autocast's copies, and views (such as the transpose that a linear layer
+saves) of a weight that was given other memory since (``param.data = other``). Their :class:`SavedValues` are kept for the
+graph when others take their place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import addresses, part, versions
+from sp_lightning.device.layout import ALIGNMENT, addresses, part, strided, versions
+from sp_lightning.device.lease import SavedView
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import transforms_active
 from sp_lightning.device.waits import Stream
 from sp_lightning.store.block import HostBlock
-from sp_lightning.weights.saved_values import PresentValues, SavedValues
+
+if TYPE_CHECKING:
+    from sp_lightning.weights.layer import StreamedLayer
 
 LOWERED_FUNCTIONS: frozenset[Any] = frozenset({
     torch.nn.functional.linear, torch.conv1d, torch.conv2d, torch.conv3d,
@@ -65,41 +74,113 @@ def came_from_cast(gradient: Tensor) -> bool:
     return getattr(gradient, "came_from_cast", None) == gradient._version
 
 
-class WireFormat(Protocol):
-    """What travels in place of a layer's masters. The one implementation is their casts."""
+class SavedValues:
+    """Values at one place of a layer's memory, of which graphs may have saved some. Once others have taken their place,
+    only such graphs keep it alive.
+
+    Args:
+        begin: bytes from the start of the slot to the first value; a multiple of :data:`ALIGNMENT`.
+
+    Attributes:
+        kept: the values' bytes on the host, flat ``uint8``, once other values have taken their place; None before.
+    """
+
+    def __init__(self, begin: int) -> None:
+        self.kept: Tensor | None = None
+        self._begin = begin
+
+    def recall(self, device: Device, place: SavedView) -> Tensor:
+        """Returns some of the kept values, those that lay at a place of the slot, in new device memory."""
+        assert self.kept is not None
+        # The values keep the alignment that they had, because kernels are chosen by it.
+        ahead = place.offset % ALIGNMENT
+        last = sum((size - 1) * step for size, step in zip(place.shape, place.stride, strict=True))
+        source = self.kept[place.offset - ahead - self._begin :][: ahead + (last + 1) * place.dtype.itemsize]
+        memory = device.send(source)
+        with no_inference_mode():
+            return strided(memory, ahead, place.dtype, place.shape, place.stride)
+
+
+class PresentValues:
+    """The present values of one place of a layer's memory.
+
+    Args:
+        begin: bytes from the start of the slot to the place; see :class:`SavedValues`.
+
+    Attributes:
+        now: the present values, for a graph that saves some of them.
+    """
+
+    def __init__(self, begin: int) -> None:
+        self._begin = begin
+        self.now = SavedValues(begin)
 
     @property
-    def current(self) -> bool:
-        """Whether what would travel agrees with the masters, as far as versions and :meth:`doubt` show it."""
+    def saved(self) -> bool:
+        """Whether a graph that is still alive has saved some of the present values."""
+        return self._references > _UNSAVED
+
+    @property
+    def _references(self) -> int:
+        return sys.getrefcount(self.now)
+
+    def keep(self, values: Tensor) -> None:
+        """Keeps the present values for the graphs that have saved some of them, before others take their place.
+
+        Args:
+            values: the bytes of the present values, flat ``uint8`` on the host. Nobody else writes this memory.
+        """
+        if self.saved:
+            self.now.kept = values
+            self.now = SavedValues(self._begin)
+
+
+_UNSAVED = PresentValues(0)._references
+"""What is counted where no graph holds any. Versions of Python differ in it."""
+
+
+class NoCasts:
+    """The casts of a layer whose weights travel as they are: there are none, and none is ever out of date."""
+
+    current = True
 
     def doubt(self) -> None:
-        """Notes that masters may have been written in a way that no version shows."""
+        """Nothing depends on masters."""
 
     def trust(self) -> None:
-        """Notes that another process has made what travels of the present masters."""
+        """Nothing depends on masters."""
 
     def places(self, by: Stream) -> Mapping[int, Tensor]:
-        """Where ``by`` may put what travels itself while it writes masters, by their ``id``; nothing if it may not."""
+        """No places."""
+        return {}
 
     def refresh(self, by: Stream | None = None, *, but: Collection[int] = ()) -> None:
-        """Makes what travels anew, unless it is :attr:`current`; ``but`` that of masters that is in its place already."""
+        """Nothing is cast."""
 
     def saved_values(self, offset: int) -> SavedValues | None:
-        """The present values at ``offset`` of the slot, of which a graph saves some; None if masters have no part in them."""
+        """No part of the slot has casts."""
+        return None
+
+    def offer(self, views: Sequence[Tensor]) -> None:
+        """The layer is on the device: nothing stands for masters there."""
+
+    def withdraw(self) -> None:
+        """The layer leaves the device."""
 
 
-class Casts:
-    """The casts of one layer, on the host: the :class:`WireFormat` of mixed precision.
+class Casts(NoCasts):
+    """The casts of one layer, on the host.
 
     Args:
         block: the layer's block, which has room for the casts behind its weights.
-        masters: the block of the float32 parameters.
+        masters: the layer of the float32 parameters.
         device: is told of reads and writes.
     """
 
-    def __init__(self, block: HostBlock, masters: HostBlock, device: Device) -> None:
+    def __init__(self, block: HostBlock, masters: StreamedLayer, device: Device) -> None:
         self._block = block
-        self._masters = masters
+        self._layer = masters
+        self._masters = masters.block
         self._device = device
         self._spans = list(zip(block.planned.casts, masters.planned.spans, strict=True))
         self._begin = block.planned.casts[0].offset
@@ -108,7 +189,7 @@ class Casts:
         self._given = False  # whether the places were given to the update that is under way
 
     @property
-    def current(self) -> bool:
+    def current(self) -> bool:  # type: ignore[override]
         """Whether the casts agree with the masters, as far as versions and :meth:`doubt` show it."""
         return self._made_of is not None and self._made_of == self._state()
 
@@ -165,6 +246,16 @@ class Casts:
     def saved_values(self, offset: int) -> SavedValues | None:
         """The present values of the casts, if ``offset`` of the slot is among them; otherwise None."""
         return self._present_values.now if offset >= self._begin else None
+
+    def offer(self, views: Sequence[Tensor]) -> None:
+        """Lets views of the casts stand for the masters, unless those are on the device, where they may be written."""
+        group = self._layer.parameters
+        group.sync_requires_grad()
+        group.casts = views if self._layer.slot is None and self.current else None
+
+    def withdraw(self) -> None:
+        """The casts leave the device."""
+        self._layer.parameters.casts = None
 
     def _cast_into(self, wire: Tensor, but: Collection[int] = ()) -> None:
         for master, (cast, span) in zip(self._masters.parameters, self._spans, strict=True):

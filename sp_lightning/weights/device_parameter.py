@@ -182,8 +182,6 @@ class StandIn(DeviceParameter):
         if func in METADATA:
             with Untouched():
                 return func(*args, **kwargs)
-        if func is torch.nn.functional.embedding and (output := _look_up(*args, **kwargs)) is not None:
-            return output
         if (output := _compute_by_rows(func, types, args, kwargs)) is not NotImplemented:
             return output
         if func is torch.autograd.grad:
@@ -202,7 +200,7 @@ class StandIn(DeviceParameter):
             args, kwargs = tree_map_only(DeviceParameter, _host, (args, kwargs))
             return func(*args, **kwargs)
         with away[0]._of.doors.on_demand(away):
-            stacked = any(each._of.experts is not None for each in away)  # these stay stand-ins
+            stacked = any(each._of.layer.rows.stacks for each in away)  # these stay stand-ins
             if stacked or away[0]._of.shared or away[0]._of.doors.saves_raw():
                 args, kwargs = tree_map_only(DeviceParameter, _alias, (args, kwargs))
             if func is Tensor.detach or func is torch.detach:
@@ -246,20 +244,16 @@ def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
         return None if None in casts.values() else _call(casts, func, args, kwargs)
 
 
-def _look_up(indices: Any, weight: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-    """Returns the result of ``embedding`` with the rows alone; None if that needs the whole weight."""
-    look_up = weight._of.look_up if isinstance(weight, StandIn) else None
-    return None if look_up is None or weight._of.doors.at_host() else look_up(weight, indices, *args, **kwargs)
-
-
 def _compute_by_rows(func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Computes with stacked experts of which only rows may be there; NotImplemented if there are none, or all are needed."""
-    for at, argument in enumerate(args):
+    """Computes with a weight of which only rows may be there; NotImplemented if all of its layer is needed."""
+    for argument in (*args, *kwargs.values()) if kwargs else args:
         if issubclass(type(argument), StandIn):  # isinstance is slow: the metaclass of Parameter checks in Python
-            experts = argument._of.experts
-            if experts is None or argument._of.doors.at_host():
-                return NotImplemented
-            return experts.compute(func, types, args, kwargs, at)
+            group = argument._of
+            return (
+                NotImplemented
+                if group.doors.at_host()
+                else group.layer.rows.compute(argument, func, types, args, kwargs)
+            )
     return NotImplemented
 
 

@@ -8,6 +8,7 @@ of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +19,21 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.layout import part, strided
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.pinned import PinnedMemory
-from sp_lightning.device.torch_private import coalesced, gradient_hooks, transforms_active, will_execute_node
+from sp_lightning.device.torch_private import (
+    coalesced,
+    gradient_hooks,
+    sparse_indices,
+    sparse_values,
+    transforms_active,
+    will_execute_node,
+)
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.rows import AllRows
 from sp_lightning.weights.slots import Staged
 
 
-class EmbeddingRows:
+class EmbeddingRows(AllRows):
     """Looks up one embedding by its rows.
 
     Args:
@@ -32,56 +41,54 @@ class EmbeddingRows:
         layer: the layer of its weight.
         device: sends the rows.
         pin: whether the memory that rows are sent from is page-locked.
-        compacted: the layers whose gradients leave as rows although they are to be dense. Backward adds this layer.
     """
 
-    def __init__(
-        self,
-        module: nn.Embedding,
-        layer: StreamedLayer,
-        device: Device,
-        *,
-        pin: bool,
-        compacted: set[StreamedLayer],
-    ) -> None:
+    def __init__(self, module: nn.Embedding, layer: StreamedLayer, device: Device, *, pin: bool) -> None:
         self.layer = layer
         self._block = layer.block
         self._device = device
         self._pin = pin
-        self._compacted = compacted
         self.module = module
         self.used_whole = False
         """Whether anything has computed with the whole weight in this step."""
         self._leaving = PinnedMemory(device, 0, pin=pin)  # one page
         self._left: Any = None
-        self.sent_bytes = 0
-        """Bytes of all rows that were sent so far."""
-        self.host_waits = 0
-        """How often the host has waited for indices."""
 
-    def look_up(
+    def begin_step(self, *, training: bool) -> None:
+        """Nothing has computed with the whole weight yet."""
+        self.used_whole = self.compacted = False
+
+    def read_whole(self) -> None:
+        """Something computes with the whole weight."""
+        self.used_whole = True
+
+    def compute(self, weight: Any, func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        """Looks up rows, if that is what the function does."""
+        return self._look_up(*args, **kwargs) if func is F.embedding else NotImplemented
+
+    def _look_up(
         self,
+        input: Tensor,  # noqa: A002  torch's own name
         weight: Any,
-        indices: Tensor,
         padding_idx: int | None = None,
         max_norm: float | None = None,
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
-    ) -> Tensor | None:
-        """Returns ``torch.nn.functional.embedding(indices, weight, …)``; None if that needs the whole weight.
+    ) -> Any:
+        """Returns ``torch.nn.functional.embedding(input, weight, …)``; NotImplemented if that needs the whole weight.
 
         Raises:
             IndexError: an index is not that of a row.
         """
-        count = weight.shape[0]
+        count, indices = weight.shape[0], input
         unusual = indices.dtype not in (torch.int32, torch.int64) or not -count <= (padding_idx or 0) < count
         unusual = unusual or (sparse and not self.module.sparse)  # the module's own gradients are dense beside it
         if unusual or max_norm is not None or transforms_active():
-            return None
+            return NotImplemented
         with self.layer.parameters.doors.reading_rows(self.layer) as staged:
             if staged is None:
-                return None
+                return NotImplemented
             self.host_waits += 1
             with no_dispatch_modes(), no_inference_mode():
                 numbers, renumbered = torch.unique(indices.detach().to("cpu", torch.int64), return_inverse=True)
@@ -123,12 +130,8 @@ class EmbeddingRows:
             torch.index_select(part(source, span), 0, numbers, out=leaving.view(span.dtype).view(len(numbers), width))
             arrived = device.send(leaving)
             self._left = device.record(Stream.UPLOAD)
-            self.sent_bytes += nbytes
+            self.looked_up_bytes += nbytes
             return strided(arrived, 0, span.dtype, (len(numbers), width), (width, 1))
-
-    def leaves_as_rows(self) -> None:
-        """Notes that the gradient of this backward is sparse on the device and becomes dense on the host."""
-        self._compacted.add(self.layer)
 
     def unpin(self) -> None:
         """Releases the page lock."""
@@ -164,10 +167,10 @@ class _LookUp(torch.autograd.Function):
         needs_whole = ctx.table.used_whole or ctx.table.module.sparse
         needs_whole = needs_whole or (gradient.dtype is torch.float16 and gradient.device.type == "cpu")
         backward = torch.ops.aten.embedding_backward
-        if needs_whole or _is_looked_at(ctx):
+        ctx.table.compacted = not (needs_whole or _is_looked_at(ctx))
+        if not ctx.table.compacted:
             result = backward(gradient, indices, len(ctx.weight), padding, by_frequency, sparse)
         else:
-            ctx.table.leaves_as_rows()
             numbers = ctx.numbers.to(gradient.device)
             renumbered = torch.searchsorted(numbers, indices.to(numbers.dtype).contiguous())
             padding = int(torch.searchsorted(ctx.numbers, padding)) if padding in ctx.numbers else -1
@@ -184,3 +187,14 @@ def _is_looked_at(ctx: Any) -> bool:
         return not will_execute_node(ctx.next_functions[0][0])
     except RuntimeError:  # torch raises this if torch.autograd.grad was called for this leaf
         return True
+
+
+def each_row_once(gradient: Tensor) -> Tensor:
+    """Sums the rows that several uses of an embedding gave, one after the other, as autograd sums dense gradients."""
+    if gradient.is_coalesced():
+        return gradient
+    with no_inference_mode():
+        numbers, where = torch.unique(sparse_indices(gradient)[0], return_inverse=True)
+        values = sparse_values(gradient)
+        rows = values.new_zeros((len(numbers), *values.shape[1:])).index_add_(0, where, values)
+        return coalesced(numbers, rows, gradient.shape)

@@ -10,87 +10,80 @@ alone; any other operation, wherever it happens, brings the whole layer first.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
+from sp_lightning.device.device import Device
 from sp_lightning.device.layout import part
-from sp_lightning.device.torch_private import gradient_hooks
-from sp_lightning.model.stacks import NEARLY_ALL
-from sp_lightning.weights.device_parameter import DeviceParameter, Untouched
+from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
+from sp_lightning.device.torch_private import gradient_hooks, transforms_active
+from sp_lightning.device.waits import Stream, Wait
+from sp_lightning.model.stacks import NEARLY_ALL, Reading, how_it_reads
+from sp_lightning.weights.device_parameter import DeviceParameter, Untouched, hides_stand_ins
+from sp_lightning.weights.rows import NOTHING, AllRows, ExpertCache, Rows
 
 if TYPE_CHECKING:
-    from sp_lightning.weights.expert_cache import ExpertCache
     from sp_lightning.weights.layer import StreamedLayer
+    from sp_lightning.weights.slots import Slot
 
-Rows = frozenset[int] | None
-"""The numbers of experts; None for all of them."""
-
-NOTHING: frozenset[int] = frozenset()
 # The experts of the last call come ahead of time if that share of them was asked for again.
 _STEADY = 3 / 4
 # The weight of the latest call in that share.
 _LATEST = 1 / 4
+# With so many indices for each expert nearly all experts are among them. The host does not wait for these indices.
+_MANY = 16
 _ALONG_ROWS = (torch.select, Tensor.select, torch.index_select, Tensor.index_select)
 _HOOKED = "a forward pre-hook, on it or on all modules, may exchange the indices; put the hook on the block"
 _BY_GROUPS = frozenset({"transpose", "grouped_mm", "grouped_mm_fallback"})
 
 
-@dataclass(frozen=True)
-class RoutedCall:
+class _Call(NamedTuple):
     """A call of a module of stacked experts.
 
     Attributes:
         rows: the experts that something is routed to.
-        known: whether what is called is known to read the rows alone that it is given, whatever views of a stack it makes.
-        hooked: whether a hook may give it other rows than these.
+        trusted: whether the call is known to read these rows alone, whatever views of a stack it makes.
     """
 
-    rows: Rows
-    known: bool = False
-    hooked: bool = False
-
-    @property
-    def trusted(self) -> bool:
-        """Whether the call reads these rows alone, whatever views of a stack it makes."""
-        return self.known and not self.hooked
+    rows: Rows = None
+    trusted: bool = False
 
 
-class ExpertRows:
+class ExpertRows(AllRows):
     """Which rows of a layer are asked for, which are in its slot, and which get a gradient.
 
     Args:
         layer: the layer, whose stacks hold ``layer.planned.rows`` experts.
+        device: copies them.
         say: told why all experts of the layer come, which users are told once for each reason, whatever the layer.
 
     Attributes:
         needed: the rows that the present use of the layer may read.
         present: the rows that are in the slot that the layer is in, or was in last.
-        cache: keeps experts on the device that were used; None without.
-        kept: the rows of the last fetch that the cache has, until they are copied from there.
         asked, found: how many rows uses have asked for, and how many of those were on the device.
         sent_bytes: bytes of the rows that were sent, those of whole layers included.
-        host_waits: how often the host has waited for indices.
         comes_whole: why all experts come whatever is routed; empty while that is not so.
     """
 
-    def __init__(self, layer: StreamedLayer, say: Callable[[str], None]) -> None:
+    def __init__(self, layer: StreamedLayer, device: Device, say: Callable[[str], None]) -> None:
         self.layer = layer
+        self._device = device
         self.count = layer.planned.rows
         self.stacks = frozenset(layer.planned.stacks)
         self.needed: Rows = NOTHING
         self.present: Rows = NOTHING
-        self.asked = self.found = self.sent_bytes = self.host_waits = 0
+        self.asked = self.found = self.sent_bytes = 0
         self.comes_whole = ""
-        self.cache: ExpertCache | None = None
-        self.kept: frozenset[int] = NOTHING
-        self._sent: list[int] = []  # the rows of it that are sent, and that the cache is to have
+        self._cache: ExpertCache | None = None  # keeps experts on the device that were used
+        self._sent: list[int] = []  # the rows of the last fetch that the cache is to have
         self.say = say
-        self._calls: dict[int, list[RoutedCall]] = {}  # by thread, those that are running
+        self._calls: dict[int, list[_Call]] = {}  # by thread, those that are running
         self._last: Rows = NOTHING  # of the latest call
         self._training = False
         self._this_step = False  # whether the latest call was in the running step
@@ -106,11 +99,14 @@ class ExpertRows:
         self._this_step = False
         self._calls.clear()
 
-    def begin(self, call: RoutedCall) -> None:
-        """A call of the module begins in this thread."""
-        rows = call.rows
-        if rows is not None and len(rows) >= NEARLY_ALL * self.count:
-            call = RoutedCall(None)
+    def begin_call(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, hooked: bool) -> None:
+        """A call of the module begins in this thread, with these arguments; ``hooked``: a hook may exchange them."""
+        trusted, rows = False, None
+        reading = self._reading(module, hooked) if not (self.comes_whole or hides_stand_ins((args, kwargs))) else None
+        if reading is not None:
+            trusted, rows = reading is Reading.ROUTED_ROWS, self._read_indices([*args, *kwargs.values()])
+        few = rows is not None and len(rows) < NEARLY_ALL * self.count
+        call = _Call(rows, trusted) if few else _Call()
         self._calls.setdefault(threading.get_ident(), []).append(call)
         last, self._last = self._last, call.rows
         if last and rows is not None and not (self._training and self._this_step):  # a recompute routes as before
@@ -118,12 +114,39 @@ class ExpertRows:
         self._this_step = True
         self.need(call.rows)
 
-    def end(self) -> None:
+    def _reading(self, module: nn.Module, hooked: bool) -> Reading | None:
+        """What is known of how the call reads stacks; None if it reads all of them, or nobody knows."""
+        if transforms_active():
+            return None
+        if is_parametrized(module):
+            self.say("a parametrization computes with all of them (PEFT's adapters on stacks, target_parameters)")
+            return None
+        reading = how_it_reads(module)
+        if reading is not Reading.UNKNOWN and not hooked:
+            return reading
+        self.fall_back(_HOOKED if hooked else "nobody knows how its forward reads them")
+        return None
+
+    def _read_indices(self, arguments: Sequence[Any]) -> Rows:
+        """The experts that the call is given the indices of; None if that is not clear, or if there are many indices."""
+        tensors = [each for each in arguments if isinstance(each, Tensor) and each.dtype in (torch.int32, torch.int64)]
+        if len(tensors) != 1 or tensors[0].numel() >= _MANY * self.count:
+            return None
+        self.host_waits += 1
+        with no_dispatch_modes(), no_inference_mode():
+            rows = frozenset(tensors[0].detach().to("cpu", torch.int64).unique().tolist())
+        outside = [row for row in sorted(rows) if not 0 <= row < self.count]
+        if outside:
+            self.fall_back(f"it is given the index {outside[0]}, which is none of its {self.count} experts")
+            return None
+        return rows
+
+    def end_call(self) -> None:
         """The latest call in this thread has returned or raised."""
         if calls := self._calls.get(threading.get_ident()):
             calls.pop()
 
-    def _call(self) -> RoutedCall | None:
+    def _call(self) -> _Call | None:
         calls = self._calls.get(threading.get_ident())
         return calls[-1] if calls else None
 
@@ -134,94 +157,103 @@ class ExpertRows:
         self.needed = None if rows is None or self.needed is None else self.needed | rows
 
     @property
-    def complete(self) -> bool:
+    def complete(self) -> bool:  # type: ignore[override]
         """Whether the rows that are needed are in the layer's slot."""
         return self.present is None or (self.needed is not None and self.needed <= self.present)
 
     @property
-    def ahead(self) -> Rows:
+    def ahead(self) -> Rows:  # type: ignore[override]
         """The rows that are worth a fetch before anybody asks: in backward, those of forward; otherwise, if calls are alike."""
         certain = self._last is None or (self._training and self._this_step)
         return self._last if certain or self._steadiness >= _STEADY else NOTHING
 
-    def take(self, *, fresh: bool) -> list[slice] | None:
-        """Marks the rows as present that are needed, or worth a fetch if none is.
-
-        Args:
-            fresh: whether nothing of the layer is in the slot yet.
-
-        Returns:
-            The bytes of the layer's memory that are to be fetched for that; None for all of them.
-        """
+    def send(self, slot: Slot, source: Tensor) -> int | None:
+        """Copies the rows to a slot that are needed, or worth a fetch if none is; those that the cache has from there."""
+        fresh = slot.layer is not self.layer or slot.stale
         wanted = self.ahead if self.needed == NOTHING else self.needed
         before = NOTHING if fresh else self.present
         self.present = None if wanted is None or before is None else before | wanted
         if before is None:
-            return []
-        if wanted is None and not before and (self.cache is None or not self.cache.rows(self.layer)):
-            self.kept, self._sent = NOTHING, []
+            return 0
+        cached = NOTHING if self._cache is None else self._cache.rows(self.layer)
+        if wanted is None and not before and not cached:
+            self._sent = []
             self.sent_bytes += self.layer.planned.nbytes
             return None
         missing = set(range(self.count) if wanted is None else wanted) - before
-        self.kept = NOTHING if self.cache is None else self.cache.rows(self.layer) & missing
-        self._sent = sorted(missing - self.kept)
-        pieces = [*self._beside_stacks()] if fresh else []
-        for first, last in _runs(self._sent):
-            for index in self.stacks:
-                span = self.layer.planned.spans[index]
+        self._sent = sorted(missing - cached)
+        pieces = self._pieces(beside_stacks=fresh)
+        self._device.copy([slot.memory[each] for each in pieces], [source[each] for each in pieces], Stream.UPLOAD)
+        if self._cache is not None and missing & cached:
+            # What was fetched there before may have been overwritten unused, so that compute has not waited for it.
+            self._device.wait(Stream.COMPUTE, slot.filled, Wait.BRING_AFTER_FETCH)
+            self._cache.bring(self.layer, missing & cached, slot.memory)
+            if not (slot.lent or slot.escaped):  # otherwise the last kernel is still to come
+                slot.idle = self._device.record(Stream.COMPUTE)
+        nbytes = sum(piece.stop - piece.start for piece in pieces)
+        self.sent_bytes += nbytes
+        return nbytes
+
+    def _pieces(self, *, beside_stacks: bool) -> list[slice]:
+        """The bytes of the layer's memory that are sent: of stacks the rows, in runs, and what is no stack if it is to be."""
+        pieces = []
+        runs = _runs(self._sent)
+        for index, span in enumerate(self.layer.planned.spans):
+            if index in self.stacks:
                 row = span.nbytes // self.count
-                pieces.append(slice(span.offset + first * row, span.offset + last * row))
-        self.sent_bytes += sum(piece.stop - piece.start for piece in pieces)
+                pieces += [slice(span.offset + first * row, span.offset + last * row) for first, last in runs]
+            elif beside_stacks:
+                pieces.append(slice(span.offset, span.offset + span.nbytes))
         return pieces
 
-    def from_cache(self, slot: Tensor) -> None:
-        """Copies those rows to a slot that the cache has."""
-        kept, self.kept = self.kept, NOTHING
-        if self.cache is not None and kept:
-            self.cache.bring(self.layer, kept, slot)
-
-    def to_cache(self, slot: Tensor) -> None:
+    def arrived(self, slot: Tensor) -> None:
         """Has the cache keep the rows that were sent to a slot, once compute has waited for them."""
         sent, self._sent = self._sent, []
-        if self.cache is not None and sent:
-            self.cache.keep(self.layer, sent, slot)
+        if self._cache is not None and sent:
+            self._cache.keep(self.layer, sent, slot)
 
-    def _beside_stacks(self) -> Iterator[slice]:
-        for index, span in enumerate(self.layer.planned.spans):
-            if index not in self.stacks:
-                yield slice(span.offset, span.offset + span.nbytes)
+    def lost(self) -> None:
+        """None of the rows can be relied on."""
+        self.present = NOTHING
 
-    def count_use(self) -> None:
+    def keep_in(self, cache: ExpertCache) -> None:
+        """Keeps experts there from now on, if it has any memory."""
+        self._cache = cache if cache.nbytes else None
+
+    def drop_cached(self) -> None:
+        """The host's experts were or may have been written."""
+        if self._cache is not None:
+            self._cache.drop(self.layer)
+
+    def end_use(self) -> None:
+        """The next use says anew what it needs."""
+        self.needed = NOTHING
+
+    def begin_use(self) -> None:
         """Counts the rows of the use that begins, and those of them that are on the device."""
         slot = self.layer.slot
         present = NOTHING if slot is None else self.present
-        if self.cache is not None:
+        if self._cache is not None:
             if self.needed is not None:
-                self.cache.use(self.layer, self.needed)
-            present = None if present is None else present | self.cache.rows(self.layer)
+                self._cache.use(self.layer, self.needed)
+            present = None if present is None else present | self._cache.rows(self.layer)
         wanted = frozenset(range(self.count)) if self.needed is None else self.needed
         self.asked += len(wanted)
         self.found += len(wanted if present is None else wanted & present)
 
     # ------------------------------------------------------------------ rows are read
 
-    def compute(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: dict[str, Any], at: int
-    ) -> Any:
-        """Computes with a stack that is the argument ``at``, in a call that may do so.
-
-        Returns:
-            What the function returns; NotImplemented if the whole layer has to come for it.
-        """
-        call, parameter = self._call(), args[at]
+    def compute(self, weight: Any, func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        """Computes with a stack in a call that may do so."""
+        call = self._call()
         foreign = any(kind not in (Tensor, nn.Parameter) and not issubclass(kind, DeviceParameter) for kind in types)
         if call is None or foreign or not self._may_compute(call, func, args, kwargs):
             return NotImplemented
         with Untouched():
             output = func(*args, **kwargs)
-        if torch.is_grad_enabled() and parameter.host.requires_grad:
+        if torch.is_grad_enabled() and weight.host.requires_grad:
             if isinstance(output, Tensor) and output.requires_grad:
-                output.register_hook(partial(self._note_gradient, parameter._index, call.rows))
+                output.register_hook(partial(self._note_gradient, weight._index, call.rows))
             else:
                 self._read_whole = True
         return output
@@ -230,19 +262,18 @@ class ExpertRows:
         """Whether a wrapped stack may be used now (see ``StandInForWrapped.whole``): all that is read of it is in the slot."""
         call = self._call()
         # Of the tensors inside, their class may read what it likes, except where rows are taken by their numbers.
-        return call is not None and self._may_compute(RoutedCall(call.rows), use, args, kwargs)
+        return call is not None and self._may_compute(_Call(call.rows), use, args, kwargs)
 
-    def _may_compute(self, call: RoutedCall, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    def _may_compute(self, call: _Call, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         group = self.layer.parameters
         if group.shared or not group.attached:
             return False
         if self.present is None or self._reads_rows(call, func, args, kwargs):
             return True
-        hooked = call.hooked and (call.known or func is Tensor.__getitem__)
-        self.fall_back(_HOOKED if hooked else f"it computes with all of them ({getattr(func, '__name__', func)})")
+        self.fall_back(f"it computes with all of them ({getattr(func, '__name__', func)})")
         return False
 
-    def _reads_rows(self, call: RoutedCall, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    def _reads_rows(self, call: _Call, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether a function reads no rows of a stack but those of a call, all of which are there."""
         if call.rows is None or self.present is None or not call.rows <= self.present:
             return False
@@ -260,13 +291,7 @@ class ExpertRows:
             self.say(why)
 
     def saved_rows(self, index: int | None, tensor: Tensor, offset: int) -> Rows:
-        """The rows that a saved tensor needs in backward.
-
-        Args:
-            index: of the parameter in which it begins.
-            tensor: a view of the slot's memory, or a stack itself.
-            offset: bytes from the start of the slot.
-        """
+        """The rows in which a saved view lies; if it is of several, those that its call reads."""
         if index is None or index not in self.stacks:
             return NOTHING if index is not None else None
         call, span = self._call(), self.layer.planned.spans[index]
@@ -284,9 +309,9 @@ class ExpertRows:
 
     # ------------------------------------------------------------------ rows go back
 
-    def completed(self, index: int, value: Tensor) -> Tensor:
-        """A weight's value on the device, with the host's rows where the device has none."""
-        if self.present is None or index not in self.stacks:
+    def completed(self, index: int, value: Tensor, slots: Collection[int]) -> Tensor:
+        """A weight's value on the device, with the host's rows where the slot has none."""
+        if self.present is None or index not in self.stacks or value.untyped_storage().data_ptr() not in slots:
             return value
         span, rows = replace(self.layer.planned.spans[index], offset=0), sorted(self.present)
         whole = part(self.layer.block.copy_of(index), span)
@@ -301,8 +326,8 @@ class ExpertRows:
         noted = self._gradient_rows.get(index, NOTHING)
         self._gradient_rows[index] = None if rows is None or noted is None else {*noted, *rows}
 
-    def take_gradient_rows(self, index: int) -> Rows:
-        """The rows of a gradient that has arrived which may be other than zero."""
+    def gradient_rows(self, index: int) -> Rows:
+        """The rows that calls in this backward were given; None if anything else has a part in the gradient."""
         rows = self._gradient_rows.pop(index, None)
         if self._read_whole or rows is None or gradient_hooks(self.layer.block.parameters[index]):
             return None
@@ -311,15 +336,10 @@ class ExpertRows:
 
 def counted(layers: Iterable[StreamedLayer]) -> dict[str, int]:
     """The counters of a run that are about stacked experts."""
-    experts = [layer.experts for layer in layers if layer.experts is not None]
+    experts = [layer.rows for layer in layers if isinstance(layer.rows, ExpertRows)]
     found = sum(each.found for each in experts)
     missing = sum(each.asked for each in experts) - found
     return {"expert_hits": found, "expert_misses": missing, "expert_bytes": sum(each.sent_bytes for each in experts)}
-
-
-def waits_for_indices(layers: Iterable[StreamedLayer]) -> int:
-    """How often the host has waited for the indices of rows, of embeddings and of experts."""
-    return sum(each.host_waits for layer in layers for each in (layer.table, layer.experts) if each is not None)
 
 
 def _numbers(index: Any, count: int) -> frozenset[int]:
@@ -331,14 +351,12 @@ def _numbers(index: Any, count: int) -> frozenset[int]:
     return frozenset({-1})
 
 
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     """Ascending numbers as runs: the first number of each, and the one behind its last."""
-    first = last = -1
+    runs: list[tuple[int, int]] = []
     for number in numbers:
-        if number != last:
-            if first >= 0:
-                yield first, last
-            first = number
-        last = number + 1
-    if first >= 0:
-        yield first, last
+        if runs and runs[-1][1] == number:
+            runs[-1] = runs[-1][0], number + 1
+        else:
+            runs.append((number, number + 1))
+    return runs

@@ -9,14 +9,14 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.device.layout import Span, lay_out, part, total_bytes, whole_pages
 from sp_lightning.device.lease import lend
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.device.shared_memory import OwnView, Page, settle
+from sp_lightning.device.shared_memory import OwnView, settle
 from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.weights.layer import Kind, StreamedLayer
 
@@ -72,22 +72,9 @@ class Family:
         self.kept.clear()
         self.reduced, self.slot = False, None
 
-    @property
-    def area(self) -> tuple[OwnView, Page]:
-        """The view, and where the gradients lie in it."""
-        return self.view, (self.offset, self.offset + self.pages)
-
     def trainable(self) -> list[Place]:
         """The parameters that are to get a gradient."""
         return [(layer, index) for layer, index in self.places if layer.block.parameters[index].requires_grad]
-
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters, in the order of their places."""
-        return [layer.block.parameters[index] for layer, index in self.places]
-
-    def trainable_spans(self) -> list[Span]:
-        """Where the gradients of :meth:`trainable` lie."""
-        return [self.places[place] for place in self.trainable()]
 
     def of(self, place: Place) -> Tensor:
         """This rank's view of a parameter's gradient."""
@@ -202,7 +189,7 @@ class GradientPlaces:
 
     def forget_writes(self) -> None:
         """Drops what this rank's user code has written to gradients, which are others now."""
-        settle([family.area for family in self.families.values() if family.reduced], commit=False)
+        self._settle([family for family in self.families.values() if family.reduced], commit=False)
 
     def show(self, family: Family, place: Place) -> None:
         """Lets ``param.grad`` show what is at its place."""
@@ -222,7 +209,10 @@ class GradientPlaces:
         for family in self.families.values():
             for place in family.places:
                 self._take_over(family, place)
-        settle([family.area for family in self.families.values()], commit=self._ranks.primary)
+        self._settle(self.families.values(), commit=self._ranks.primary)
+
+    def _settle(self, families: Iterable[Family], *, commit: bool) -> None:
+        settle([(each.view, (each.offset, each.offset + each.pages)) for each in families], commit=commit)
 
     def _take_over(self, family: Family, place: Place) -> None:
         gradient = _gradient(place)
@@ -296,11 +286,11 @@ def present(family: Family, place: Place, begin: int, nbytes: int) -> Tensor:
 
 def compare_trained(ranks: Ranks, families: Collection[Family]) -> None:
     """Ranks match what they send by order and size, so all of them must send the gradients of the same parameters."""
-    trained = [parameter.requires_grad for family in families for parameter in family.parameters()]
+    trained = [layer.block.parameters[index].requires_grad for family in families for layer, index in family.places]
     if not ranks.same(crc32(bytes(trained)), "backward"):
         ranks.must_agree(
             "trained parameters",
-            {span.name: "trained" for family in families for span in family.trainable_spans()},
+            {family.places[place].name: "trained" for family in families for place in family.trainable()},
             "With several devices set requires_grad of the same parameters on all of them: what it is drawn from must not depend "
             "on the rank.",
         )

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +20,12 @@ from torch import Tensor, nn
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import aligned, strided
 from sp_lightning.device.modes import no_inference_mode
-from sp_lightning.device.torch_private import accumulation_hooks, coalesced, sparse_indices, sparse_values
+from sp_lightning.device.torch_private import accumulation_hooks, sparse_indices, sparse_values
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.block_memory import BlockMemory
 from sp_lightning.store.gradient_memory import Staging
-from sp_lightning.weights.drains import Drains
-from sp_lightning.weights.gradient_sink import Wanted, has_graph
+from sp_lightning.weights.embedding_rows import each_row_once
+from sp_lightning.weights.gradient_sink import GradientSink, bytes_of_dense, has_graph
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.narrow_gradient import keep_narrow
 
@@ -43,20 +42,11 @@ _Landing = tuple[nn.Parameter, Tensor, Tensor | None, bool]
 
 @dataclass
 class _Drain:
-    """One transfer of one layer's gradients.
-
-    Attributes:
-        gradients: the gradients on the device, which are kept alive until compute has waited for the copy.
-        nbytes: their bytes.
-        landed: the event after the copy.
-    """
+    """One transfer of one layer's gradients: where they land, and the staging memory if they need any."""
 
     layer: StreamedLayer
-    gradients: list[Tensor]
-    nbytes: int
     landings: deque[_Landing]
     staging: BlockMemory | None
-    landed: Any
 
 
 @dataclass
@@ -65,18 +55,16 @@ class _Received:
 
     Attributes:
         gradients: the gradients that have not left yet, by layer and index of the parameter.
-        nbytes: their bytes on the device.
         expected: how many parameters are to get a gradient.
         applied: the parameters, by identity, whose gradient is in ``param.grad``.
     """
 
     expected: int = 0
     gradients: dict[tuple[StreamedLayer, int], Tensor] = field(default_factory=dict)
-    nbytes: int = 0
     applied: set[int] = field(default_factory=set)
 
 
-class Gradients:
+class Gradients(GradientSink[_Drain]):
     """The gradients of all layers, from autograd to ``param.grad``: the :class:`GradientSink` of one device.
 
     Args:
@@ -86,27 +74,14 @@ class Gradients:
     """
 
     def __init__(self, device: Device, staging: Staging, *, in_flight: int) -> None:
-        self._device = device
+        super().__init__(device, in_flight, self._apply)
         self._staging = staging
         self._received: dict[StreamedLayer, _Received] = {}
         self._waiting: dict[StreamedLayer, None] = {}  # those of which gradients have not left yet, in order
-        self._drains: Drains[_Drain] = Drains(device, in_flight, self._free, self._apply)
         # Held by the thread that applies gradients: parts of one are added in order.
         self._landing = threading.RLock()
-        self.compacted: set[StreamedLayer] = set()
-        """The layers whose gradient is sparse on the device in this backward, although ``param.grad`` is to be dense."""
-        self.keep_narrow = False
-        """Whether gradients that come in a lower dtype than their parameter's keep it until somebody reads them."""
         # Whether somebody has read one. The next ones would be read, too, and take memory in both dtypes.
         self._looked_at = False
-        self.device_bytes = 0
-        self.drained_bytes = 0
-        self.host_waits = 0
-        """How often the host has waited for a sparse gradient, whose size depends on values that compute has."""
-
-    def limit(self, in_flight: int) -> None:
-        """Sets the number of layers whose gradients may be on the device at once."""
-        self._drains.in_flight = in_flight
 
     def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
         """Takes a gradient that autograd has finished, which leaves with its layer's others.
@@ -129,10 +104,7 @@ class Gradients:
             self._waiting[owner] = None
             received.expected = sum(sum(map(_requires_grad, member.block.parameters)) for member in owner.family)
         received.gradients[place] = gradient
-        # A sparse one's bytes are few, and are not known without a wait.
-        nbytes = gradient.nbytes if gradient.layout is torch.strided else 0
-        received.nbytes += nbytes
-        self.device_bytes += nbytes
+        self.device_bytes += bytes_of_dense(gradient)
         return len(received.gradients) == received.expected and owner.kind is not Kind.RESIDENTS
 
     def drain(self, layer: StreamedLayer) -> None:
@@ -142,19 +114,12 @@ class Gradients:
         if received is None or not received.gradients:
             return
         gradients, received.gradients = received.gradients, {}
-        on_device, received.nbytes = received.nbytes, 0
         del self._waiting[owner]
-        self._device.access(gradients.values(), Stream.COMPUTE, write=True)
-        self._device.wait(Stream.DOWNLOAD, self._device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
+        self.device.access(gradients.values(), Stream.COMPUTE, write=True)
+        self.device.wait(Stream.DOWNLOAD, self.device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
         landings, staging, targets, sources = self._place(gradients)
-        self.compacted -= {owner}  # the layer's next gradient says anew whether it is compacted
-        begun = self._device.mark(Stream.DOWNLOAD)
-        self._device.copy(targets, sources, Stream.DOWNLOAD)  # (8)
-        nbytes = sum(map(_nbytes, sources))
-        self._device.note("drain", owner.index, begun, Stream.DOWNLOAD, nbytes)
-        self.drained_bytes += nbytes
-        landed = self._device.record(Stream.DOWNLOAD)
-        self._drains.add(_Drain(owner, list(gradients.values()), on_device, landings, staging, landed))
+        owner.rows.compacted = False  # the layer's next gradient says anew whether it is
+        self.send(owner.index, targets, sources, list(gradients.values()), _Drain(owner, landings, staging))
 
     def _place(
         self, gradients: dict[tuple[StreamedLayer, int], Tensor]
@@ -188,12 +153,12 @@ class Gradients:
                 span = block.planned.spans[index]
                 target = strided(staging.common, used, gradient.dtype, span.shape, span.stride)
                 used += aligned(gradient.nbytes)
-            rows = None if layer.experts is None else layer.experts.take_gradient_rows(index)
+            rows = layer.rows.gradient_rows(index)
             if rows is None:
                 targets.append(target)
                 sources.append(gradient)
             else:
-                self._device.access(target, None, write=True)
+                self.device.access(target, None, write=True)
                 target.zero_()
                 targets += [target[row] for row in sorted(rows)]
                 sources += [gradient[row] for row in sorted(rows)]
@@ -209,7 +174,7 @@ class Gradients:
         self.host_waits += 1
         self.drained_bytes += sparse_values(sparse).nbytes
         parameter = layer.block.parameters[index]
-        if layer not in self.compacted:
+        if not layer.rows.compacted:
             return parameter, sparse, sparse, False
         own = None
         if parameter.grad is None and index not in layer.block.apart:
@@ -226,51 +191,40 @@ class Gradients:
             if layer not in owners and layer.kind is not Kind.RESIDENTS:
                 self.drain(layer)
 
-    def expect(self, wanted: Wanted | None = None) -> None:
-        """The backward of a loss begins. Its layers are complete in any case, whether a step waits for them or not."""
-
     def land(self, *, everything: bool = False) -> None:
         """Applies gradients that have landed, all but the latest layer's unless ``everything`` is set.
 
         Nobody waits for another thread that does so: that one may be in a hook, whose own backward may need this thread.
         """
-        if not (everything or self._drains.overdue) or not self._landing.acquire(blocking=False):
+        if not (everything or len(self._landed) > 1) or not self._landing.acquire(blocking=False):
             return
         try:
-            self._drains.finish(0 if everything else 1)
+            self.finish(0 if everything else 1)
         finally:
             self._landing.release()
-        if everything and not (self._waiting or self._drains.under_way):
+        if everything and not (self._waiting or self._flying or self._landed):
             self.drop()  # nothing but what was noted of them
 
     def end(self, *, last: bool) -> None:
         """Sends off every gradient."""
         for layer in list(self._waiting):
             self.drain(layer)
-        self._drains.retire(0)
+        self.retire(0)
 
     def drop(self) -> None:
         """Drops the gradients that did not reach ``param.grad``, after a backward that failed."""
-        for drain in self._drains.take():
-            self._device.synchronize(drain.landed, Wait.DROP_AFTER_DRAIN)
-            self._device.access(map(_memory, drain.landings), None, write=True)
+        for drain in self.drop_drains():
+            self.device.access(map(_memory, drain.landings), None, write=True)
             if drain.staging is not None:
                 self._staging.give_back(drain.staging)
         self._received.clear()
         self._waiting.clear()
-        self.compacted.clear()
-        self.device_bytes = 0
-
-    def _free(self, drain: _Drain) -> None:
-        self._device.access(drain.gradients, Stream.COMPUTE, write=True)  # compute may put anything there next
-        self.device_bytes -= drain.nbytes  # of stacked experts fewer bytes left than these
-        drain.gradients.clear()
 
     def _apply(self, drain: _Drain) -> None:
         received = self._received[drain.layer]
         try:
             # They may become param.grad, which the user writes.
-            self._device.access(map(_memory, drain.landings), None, write=True)
+            self.device.access(map(_memory, drain.landings), None, write=True)
             if any(own is None for _, _, own, _ in drain.landings):  # these are added to others
                 drain.layer.use_gradients()
             # Landings are taken out, so that nobody but its parameters holds a layer's gradients once it is complete.
@@ -308,19 +262,7 @@ class Gradients:
 
 
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
-_nbytes: Callable[[Tensor], int] = attrgetter("nbytes")
 _memory: Callable[[_Landing], Tensor] = itemgetter(1)
-
-
-def each_row_once(gradient: Tensor) -> Tensor:
-    """Sums the rows that several uses of an embedding gave, one after the other, as autograd sums dense gradients."""
-    if gradient.is_coalesced():
-        return gradient
-    with no_inference_mode():
-        numbers, where = torch.unique(sparse_indices(gradient)[0], return_inverse=True)
-        values = sparse_values(gradient)
-        rows = values.new_zeros((len(numbers), *values.shape[1:])).index_add_(0, where, values)
-        return coalesced(numbers, rows, gradient.shape)
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block import HostBlock
+from sp_lightning.weights.casts import NoCasts
 from sp_lightning.weights.narrow_gradient import widen
+from sp_lightning.weights.rows import AllRows
 
 if TYPE_CHECKING:
-    from sp_lightning.weights.casts import WireFormat
-    from sp_lightning.weights.embedding_rows import EmbeddingRows
-    from sp_lightning.weights.expert_rows import ExpertRows
     from sp_lightning.weights.parameter_group import ParameterGroup
     from sp_lightning.weights.slots import Slot
 
@@ -44,7 +43,7 @@ class StreamedLayer:
         planned: where each of its parameters lies.
         block: its memory on the host.
         parameters: its device parameters.
-        casts: what travels in place of its masters, if it has any.
+        casts: what travels in place of its masters; None if it has no masters.
         masters: the layer of those masters.
         expert: whether it comes only when something is routed to it.
 
@@ -52,8 +51,7 @@ class StreamedLayer:
         spans: where each parameter, then each cast, lies in a slot.
         owner: the layer that it is updated with, and whose gradients leave together with its own. Of masters this is the
             layer that they belong to, otherwise the layer itself.
-        table: how rows are looked up, if the layer is an embedding table.
-        experts: which rows come, if the layer's parameters are stacked experts.
+        rows: which rows come if something asks for the layer. Those of a table and of stacked experts set it to their own.
         slot: the slot that holds its weights as the host has them, or will hold them after the event ``transfer``.
         transfer: the event of its last transfer to the device.
         fetches: how often it was fetched.
@@ -71,7 +69,7 @@ class StreamedLayer:
         block: HostBlock,
         parameters: ParameterGroup,
         *,
-        casts: WireFormat | None = None,
+        casts: NoCasts | None = None,
         masters: StreamedLayer | None = None,
         expert: bool = False,
     ) -> None:
@@ -80,7 +78,7 @@ class StreamedLayer:
         self.planned = planned
         self.block = block
         self.parameters = parameters
-        self.casts = casts
+        self.casts = casts or NoCasts()
         self.masters = masters
         self.expert = expert
         self.owner = self
@@ -88,8 +86,7 @@ class StreamedLayer:
             masters.owner = self
         self.spans = (*planned.spans, *planned.casts)
         self.on_demand = kind in (Kind.MASTERS, Kind.TABLE)
-        self.table: EmbeddingRows | None = None
-        self.experts: ExpertRows | None = None
+        self.rows = AllRows()
         self.slot: Slot | None = None
         self.transfer: Any = None
         self.fetches = 0
@@ -116,11 +113,12 @@ class StreamedLayer:
     @property
     def outdated(self) -> bool:
         """Whether the host's weights were written since the layer was fetched, as far as versions show it."""
-        return self.parameters.stale or (self.casts is not None and not self.casts.current)
+        return self.parameters.stale or not self.casts.current
 
     def close(self) -> None:
         """The run is over: drops the device parameters, and widens gradients, so that code after it need not know of any."""
         self.parameters.close()
+        self.rows.unpin()
         for parameter in self.block.parameters:
             widen(parameter)
 
@@ -132,16 +130,12 @@ class StreamedLayer:
         if self.slot is None or not self.slot.escaped or self.slot.lease.moved:
             self.leave_slot()
         else:
-            self._drop_cached()
+            self.rows.drop_cached()
             self.slot.stale = True
 
     def leave_slot(self) -> None:
         """As :meth:`invalidate`, but weights were given other memory: whoever holds the old one keeps the old values."""
-        self._drop_cached()
+        self.rows.drop_cached()
         slot, self.slot = self.slot, None
         if slot is not None:
             slot.layer = None
-
-    def _drop_cached(self) -> None:
-        if self.experts is not None and self.experts.cache is not None:
-            self.experts.cache.drop(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,7 +19,7 @@ from sp_lightning.device.layout import Span, absent, addresses, versions
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import gradient_hooks
 from sp_lightning.observe.messages import HIDDEN_READ
-from sp_lightning.weights.casts import came_from_cast
+from sp_lightning.weights.casts import PresentValues, came_from_cast
 from sp_lightning.weights.device_parameter import (
     DeviceParameter,
     StandIn,
@@ -31,10 +31,8 @@ from sp_lightning.weights.device_parameter import (
     set_requires_grad,
     tensor_data,
 )
-from sp_lightning.weights.saved_values import PresentValues
 
 if TYPE_CHECKING:
-    from sp_lightning.weights.expert_rows import ExpertRows
     from sp_lightning.weights.layer import StreamedLayer
     from sp_lightning.weights.slots import Staged
 
@@ -86,8 +84,6 @@ class ParameterGroup:
         resting: whether they are on the device although nobody uses the layer.
         shared: whether several threads use the parameters.
         casts: the casts that functions are given in place of masters, while the layer is on the device and has them.
-        look_up: ``embedding`` with the rows alone, if the parameter is that of an embedding table.
-        experts: the rows of the layer, if its parameters are stacked experts; set by :meth:`come_by_rows`.
         present_values: for each weight, the values that graphs have saved views of.
         exposed: indices of the weights whose ``.data`` was handed out. Nobody knows when they are written.
         apart: by index, the weights that were given another dtype; they have device memory of their own.
@@ -99,7 +95,6 @@ class ParameterGroup:
 
     layer: StreamedLayer
     doors: Doors
-    experts: ExpertRows | None = None
 
     def __init__(
         self,
@@ -116,7 +111,6 @@ class ParameterGroup:
         self.device = device
         self.autocast = autocast
         self.casts: Sequence[Tensor] | None = None
-        self.look_up: Callable[..., Tensor | None] | None = None
         self._lossless: tuple[int, int, int] | None = None  # index, address and version of a gradient on its way
         self.present_values = [PresentValues(span.offset) for span in spans]
         self.exposed: set[int] = set()
@@ -141,10 +135,9 @@ class ParameterGroup:
         self._versions, self._host_versions = versions(self.counters), versions(hosts)
         self._addresses = addresses(hosts)
 
-    def come_by_rows(self, experts: ExpertRows) -> None:
+    def come_by_rows(self, stacks: Iterable[int]) -> None:
         """Has every use of a stack noticed although its layer is on the device, because some of its rows may be away."""
-        self.experts = experts
-        for index in experts.stacks:
+        for index in stacks:
             self._present[index] = self._absent[index]
 
     def connect(self, layer: StreamedLayer, doors: Doors) -> None:

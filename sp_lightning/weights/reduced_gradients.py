@@ -11,9 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,27 +21,11 @@ from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.gradient_memory import Staging
-from sp_lightning.weights.drains import Drains
+from sp_lightning.weights.embedding_rows import each_row_once
 from sp_lightning.weights.gradient_places import Family, GradientPlaces, Place, compare_trained, present
-from sp_lightning.weights.gradient_sink import Wanted, has_graph
-from sp_lightning.weights.gradients import each_row_once
+from sp_lightning.weights.gradient_sink import GradientSink, Wanted, has_graph
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.rank_sum import RankSum, is_narrow, sum_over_ranks
-
-
-@dataclass
-class _Drain:
-    """One rank's part of a layer's gradients, on its way to the shared memory.
-
-    Attributes:
-        device: tensors on the device that are kept alive until compute has waited for the copy.
-        nbytes: their bytes.
-        landed: the event after the copy.
-    """
-
-    device: list[Tensor]
-    nbytes: int
-    landed: Any
 
 
 class _Agreed(enum.IntFlag):
@@ -55,7 +37,7 @@ class _Agreed(enum.IntFlag):
     """They are complete, and a step waits for them."""
 
 
-class ReducedGradients:
+class ReducedGradients(GradientSink[None]):
     """The :class:`~sp_lightning.weights.gradient_sink.GradientSink` of several ranks.
 
     Args:
@@ -69,7 +51,7 @@ class ReducedGradients:
     def __init__(
         self, device: Device, ranks: Ranks, layers: Sequence[StreamedLayer], staging: Staging, *, in_flight: int
     ) -> None:
-        self._device = device
+        super().__init__(device, in_flight, lambda _: None)
         self._ranks = ranks
         self._layers = layers
         self._staging = staging
@@ -84,16 +66,8 @@ class ReducedGradients:
         self._ready: dict[Family, None] = {}
         self._begun = False  # whether gradients have come in this backward
         self._wanted: Wanted | None = None  # in this backward
-        self._drains: Drains[_Drain] = Drains(device, in_flight, self._free, lambda drain: None)
-        self.compacted: set[StreamedLayer] = set()
-        self.keep_narrow = False
-        self.device_bytes = self.drained_bytes = self.host_waits = 0
 
     # ------------------------------------------------------------------ gradients arrive
-
-    def limit(self, in_flight: int) -> None:
-        """Sets the number of layers whose gradients may be on the device at once."""
-        self._drains.in_flight = in_flight
 
     def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
         """Takes a gradient that autograd has finished. Returns whether all of its layer's have arrived.
@@ -119,7 +93,7 @@ class ReducedGradients:
         family.waiting[place] = gradient
         (self._ready if layer.owner in self._completed else self._arriving)[family] = None
         family.came.add(place)
-        self._device.access(gradient, Stream.COMPUTE, write=True)
+        self.device.access(gradient, Stream.COMPUTE, write=True)
         self.device_bytes += gradient.nbytes
         # A layer that forward has used several times may get its gradients in parts, so none of them is known to be the last.
         once = all(member.visits <= 1 for member in layer.owner.family)
@@ -127,13 +101,13 @@ class ReducedGradients:
 
     def _to_dense(self, layer: StreamedLayer, name: str, gradient: Tensor) -> Tensor:
         """Rows of a table, summed on the host in the order of their uses, as one dense gradient on the device."""
-        if layer not in self.compacted:
+        if not layer.rows.compacted:
             raise RuntimeError(
                 f"The gradient of {name!r} is sparse, and those of several devices are not summed. Use sparse=False, or "
                 "Trainer(devices=1)."
             )
         self.host_waits += 1
-        return each_row_once(gradient.to("cpu")).to_dense().to(self._device.device)
+        return each_row_once(gradient.to("cpu")).to_dense().to(self.device.device)
 
     def drain(self, layer: StreamedLayer) -> None:
         """Notes that a layer's gradients are complete: they leave when it is their turn."""
@@ -141,21 +115,21 @@ class ReducedGradients:
         family = self._families.get(owner)
         if family is None or family.reduced or not (family.waiting or family.stashed):
             return
-        self.compacted -= {owner}
+        owner.rows.compacted = False
         self._completed[owner] = None
         if family.waiting:
             self._arriving.pop(family, None)
             self._ready[family] = None
         while self._turn < len(self._order) and self._order[self._turn] in self._completed:
             self._next()
-        for each in list(self._ready)[: -self._drains.in_flight]:
+        for each in list(self._ready)[: -self._in_flight]:
             self._stash(each)
         self._make_way()
 
     def _make_way(self) -> None:
         """Lets as many transfers end as layers wait for their turn: together they keep to what the plan counts."""
-        self._drains.retire(max(0, self._drains.in_flight - 1 - len(self._ready)))
-        self._drains.finish()
+        self.retire(max(0, self._in_flight - 1 - len(self._ready)))
+        self.finish()
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Moves what is left of other layers' gradients to the host, because the backward of ``layers`` begins."""
@@ -167,7 +141,7 @@ class ReducedGradients:
     def _stash(self, family: Family) -> None:
         """Moves gradients to this rank's host memory, because there is no turn for them yet. The host waits for it."""
         for place, gradient in family.waiting.items():
-            there = self._device.receive(gradient)
+            there = self.device.receive(gradient)
             with no_inference_mode(), torch.no_grad():
                 if place in family.stashed:  # a sum is one in the parameter's own dtype
                     there = family.stashed[place].to(family.places[place].dtype).add_(there)
@@ -193,7 +167,7 @@ class ReducedGradients:
         compare_trained(self._ranks, self._families.values())
         if wanted is not None and not self.slots:
             # For those of k' + 1 transfers, of one that has landed, and of one whose update is under way.
-            places.make_slots(self._drains.in_flight + 2, self._staging)
+            places.make_slots(self._in_flight + 2, self._staging)
         places.lock(self._staging)
         self._begun = True
 
@@ -224,7 +198,7 @@ class ReducedGradients:
         agreed = self._agree_on(family)
         if _Agreed.EARLY in agreed:
             self.places().take_slot(family)
-        summed = sum_over_ranks(self._device, self._ranks, family, narrow=_Agreed.NARROW in agreed)
+        summed = sum_over_ranks(self.device, self._ranks, family, narrow=_Agreed.NARROW in agreed)
         self.device_bytes += sum(each.nbytes for each in summed.device)
         self._drain(family, summed)
         self._gone(family)
@@ -250,7 +224,7 @@ class ReducedGradients:
 
     def _hand_over(self, family: Family) -> None:
         """Gives a layer to the optimizer's step, which waits until all ranks' parts of its gradients have landed."""
-        family.landed = self._device.record(Stream.DOWNLOAD)
+        family.landed = self.device.record(Stream.DOWNLOAD)
         if self._ranks.primary:
             with no_inference_mode():
                 for layer, index in family.trainable():
@@ -265,49 +239,42 @@ class ReducedGradients:
         family = self._families.get(owner)
         if family is None or family.slot is None:
             return None
-        return partial(self._device.synchronize, family.landed, Wait.APPLY_AFTER_DRAIN)
+        return partial(self.device.synchronize, family.landed, Wait.APPLY_AFTER_DRAIN)
 
     def _drain(self, family: Family, summed: RankSum) -> None:
         """Copies this rank's part of a sum to where everybody sees it."""
-        device, targets, sources = self._device, [], []
+        device, targets, sources = self.device, [], []
         for place, begin, source in summed.parts():
             targets.append(self.places().common(family, place, begin, source.nbytes))
             sources.append(source)
             if place not in family.came and place[0].block.parameters[place[1]].grad is not None:
                 family.kept.append((place, targets[-1], present(family, place, begin, source.nbytes)))
         device.wait(Stream.DOWNLOAD, device.record(Stream.REDUCE), Wait.DRAIN_AFTER_REDUCE)
-        begun = device.mark(Stream.DOWNLOAD)
-        device.copy(targets, sources, Stream.DOWNLOAD)
-        device.note("drain", family.owner.index, begun, Stream.DOWNLOAD, summed.nbytes)
-        self.drained_bytes += summed.nbytes
-        alive = [*family.waiting.values(), *summed.device]
-        self._drains.add(_Drain(alive, sum(each.nbytes for each in alive), device.record(Stream.DOWNLOAD)))
+        self.send(family.owner.index, targets, sources, [*family.waiting.values(), *summed.device], None)
 
     # ------------------------------------------------------------------ backward ends
-
-    def land(self, *, everything: bool = False) -> None:
-        """Nothing: sums come to their place together, at the end."""
 
     def end(self, *, last: bool) -> None:
         """Sends what is left, and lets ``param.grad`` show the sums once all ranks' parts are there."""
         if not (self._begun and last):
             return
         try:
-            self._finish()
+            self._sum_the_others()
         finally:
             self.drop()
 
-    def _finish(self) -> None:
+    def _sum_the_others(self) -> None:
         while self._turn < len(self._order):
             self._next()
-        self._drains.flush()
+        self.retire(0)
+        self.finish(0)
         late = [family for family in self._families.values() if family.slot is None]
         places = [(family, place) for family in late for place in family.places]
         bits = self._agree(places)
         self.places().forget_writes()
         for (family, place), (gradient, _) in zip(places, bits, strict=True):
             if gradient:
-                self._device.access(family.of(place), None, write=True)
+                self.device.access(family.of(place), None, write=True)
                 self.places().show(family, place)
 
     def _agree(self, places: list[tuple[Family, Place]]) -> list[list[int]]:
@@ -340,7 +307,6 @@ class ReducedGradients:
         self._completed.clear()
         self._arriving.clear()
         self._ready.clear()
-        self.compacted.clear()
         self.device_bytes = 0
         if self._places is not None:
             self._places.end_backward()
@@ -356,11 +322,5 @@ class ReducedGradients:
 
     def drop(self) -> None:
         """Drops the gradients that did not reach ``param.grad``, after a backward that failed."""
-        for drain in self._drains.take():
-            self._device.synchronize(drain.landed, Wait.DROP_AFTER_DRAIN)
+        self.drop_drains()
         self._end()
-
-    def _free(self, drain: _Drain) -> None:
-        self._device.access(drain.device, Stream.COMPUTE, write=True)  # compute may put anything there next
-        drain.device.clear()
-        self.device_bytes -= drain.nbytes

@@ -11,7 +11,6 @@ used, or an extra one is made.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,25 +22,10 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.lease import Lease
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.plan.plan import Plan, PlannedLayer
-from sp_lightning.weights.expert_cache import ExpertCache
-from sp_lightning.weights.expert_rows import NOTHING
 from sp_lightning.weights.kept_memory import KeptMemory
 from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.rows import ExpertCache
 from sp_lightning.weights.uploads import OnItsWay, Uploads
-
-
-class SlotState(enum.Enum):
-    """What a slot's memory holds, and whether it may be overwritten."""
-
-    FREE = enum.auto()
-    """It holds nothing of worth and may be overwritten after the event ``idle``."""
-    FILLED = enum.auto()
-    """It holds a layer that nobody uses, or will hold it after the event ``filled``. It may be overwritten."""
-    LENT = enum.auto()
-    """It holds a layer that is in use."""
-    HELD = enum.auto()
-    """It is no longer in use, but some tensor still views it (an escaped view, a graph). It must not be overwritten."""
-
 
 Staged = tuple[Tensor, Any]
 """A layer's bytes on the host, flat ``uint8``, and the event after which they may be read; None for at once."""
@@ -85,18 +69,47 @@ class Slot:
     backward: bool = False
 
     @property
-    def state(self) -> SlotState:
-        """The present state. HELD ends by itself once the last view is dropped."""
-        if self.lent:
-            return SlotState.LENT
-        if self.lease.in_use:
-            return SlotState.HELD
-        return SlotState.FREE if self.layer is None else SlotState.FILLED
+    def held(self) -> bool:
+        """Whether some tensor still views it after its last use (an escaped view, a graph). It must not be overwritten."""
+        return not self.lent and self.lease.in_use
 
     @property
     def overwritable(self) -> bool:
         """Whether another layer may be fetched into it."""
-        return self.state in (SlotState.FREE, SlotState.FILLED)
+        return not self.lent and not self.lease.in_use
+
+
+class BlockSource:
+    """Brings layers' bytes to host memory that a transfer can read.
+
+    "Ready" means updated *and* staged. A source that reads a disk, or that gathers the shares of several processes, is
+    ready once that is done. The engine calls these methods from the thread that runs the model, and holds its lock.
+    """
+
+    def ready(self, layer: StreamedLayer) -> bool:
+        """Whether :meth:`stage` would return without waiting."""
+        return True
+
+    def wait(self, layer: StreamedLayer) -> None:
+        """Waits until the layer is ready.
+
+        Raises:
+            BaseException: what an update raised in the background.
+        """
+
+    def stage(self, layer: StreamedLayer) -> Staged:
+        """Returns the layer's bytes, up to date, and the event after which they may be read (None: at once).
+
+        They stay as they are until the transfer that reads them is over (:attr:`StreamedLayer.transfer`, which is set once it
+        was issued); rows of a table are read before the next call.
+        """
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """Waits until no transfer reads the host's weights any more: whatever comes next may write them."""
+
+    def doubt(self, layers: Sequence[StreamedLayer]) -> None:
+        """The host's weights of these layers may have been written unseen: their copies on the device are out of date."""
 
 
 class Slots:
@@ -135,18 +148,15 @@ class Slots:
     def _make_planned(self) -> None:
         """Allocates what the plan says."""
         rings = enumerate(self._plan.rings)
-        self._planned = [[self._make(index) for _ in range(ring.slots)] for index, ring in rings]
+        self.planned = [[self._make(index) for _ in range(ring.slots)] for index, ring in rings]
+        """By ring, the slots that layers may be fetched into ahead of time. Extra ones, which go after a batch, are left out."""
         settled = self._plan.settled
         self.settled = {layer for layer in self._layers if layer.index in settled}
         """The layers of which none has to make room for another."""
         self.all_settled = len(settled) == len(self._plan.layers)
         self._uploads.ring = self._plan.main_ring
-        stacked = [layer for layer in self._layers if layer.experts is not None]
-        self.cache = ExpertCache(self._device, self._plan.cache_bytes, stacked)
+        self.cache = ExpertCache(self._device, self._plan.cache_bytes, self._layers)
         self.device_bytes += self.cache.nbytes
-        for layer in stacked:
-            assert layer.experts is not None
-            layer.experts.cache = self.cache if self.cache.nbytes else None
 
     def _make(self, ring: int, *, extra: bool = False) -> Slot:
         memory = self._device.empty(self._plan.rings[ring].nbytes)
@@ -168,13 +178,6 @@ class Slots:
     def views(self, layer: StreamedLayer, slot: Slot) -> list[Tensor]:
         return slot.lease.views(layer.layout, layer.spans)
 
-    def planned(self, ring: int) -> list[Slot]:
-        """The slots of a ring that layers may be fetched into ahead of time, unless somebody holds them after their use.
-
-        Extra slots, which are freed after the batch, are left out.
-        """
-        return list(self._planned[ring])
-
     def find(self, layer: StreamedLayer, next_use: Callable[[StreamedLayer], float]) -> Slot:
         """Returns the slot to overwrite for a layer that is needed at once.
 
@@ -183,7 +186,9 @@ class Slots:
         ring = layer.planned.ring
         candidates = [slot for slot in self.all if slot.ring == ring and slot.overwritable]
         if candidates:
-            return max(candidates, key=lambda slot: _rank(slot, next_use))
+            return max(
+                candidates, key=lambda slot: (slot.layer is None, slot.layer is not None and next_use(slot.layer))
+            )
         self.extra_slots += 1
         return self._make(ring, extra=True)
 
@@ -197,8 +202,7 @@ class Slots:
             self._send(transfer)
         except BaseException:
             for layer, slot, _ in transfer:
-                if layer.experts is not None:
-                    layer.experts.present = NOTHING
+                layer.rows.lost()
                 if layer.slot is slot and not slot.lent:
                     layer.invalidate()
             raise
@@ -221,24 +225,13 @@ class Slots:
             if staged is not None:
                 self._device.wait(Stream.UPLOAD, staged, Wait.FETCH_AFTER_UPDATE)
             begun = self._device.mark(Stream.UPLOAD)
-            nbytes = source.nbytes
-            experts = layer.experts
-            pieces = None if experts is None else experts.take(fresh=slot.layer is not layer or slot.stale)
-            if experts is None or pieces is None:
+            nbytes = layer.rows.send(slot, source)
+            if nbytes is None:
+                nbytes = source.nbytes
                 target = slot.memory if slot.memory.nbytes == nbytes else slot.memory[:nbytes]
                 slot.coming = self._uploads.send(layer, target, source, partial(self._landed, layer, slot))
-            else:
-                nbytes = sum(piece.stop - piece.start for piece in pieces)
-                self._device.copy(
-                    [slot.memory[each] for each in pieces], [source[each] for each in pieces], Stream.UPLOAD
-                )
-                if experts.kept:
-                    # What was fetched there before may have been overwritten unused, so that compute has not waited for it.
-                    self._device.wait(Stream.COMPUTE, slot.filled, Wait.BRING_AFTER_FETCH)
-                    experts.from_cache(slot.memory)
-                    if not (slot.lent or slot.escaped):  # else nobody knows the last kernel yet
-                        slot.idle = self._device.record(Stream.COMPUTE)
-            self._device.note("fetch", layer.index, begun, Stream.UPLOAD, nbytes)
+            if begun is not None:
+                self._device.note("fetch", layer.index, begun, Stream.UPLOAD, nbytes)
             slot.layer, slot.stale, layer.slot = layer, False, slot
             if slot.escaped:
                 self.forget_dropped(slot)
@@ -290,8 +283,8 @@ class Slots:
             self._arrive(slot)
         self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
-        if slot.layer is not None and slot.layer.experts is not None:
-            slot.layer.experts.to_cache(slot.memory)
+        if slot.layer is not None:
+            slot.layer.rows.arrived(slot.memory)
 
     def resume(self) -> None:
         """Ends the interval between layers in the timeline: compute has come to a layer, and may have to wait for it."""
@@ -301,10 +294,11 @@ class Slots:
 
     def release(self, slot: Slot) -> None:
         """Ends the use of a slot. Device parameters have dropped the memory; others may still hold views of it."""
-        layer = None if slot.layer is None else slot.layer.index
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
-        self._device.note("backward" if slot.backward else "forward", layer, slot.begun, Stream.COMPUTE)
-        self.idle_since = self._device.mark(Stream.COMPUTE)
+        if self.timed:
+            layer = None if slot.layer is None else slot.layer.index
+            self._device.note("backward" if slot.backward else "forward", layer, slot.begun, Stream.COMPUTE)
+            self.idle_since = self._device.mark(Stream.COMPUTE)
         slot.lent = False
         slot.escaped = slot.lease.in_use
         if not slot.escaped:
@@ -372,7 +366,7 @@ class Slots:
             layer.slot = None
         self.cache.close()
         self.by_address.clear()
-        self._planned.clear()
+        self.planned.clear()
         self.all.clear()
         self.device_bytes = 0
 
@@ -380,8 +374,3 @@ class Slots:
 def _layout(layer: PlannedLayer) -> Hashable:
     """A key that is equal for layers whose parameters lie alike in a slot."""
     return tuple((span.offset, span.shape, span.stride, span.dtype) for span in (*layer.spans, *layer.casts))
-
-
-def _rank(slot: Slot, next_use: Callable[[StreamedLayer], float]) -> tuple[bool, float]:
-    """Belady's order of overwriting: slots without a layer first, then those whose layer is used again last."""
-    return (True, 0.0) if slot.layer is None else (False, next_use(slot.layer))

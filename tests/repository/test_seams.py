@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 from unittest import mock
@@ -22,6 +22,7 @@ from sp_lightning.engine.host_source import HostSource
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.store.block import HostBlock
+from sp_lightning.weights.casts import NoCasts
 from sp_lightning.weights.gradients import Gradients
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.slots import Staged
@@ -85,27 +86,28 @@ def test_nothing_goes_round_the_source() -> None:
     assert {"net.table", "net.blocks.0"} <= set(staged)
 
 
-# ---------------------------------------------------------------------- WireFormat
+# ---------------------------------------------------------------------- casts
 
 
-class CastsByVersion:
+class CastsByVersion(NoCasts):
     """The same casts as today's, known to be current by their masters' versions alone."""
 
     made = 0
 
-    def __init__(self, block: HostBlock, masters: HostBlock, device: Device) -> None:
+    def __init__(self, block: HostBlock, masters: StreamedLayer, device: Device) -> None:
         self._block = block
-        self._masters = masters
+        self._layer = masters
+        self._masters = masters.block
         self._seen: list[int] = []
 
     @property
-    def current(self) -> bool:
+    def current(self) -> bool:  # type: ignore[override]
         return self._seen == versions(self._masters.parameters)
 
     def doubt(self) -> None:
         self._seen = []
 
-    def refresh(self, by: Stream | None = None) -> None:
+    def refresh(self, by: Stream | None = None, *, but: Collection[int] = ()) -> None:
         if not self.current:
             type(self).made += 1
             self._seen = versions(self._masters.parameters)
@@ -113,8 +115,8 @@ class CastsByVersion:
                 for cast, master in zip(self._block.planned.casts, self._masters.planned.spans, strict=True):
                     part(self._block.weights, cast).copy_(part(self._masters.weights, master))
 
-    def saved_values(self, offset: int) -> None:
-        return None
+    def offer(self, views: Sequence[Tensor]) -> None:
+        self._layer.parameters.casts = views
 
 
 def test_something_else_travels() -> None:

@@ -19,7 +19,7 @@ from sp_lightning.engine.exchange import Exchange
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights import kept_memory
 from sp_lightning.weights.digest import digest
-from sp_lightning.weights.slots import Slot, Slots, SlotState
+from sp_lightning.weights.slots import Slot, Slots
 from tests.support.simdevice import poison
 
 
@@ -36,7 +36,7 @@ def poisoned() -> Iterator[None]:
 
     def poisoned_release(self: Slots, slot: Slot) -> None:
         release(self, slot)
-        if slot.state is not SlotState.HELD:
+        if not slot.held:
             if slot.layer is not None:
                 slot.layer.invalidate()
             slot.memory.fill_(0xFF)

@@ -17,7 +17,7 @@ from sp_lightning.plan.plan import make_plan
 from sp_lightning.tune.dry_run import Work, estimate, on_paper
 from sp_lightning.tune.simulator import Walk, predict
 from sp_lightning.tune.visits import Rates, Visit, schedule_visits
-from sp_lightning.weights.trace import Trace
+from sp_lightning.weights.prefetch import Trace
 from tests.support.engine import events, step, streamed
 from tests.support.simdevice import SimDevice
 from tests.support.tiers import first

@@ -344,7 +344,15 @@ def test_whatever_reads_or_writes_a_weight(net: Any, accumulate: int) -> None:
     assert_like_plain(lambda: Module(net()), accumulate_grad_batches=accumulate)
 
 
-@pytest.mark.parametrize("net", [Twice, Convolutions, DecidingStack, Tied, Across, of_blocks(ReadsInside)])
+@pytest.mark.parametrize(
+    "net",
+    first(
+        [Twice, Convolutions, DecidingStack, Tied, Across, of_blocks(ReadsInside)],
+        Twice,
+        Tied,
+        why="as in training above",
+    ),
+)
 def test_in_evaluation(net: Any) -> None:
     """In inference mode, whose tensors no graph may save. (The simulation's dispatch mode takes other kernels there.)"""
 

@@ -14,7 +14,7 @@ from sp_lightning.device.device import Device
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 from sp_lightning.tune.choices import Window
-from sp_lightning.weights.expert_cache import ExpertCache
+from sp_lightning.weights.rows import AllRows, ExpertCache
 from sp_lightning.weights.slots import Slots
 from tests.support import stacked
 from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
@@ -145,6 +145,7 @@ class _Layer:
         found = find_layers(Routers())
         self.planned = next(layer for layer in make_plan(found, k=1, k_prime=1).layers if layer.rows)
         self.index = index
+        self.rows = AllRows()
 
 
 def test_the_expert_goes_whose_uses_count_least() -> None:

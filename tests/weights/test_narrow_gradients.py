@@ -430,7 +430,14 @@ class Watches(Looks):
         self.note("on_train_batch_end")
 
 
-@pytest.mark.parametrize("place", ["", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end"])
+@pytest.mark.parametrize(
+    "place",
+    first(
+        ["", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end"],
+        "on_before_optimizer_step",
+        why="other moments of the same step",
+    ),
+)
 @pytest.mark.parametrize("clip", first(CLIPS, "by norm", why="values are clipped in the same place"))
 @pytest.mark.parametrize("scale", SCALES)
 def test_gradients_of_16_mixed_are_scaled_unscaled_and_clipped_when_plains_are(
@@ -465,7 +472,7 @@ def test_gradients_of_16_mixed_stay_narrow_in_skipped_steps_too(scale: str, clip
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("make", [SkipsZero, SkipsLayers])
+@pytest.mark.parametrize("make", first([SkipsZero, SkipsLayers], SkipsLayers, why="it does what it does"))
 def test_a_gradient_of_16_mixed_that_is_used_twice_is_unscaled_as_plains(
     make: type[Looks], scale: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

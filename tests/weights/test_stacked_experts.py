@@ -34,7 +34,7 @@ def predictions(make: Any, strategy: Any = "auto", precision: Any = "32-true") -
     return trainer_for(strategy, precision=precision).predict(make(), loader(stacked.tokens()))
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("precision", first(["32-true", "bf16-true"], "32-true", why="the same rows in another dtype"))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "name", first(stacked.CONFIGS, "qwen3", "gpt-oss", why="other models with the same kind of experts")
@@ -187,7 +187,15 @@ class Imported(Stack):
         return kernel(super().forward(x, indices, weights), self.inner)
 
 
-@pytest.mark.parametrize("kind", [OnTheInstance, InAList, OnAnObject, InTheClass, InAProperty, Imported])
+@pytest.mark.parametrize(
+    "kind",
+    first(
+        [OnTheInstance, InAList, OnAnObject, InTheClass, InAProperty, Imported],
+        OnTheInstance,
+        InTheClass,
+        why="it is found in the same reading of the class",
+    ),
+)
 def test_launchers_that_a_class_does_not_name_bring_all_experts(kind: type[Stack]) -> None:
     """Only names of globals were looked at: a launcher on the instance was given a stack whose other rows were not filled."""
 
@@ -437,7 +445,9 @@ class WithReference(stacked.Transformer):
         return super().loss(batch) - 0.1 * reference
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "implementation", first(IMPLEMENTATIONS, "grouped_mm", why="adapters bring all experts in each")
+)
 def test_adapters_on_experts_that_are_disabled_for_one_forward(implementation: str) -> None:
     def make() -> Any:
         targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sp_lightning.weights.trace import Trace
+from sp_lightning.weights.prefetch import Trace
 
 
 def upcoming(trace: Trace) -> list[int]:

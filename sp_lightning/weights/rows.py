@@ -1,0 +1,233 @@
+"""Rows: which rows of a layer's weights come, are read, and get gradients; and the memory that keeps those of experts.
+
+Everything else in the package asks a layer's :attr:`~sp_lightning.weights.layer.StreamedLayer.rows` and does not know which of
+these it is: :class:`AllRows` of nearly all layers, ``expert_rows`` of stacked experts, ``embedding_rows`` of a table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sp_lightning.device.device import Device
+from sp_lightning.device.layout import aligned
+from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
+from sp_lightning.device.waits import Stream
+
+if TYPE_CHECKING:
+    from sp_lightning.weights.layer import StreamedLayer
+    from sp_lightning.weights.slots import Slot
+
+    Expert = tuple[StreamedLayer, int]
+
+Rows = frozenset[int] | None
+"""The numbers of rows; None for all of them."""
+NOTHING: frozenset[int] = frozenset()
+
+
+class AllRows:
+    """The rows of a layer that comes as a whole: all that is asked of rows, with nothing to do.
+
+    Attributes:
+        stacks: the indices of the parameters of which only rows may be on the device.
+        ahead: the rows that are worth a fetch before anybody asks.
+        complete: whether the rows that the present use may read are in the layer's slot.
+        compacted: whether the layer's gradient is sparse on the device in this backward, although ``param.grad`` is to be dense.
+        looked_up_bytes: bytes of the rows that look-ups have sent.
+        host_waits: how often the host has waited for the numbers of rows.
+    """
+
+    stacks: frozenset[int] = NOTHING
+    ahead: Rows = None
+    complete = True
+    compacted = False
+    looked_up_bytes = host_waits = 0
+
+    def begin_step(self, *, training: bool) -> None:
+        """A step begins."""
+
+    def keep_in(self, cache: ExpertCache) -> None:
+        """Rows that were used may be kept there from now on."""
+
+    def need(self, rows: Rows) -> None:
+        """The use of the layer that begins, or goes on, may read these rows."""
+
+    def begin_use(self) -> None:
+        """The layer comes into use; what it needs is known."""
+
+    def end_use(self) -> None:
+        """The layer is released."""
+
+    def send(self, slot: Slot, source: Tensor) -> int | None:
+        """Copies the rows that are needed to a slot. Returns how many bytes left the host; None if all of the layer has to."""
+        return None
+
+    def arrived(self, slot: Tensor) -> None:
+        """Compute has waited for what was sent to a slot."""
+
+    def lost(self) -> None:
+        """A transfer to the layer's slot has failed."""
+
+    def drop_cached(self) -> None:
+        """The host's weights were or may have been written: what the device keeps beside the slot is out of date."""
+
+    def compute(self, weight: Any, func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        """Computes with a stand-in of which only rows are needed. NotImplemented if the whole layer has to come for it."""
+        return NotImplemented
+
+    def may_compute_with_wrapped(self, use: Any, args: Sequence[Any], kwargs: Any) -> bool:
+        """Whether a wrapped weight may be used now although no use of the layer is announced."""
+        return False
+
+    def read_whole(self) -> None:
+        """Something computes with all of the weights, and its graph may reach any row."""
+
+    def saved_rows(self, index: int | None, tensor: Tensor, offset: int) -> Rows:
+        """The rows that a saved tensor needs in backward.
+
+        Args:
+            index: of the parameter in which it begins.
+            tensor: a view of the slot's memory.
+            offset: bytes from the start of the slot.
+        """
+        return None
+
+    def saved_stack_rows(self) -> Rows:
+        """The rows of a weight that was saved itself."""
+        return None
+
+    def completed(self, index: int, value: Tensor, slots: Collection[int]) -> Tensor:
+        """A weight's value on the device, with the host's rows where the slot, one of these addresses, has none."""
+        return value
+
+    def gradient_rows(self, index: int) -> Rows:
+        """The rows of a gradient that has arrived which may be other than zero. It counts as taken."""
+        return None
+
+    def unpin(self) -> None:
+        """Releases page locks."""
+
+
+HALF_LIFE = 8.0
+"""After so many calls of its layer a use of an expert counts half."""
+# The heap may hold so many entries for each expert, all but one of them out of date.
+_MOST_ENTRIES = 8
+
+
+class ExpertCache:
+    """Device memory that keeps experts of any layers, so that they need not travel when something is routed to them again.
+
+    An expert that is needed goes from here to its place in its layer's slot, which is a copy within the device. Kernels see
+    the slot alone. When there is no place for another expert, the one goes whose uses count least: each use counts half
+    after :data:`HALF_LIFE` calls of its layer. That lies between forgetting what was used least often, which is better where
+    routing has favourites, and what was not used for longest, which is better where a token is routed as the one before it.
+    Every access is in the order of compute, so that nothing has to wait.
+
+    Args:
+        device: allocates the memory.
+        nbytes: how much memory there is.
+        layers: the layers; those of stacked experts keep theirs.
+
+    Attributes:
+        nbytes: how much memory is taken.
+        kept_bytes: bytes of the experts that were copied to slots from here.
+    """
+
+    def __init__(self, device: Device, nbytes: int, layers: Sequence[StreamedLayer]) -> None:
+        self._device = device
+        layers = [layer for layer in layers if layer.planned.rows]
+        self._place = max((_row_bytes(layer) for layer in layers), default=0)
+        experts = sum(layer.planned.rows for layer in layers)
+        self._count = min(nbytes // self._place, experts) if self._place else 0
+        self._memory = device.empty(self._count * self._place)
+        self.nbytes = self._memory.nbytes
+        self.kept_bytes = 0
+        self._free = list(range(self._count))
+        self._at: dict[StreamedLayer, dict[int, int]] = {layer: {} for layer in layers}  # the place of each expert
+        self._scores: dict[Expert, float] = {}
+        self._calls: dict[StreamedLayer, int] = {}
+        self._least: list[tuple[float, int, int, Expert]] = []  # a heap of scores, also of those that have risen since
+        for layer in layers:
+            layer.rows.keep_in(self)
+
+    def rows(self, layer: StreamedLayer) -> frozenset[int]:
+        """The experts of a layer that are here."""
+        return frozenset(self._at[layer])
+
+    def use(self, layer: StreamedLayer, rows: Iterable[int]) -> None:
+        """Counts a use of experts by a call of their layer."""
+        calls = self._calls[layer] = self._calls.get(layer, 0) + 1
+        for row in rows:
+            expert, now = (layer, row), calls / HALF_LIFE
+            before = self._scores.get(expert)
+            self._scores[expert] = now if before is None else now + math.log2(1 + 2 ** (before - now))
+            if row in self._at[layer]:
+                self._push(expert)
+
+    def bring(self, layer: StreamedLayer, rows: Iterable[int], slot: Tensor) -> None:
+        """Copies experts that are here to their places in a slot, which compute may write."""
+        for row in rows:
+            self._copy(layer, row, self._at[layer][row], slot, into_slot=True)
+            self.kept_bytes += layer.planned.row_bytes
+
+    def keep(self, layer: StreamedLayer, rows: Iterable[int], slot: Tensor) -> None:
+        """Copies experts that a slot has, and compute may read, to where they stay."""
+        for row in rows:
+            if row in self._at[layer]:
+                continue
+            if not self._free:
+                self._forget_least()
+            at = self._at[layer][row] = self._free.pop()
+            self._push((layer, row))
+            self._copy(layer, row, at, slot, into_slot=False)
+
+    def drop(self, layer: StreamedLayer) -> None:
+        """Forgets the experts of a layer, because the host's were or may have been written."""
+        self._free += self._at[layer].values()
+        self._at[layer].clear()
+
+    def close(self) -> None:
+        """Frees the memory. Nothing is kept any more."""
+        self._device.access(self._memory, Stream.COMPUTE, write=True)
+        self._memory = self._device.empty(0)
+        self.nbytes = 0
+
+    def _push(self, expert: Expert) -> None:
+        layer, row = expert
+        heappush(self._least, (self._scores.get(expert, -math.inf), layer.index, row, expert))
+        if len(self._least) > _MOST_ENTRIES * (self._count - len(self._free) + 1):
+            here = [(layer, row) for layer, rows in self._at.items() for row in rows]
+            self._least = [(self._scores.get(each, -math.inf), each[0].index, each[1], each) for each in here]
+            heapify(self._least)
+
+    def _forget_least(self) -> None:
+        while True:
+            score, _, _, expert = heappop(self._least)
+            layer, row = expert
+            if row in self._at[layer] and score == self._scores.get(expert, -math.inf):
+                self._free.append(self._at[layer].pop(row))
+                return
+
+    def _copy(self, layer: StreamedLayer, row: int, at: int, slot: Tensor, *, into_slot: bool) -> None:
+        offset = at * self._place
+        with no_dispatch_modes(), no_inference_mode(), torch.no_grad():
+            for index in layer.planned.stacks:
+                span = layer.planned.spans[index]
+                nbytes = span.nbytes // layer.planned.rows
+                here = self._memory[offset : offset + nbytes]
+                there = slot[span.offset + row * nbytes : span.offset + (row + 1) * nbytes]
+                target, source = (there, here) if into_slot else (here, there)
+                self._device.access(source, Stream.COMPUTE, write=False)
+                self._device.access(target, Stream.COMPUTE, write=True)
+                target.copy_(source)
+                offset += aligned(nbytes)
+
+
+def _row_bytes(layer: StreamedLayer) -> int:
+    spans = layer.planned.spans
+    return sum(aligned(spans[index].nbytes // layer.planned.rows) for index in layer.planned.stacks)
