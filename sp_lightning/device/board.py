@@ -187,8 +187,9 @@ class Board:
     def run_ends(self) -> None:
         """Says that this rank is at the end of its run: a meeting that it does not wait at, and finds no error at."""
         self.place = ""
-        with suppress(RankError):  # those say so that wait for this rank
-            self.come("the end of its run")
+        if not self.failure:  # else the others would find that they have parted before they find why
+            with suppress(RankError):  # those say so that wait for this rank
+                self.come("the end of its run")
 
     def fail(self, error: BaseException) -> None:
         """Says that this rank fails, so that the others stop waiting for it. Only its first error counts."""

@@ -111,15 +111,15 @@ class Collectives:
 
     # ------------------------------------------------------------------ objects
 
-    def _gather_on_node(self, value: Any, what: str) -> list[Any]:
-        """Returns the values of all ranks of the node, in their order, on all of them."""
-        values: list[Any] = [None] * self.size
-        self.meet(what)
+    def _broadcast_object(self, value: Any, name: str) -> Any:
+        """Returns the primary's value on all ranks of the node."""
+        values = [value]
+        self.meet(f"memory for {name}")
         try:
-            dist.all_gather_object(values, value, group=self.groups.on_node.host)
+            dist.broadcast_object_list(values, self.groups.first, group=self.groups.on_node.host)
         except RuntimeError as error:
-            raise self.lost(what) from error
-        return values
+            raise self.lost(f"something that rank {self.groups.first} sends") from error
+        return values[0]
 
     def _gather_objects(self, value: Any, what: str) -> list[Any]:
         """Returns the values of all ranks, in their order, on all of them."""

@@ -23,7 +23,7 @@ from sp_lightning.device.board import Board, board_bytes
 from sp_lightning.device.collectives import Collectives
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.node_news import NodeNews
-from sp_lightning.device.shared_memory import SharedMemory, create, open_of, supported
+from sp_lightning.device.shared_memory import SharedMemory, create, hand_out, receive, supported
 from sp_lightning.device.waits import Wait
 
 FINISHED, CLOSURE = 0, 1
@@ -90,20 +90,17 @@ class Ranks(Collectives):
         """
         nbytes = whole_pages(nbytes)
         with self._for_memory(nbytes, name):
-            made = create(nbytes, f"superpipeline {name}") if self.primary else -1
+            made = create(nbytes, f"superpipeline {name}") if self.primary else None
+        if made is None:
+            descriptor, self._pids[0] = receive(self._broadcast_object(None, name), self.rank)
+        else:
+            descriptor = made
+            self._pids.update(hand_out(made, self.size - 1, lambda token: self._broadcast_object(token, name)))
         try:
-            inode = os.fstat(made).st_ino if self.primary else 0
-            everybody = self._gather_on_node((os.getpid(), made, inode), f"memory for {name}")
-            if not self.primary:
-                made = open_of(*everybody[0])
-            self._pids.update((rank, pid) for rank, (pid, _, _) in enumerate(everybody) if rank != self.rank)
             with self._for_memory(nbytes, name):
-                memory = SharedMemory(made, nbytes)
-            self._gather_on_node(None, f"the opening of memory for {name}")  # until then the primary's stays open
-            return memory
+                return SharedMemory(descriptor, nbytes)
         finally:
-            if made >= 0:
-                os.close(made)
+            os.close(descriptor)
 
     @contextmanager
     def _for_memory(self, nbytes: int, name: str) -> Iterator[None]:
@@ -210,17 +207,15 @@ class Ranks(Collectives):
             self._news.failed()
 
     def run_begins(self) -> None:
-        """Says that this rank begins its next run."""
+        """Makes ready for this rank's next run. The news of several nodes begin."""
         self.over = False
-        self.board.place = ""
         if self._news is not None:
             self._news.begin()
 
     def run_ends(self) -> None:
         """Says that this rank is at the end of its run: it comes to no more meetings of it."""
         self.over = True
-        if not self.failure:
-            self.board.run_ends()
+        self.board.run_ends()
         if self._news is not None:
             self._news.end()
 

@@ -12,10 +12,12 @@ import array
 import ctypes
 import mmap
 import os
+import socket
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from uuid import uuid4
 from zlib import crc32
 
 import torch
@@ -168,30 +170,6 @@ def create(nbytes: int, name: str) -> int:
     return descriptor
 
 
-def open_of(process: int, descriptor: int, inode: int) -> int:
-    """Returns a descriptor of memory that another process of the node has made.
-
-    Args:
-        process, descriptor: the other process, and its own descriptor, which it keeps open meanwhile.
-        inode: of the memory, by which another process of that number is told from it.
-
-    Raises:
-        RuntimeError: this process does not see the other one.
-    """
-    why = "another process has that number here"
-    try:
-        found = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
-        if os.fstat(found).st_ino == inode:
-            return found
-        os.close(found)
-    except OSError as error:
-        why = str(error)
-    raise RuntimeError(
-        f"This process does not see the memory of process {process}, with which it trains on one node: {why}. Start all "
-        "processes of a node by one user and in one container, or in containers that share processes (docker run --pid=host)."
-    )
-
-
 def _tensor(memory: mmap.mmap) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -253,6 +231,64 @@ def _entries(pagemap: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
         entries = array.array("Q", os.pread(pagemap, (min(step, end - address) // PAGE) * 8, address // PAGE * 8))
         for index, entry in enumerate(entries):
             yield address + index * PAGE, entry
+
+
+# ---------------------------------------------------------------------- from one process to the others
+# They need no file system in common, and no name under which others could find the memory.
+
+
+def hand_out(descriptor: int, number: int, announce: Callable[[str], object]) -> dict[int, int]:
+    """Sends the descriptor of memory to other processes.
+
+    Args:
+        descriptor: the memory's.
+        number: how many processes are to get it.
+        announce: tells the others where they get it.
+
+    Returns:
+        The processes by their ranks.
+    """
+    processes: dict[int, int] = {}
+    with socket.socket(socket.AF_UNIX) as server:
+        token = f"superpipeline-{uuid4().hex}"
+        server.bind(f"\0{token}")
+        server.listen(number + 1)
+        server.settimeout(_PATIENCE)
+        announce(token)
+        while len(processes) < number:
+            connection, _ = server.accept()
+            with connection:
+                process, user, _ = _peer(connection)
+                if user == os.getuid():
+                    rank = struct.unpack("q", connection.recv(8))[0]
+                    processes[rank] = process
+                    socket.send_fds(connection, [b"."], [descriptor])
+    return processes
+
+
+def receive(token: str, rank: int) -> tuple[int, int]:
+    """Returns a descriptor that another process hands out, and that process.
+
+    Args:
+        token: where it does.
+        rank: this process's.
+    """
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_PATIENCE)
+        connection.connect(f"\0{token}")
+        connection.sendall(struct.pack("q", rank))
+        process = _peer(connection)[0]
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+    return descriptors[0], process
+
+
+_PATIENCE = 60.0
+"""Seconds until a rank that does not come for shared memory is given up."""
+
+
+def _peer(connection: socket.socket) -> tuple[int, int, int]:
+    """Returns process, user and group at the other end of a connection, as this process numbers them."""
+    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
 
 
 # ---------------------------------------------------------------------- order

@@ -64,12 +64,13 @@ class HostSource(BlockSource):
         self.wait(layer)
         for member in layer.family:
             self._adopt(member)
-        if not layer.casts.current:
+        outdated = not layer.casts.current
+        if outdated:
             self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
-            for member in layer.family:
-                self._use(member.block)
+        for member in layer.family if outdated else (layer,):
+            self._use(member.block)
+        if outdated:
             layer.casts.refresh()
-        self._use(layer.block)
         return layer.block.weights, None
 
     def _use(self, block: HostBlock) -> None:
@@ -221,7 +222,7 @@ class FileSource(HostSource):
         layer.block.complete(buffer.bytes)
         layer.parameters.adopted()  # weights may have come to memory, with the values that they had
         buffer.staged = layer.fetches
-        for following in islice(self._fetches.coming(), WINDOW - 1):
+        for following in islice(self._fetches.coming(itself=True), WINDOW - 1):
             if self._read(following) is None:
                 break
         return buffer.bytes[: layer.planned.nbytes], None

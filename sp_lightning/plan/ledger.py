@@ -188,9 +188,8 @@ def _passes(
     together = sum(layer.nbytes for layer in plan.layers if sliced and layer.ring == plan.main_ring)
     whole = sum(layer.nbytes for layer in (*plan.layers, plan.residents)) - together
     gradients = sum(layer.gradient_bytes for layer in layers)
-    halves = sum(
-        layer.narrow_bytes for layer in layers
-    )  # what leaves as casts, half as large as its masters' gradients
+    # What leaves as casts is half as large as its masters' gradients.
+    halves = sum(layer.narrow_bytes for layer in layers)
     kept = gradients - halves * narrow
     narrow_leave = halves * plan.alone
     widened = narrow_leave * (not narrow)

@@ -25,11 +25,17 @@ class Succession(Generic[T]):
         self._next[tuple(self._last)] = used
         self._last.append(used)
 
-    def coming(self) -> Iterator[T]:
-        """What is used next, in that order, until it comes round to what is used now."""
+    def coming(self, *, itself: bool = False) -> Iterator[T]:
+        """What is used next, in that order, until it comes round to what is used now.
+
+        Args:
+            itself: whether what is used now is the last of them, for who needs it anew each time.
+        """
         last = self._last.copy()
         while (following := self._next.get(tuple(last))) is not None:
             last.append(following)
-            if last == self._last:
+            round_again = last == self._last
+            if not round_again or itself:
+                yield following
+            if round_again:
                 return
-            yield following

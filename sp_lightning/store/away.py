@@ -110,6 +110,19 @@ def return_to(tensor: Away, memory: Tensor) -> None:
         del vars(tensor)[name]
 
 
+def refuse_fork(process: int) -> None:
+    """Refuses a read in another process than the one that reads files: its threads are not in a forked one.
+
+    Raises:
+        RuntimeError: this is a forked process.
+    """
+    if process != os.getpid():
+        raise RuntimeError(
+            "This tensor is on a disk, in a file of the process that trains. A forked process cannot read it: read it "
+            "before the fork (tensor.clone())."
+        )
+
+
 def bring(tensors: Sequence[Away], beside: Collection[Any] = ()) -> None:
     """Brings tensors that are away.
 
@@ -124,11 +137,7 @@ def bring(tensors: Sequence[Away], beside: Collection[Any] = ()) -> None:
     homes: dict[Home, list[Away]] = {}
     for tensor in tensors:
         found = vars(tensor)
-        if found.get("process", os.getpid()) != os.getpid():
-            raise RuntimeError(
-                "This tensor is on a disk, in a file of the process that trains. A forked process cannot read it: read it "
-                "before the fork (tensor.clone())."
-            )
+        refuse_fork(found.get("process", os.getpid()))
         if (home := found.get("home")) is not None:  # otherwise another thread has brought it just now
             homes.setdefault(home, []).append(tensor)
     for home, its in homes.items():

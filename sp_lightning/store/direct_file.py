@@ -118,7 +118,7 @@ class DirectFile:
         Raises:
             OSError: the disk failed, or the file ends before the bytes that are needed.
         """
-        view, done, needed = _view(memory), 0, memory.nbytes if needed is None else needed
+        view, done, needed = buffer_of(memory), 0, memory.nbytes if needed is None else needed
         unread, _, short, remedy = self.messages
         while done < needed:
             try:
@@ -126,10 +126,11 @@ class DirectFile:
             except OSError as error:
                 raise OSError(error.errno, f"{unread}: {error.strerror}{remedy}", self.path) from error
             if done + count < needed:
-                if count < PAGE:
+                if count < (PAGE if self.direct else 1):
                     missing = needed - done - count
                     raise OSError(errno.EIO, f"{short} ends {missing} bytes too early{remedy}", self.path)
-                count = count // PAGE * PAGE  # direct reads go on at a page
+                if self.direct:
+                    count = count // PAGE * PAGE  # they go on at a page
             done += count
         self._leave_cache(offset, memory.nbytes)
 
@@ -139,7 +140,7 @@ class DirectFile:
         Raises:
             OSError: the disk failed.
         """
-        view, done = _view(memory), 0
+        view, done = buffer_of(memory), 0
         while done < len(view):
             try:
                 done += os.pwritev(self.descriptor, [view[done:]], offset + done)
@@ -155,6 +156,7 @@ class DirectFile:
             os.posix_fadvise(self.descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
-def _view(memory: Tensor) -> memoryview:
+def buffer_of(memory: Tensor) -> memoryview:
+    """Flat ``uint8`` host memory, as calls of the system take it."""
     array: Any = memory.numpy()
     return memoryview(array)

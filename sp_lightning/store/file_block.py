@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -21,7 +22,7 @@ from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import copies_shallowly, tree_leaves
 from sp_lightning.model.found import Layer
 from sp_lightning.plan.plan import PlannedLayer
-from sp_lightning.store.away import Away, return_to, send_away
+from sp_lightning.store.away import Away, refuse_fork, return_to, send_away
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import Allocate, SparseMemory
 from sp_lightning.store.direct_file import Transfer, aligned_memory
@@ -62,6 +63,7 @@ class FileBlock(HostBlock):
         self.pin = pin
         self._reader = reader
         self._lock = threading.Lock()
+        self._process = os.getpid()
         for index in self.in_file:
             if type(parameter := layer.parameters[index][1]) is InFile:  # it was left by an earlier run
                 _make_ordinary(parameter)
@@ -99,7 +101,9 @@ class FileBlock(HostBlock):
 
         Raises:
             OSError: the file cannot be read, or was changed.
+            RuntimeError: this is a forked process.
         """
+        refuse_fork(self._process)
         place, nbytes = self.places[index], self.planned.spans[index].nbytes
         assert place is not None
         with no_dispatch_modes(), no_inference_mode():
@@ -112,7 +116,9 @@ class FileBlock(HostBlock):
 
         Raises:
             OSError: the file cannot be read, or was changed.
+            RuntimeError: this is a forked process.
         """
+        refuse_fork(self._process)  # before the lock, which a thread of the other process may have had
         with self._lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
             if index not in self.in_file:
                 return

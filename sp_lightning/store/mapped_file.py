@@ -13,6 +13,7 @@ import mmap
 import os
 import threading
 import weakref
+from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -282,7 +283,10 @@ def is_on_disk(tensor: Any) -> bool:
         return False
     with torch.DisableTorchFunctionSubclass():  # a stand-in is not brought by this
         address = tensor.data_ptr()
-    return any(begin <= address < end for begin, end in list(_mapped.items()))
+    # A list of numbers alone: garbage may be collected while a list of pairs is made, and what is collected unmaps.
+    begins = sorted(_mapped)
+    at = bisect_right(begins, address) - 1
+    return at >= 0 and address < _mapped.get(begins[at], 0)
 
 
 def map_pages(descriptor: int, begin: int, size: int, gone: Callable[[], None]) -> Any:

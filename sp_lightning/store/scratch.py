@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sp_lightning.device.layout import PAGE, whole_pages
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.store.direct_file import THREADS, DirectFile, Transfer, aligned_memory, in_pieces
+from sp_lightning.store.direct_file import THREADS, DirectFile, Transfer, aligned_memory, buffer_of, in_pieces
 
 
 class Extent:
@@ -52,26 +52,25 @@ class ScratchFile(DirectFile):
     def __init__(self, folder: Path) -> None:
         super().__init__(create(folder), str(folder))
         self._folder = folder
-        if self.direct and not self._works():
-            self.direct = self._switch(direct=False)
         self._end = self._reserved = 0
         self._free: dict[int, list[int]] = {}  # offsets by size
         self._readers = ThreadPoolExecutor(THREADS, "superpipeline-disk")
         self._writers = ThreadPoolExecutor(THREADS, "superpipeline-disk")
         self.read_bytes = self.written_bytes = 0
         weakref.finalize(self, _close, self.descriptor, (self._readers, self._writers), os.getpid())
+        if self.direct and not self._works():
+            self.direct = self._switch(direct=False)
 
     def _works(self) -> bool:
         """Tries whether a page can be written and read: some file systems say that only then."""
-        memory = aligned_memory(PAGE)
+        memory = buffer_of(aligned_memory(PAGE))
         try:
-            self.write(memory, 0)
-            self.read(memory, 0)
+            os.pwritev(self.descriptor, [memory], 0)
+            return os.preadv(self.descriptor, [memory], 0) == PAGE
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             return False
-        return True
 
     def reserve(self, nbytes: int, others: int = 0) -> None:
         """Takes so much of the disk now, so that it cannot be full later.
@@ -178,7 +177,7 @@ def create(folder: Path) -> int:
         OSError: it cannot be created there.
     """
     try:
-        return _without_name(folder, os.O_RDWR | os.O_CLOEXEC)
+        return _without_name(folder)
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, _OTHER)
         raise OSError(
@@ -195,7 +194,8 @@ _REMEDIES = {
 }
 
 
-def _without_name(folder: Path, flags: int) -> int:
+def _without_name(folder: Path) -> int:
+    flags = os.O_RDWR | os.O_CLOEXEC
     try:
         return os.open(folder, flags | os.O_TMPFILE, 0o600)
     except (AttributeError, OSError) as error:

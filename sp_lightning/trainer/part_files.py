@@ -103,8 +103,10 @@ def read_whole(path: Path, read: Callable[[], T]) -> T:
             if before == _identity(path):
                 raise
         else:
-            if before == _identity(path):
-                return found
+            with suppress(FileNotFoundError):  # removed since: what was read is whole
+                if before != _identity(path):
+                    continue
+            return found
 
 
 def _identity(path: Path) -> tuple[int, ...]:

@@ -83,7 +83,7 @@ class Run:
         RuntimeError: the host or the device has too little memory.
 
     Attributes:
-        streamer: the engine; None once the run is closed, and after building it anew has failed.
+        streamer: the engine; None once the run is closed, and after building it anew has failed. Closed where its end has raised.
         tuner: chooses the window and the activations while the run lasts; None if there is nothing to choose.
         placement: where weights are, and how many devices there are.
     """
@@ -302,7 +302,7 @@ class Run:
         try:
             yield
         except BaseException as error:
-            if self.ranks is not None:
+            if self.ranks is not None and not isinstance(error, torch.OutOfMemoryError):  # all ranks may catch that
                 self.ranks.fail(error)
             self.abort()
             if (said := in_our_words(error)) is not None:

@@ -65,6 +65,9 @@ class SafetensorsFile:
 class TorchFile:
     """A checkpoint of Lightning's, or a state dictionary that ``torch.save`` wrote.
 
+    Attributes:
+        shapes, dtypes: as those of :class:`SafetensorsFile`.
+
     Raises:
         ValueError: the file has something else.
         pickle.UnpicklingError: the file holds other objects than tensors and plain values.

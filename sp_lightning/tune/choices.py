@@ -257,9 +257,8 @@ def _room(budget: int | float | None, free: int | None, margin: float) -> int | 
 
 def _with_forwards(visits: Sequence[Visit]) -> Iterator[tuple[Visit, int]]:
     """Each visit with the index of its forward: its own, or the one whose backward it is; -1 if that is not known."""
-    pending: defaultdict[tuple[int, ...], list[int]] = defaultdict(
-        list
-    )  # by layers, forwards whose backward is to come
+    # By layers, forwards whose backward is to come.
+    pending: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for at, visit in enumerate(visits):
         if not visit.backward:
             pending[visit.layers].append(at)

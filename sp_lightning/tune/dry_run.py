@@ -329,7 +329,7 @@ class _Trial(TorchDispatchMode):
         if self.now.backward:
             layers = (self._weights.get(key, -1) for key in keys)
             self.now.needs |= dict.fromkeys(layer for layer in layers if layer >= 0)
-        flops = _FLOPS.get(func.overloadpacket)
+        flops = _FLOPS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
         if flops is not None:
             self.now.flops += flops(*args, **kwargs, out_val=result)
@@ -390,10 +390,9 @@ def _attention_backward_flops(
 
 
 _FLOPS: dict[Any, Callable[..., int]] = {
-    **flop_registry,
     grouped_mm_operator: _grouped_flops,
     torch.ops.aten.convolution_backward: _convolution_backward_flops,
     cpu_attention_operator: _attention_flops,
     cpu_attention_backward_operator: _attention_backward_flops,
 }
-"""What counts an operator's FLOPs, from its arguments and result. torch has none, or a wrong one, for those below its own."""
+"""What counts an operator's FLOPs, from its arguments and result, where torch has no formula or a wrong one."""

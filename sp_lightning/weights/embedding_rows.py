@@ -118,7 +118,7 @@ class EmbeddingRows(AllRows):
         device, (source, ready) = self._device, staged
         if ready is not None:
             device.synchronize(ready, Wait.FETCH_AFTER_UPDATE)
-        # Compute has waited for the rows that were sent before, and the blocking copy of indices in look_up for compute.
+        # Compute has waited for the rows that were sent before, and the blocking copy of indices in _look_up for compute.
         # This wait is needed if the indices are on the host already, or if the stream of another thread copies them.
         device.synchronize(self._left, Wait.GATHER_AFTER_SEND)
         with no_dispatch_modes(), no_inference_mode(), torch.no_grad():

@@ -43,7 +43,7 @@ class StreamedLayer:
         planned: where each of its parameters lies.
         block: its memory on the host.
         parameters: its device parameters.
-        casts: what travels in place of its masters; None if it has no masters.
+        casts: what travels in place of its masters; None if it has no masters (the attribute is :class:`NoCasts` then).
         masters: the layer of those masters.
         expert: whether it comes only when something is routed to it.
 

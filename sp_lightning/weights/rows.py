@@ -196,6 +196,9 @@ class ExpertCache:
         self._device.access(self._memory, Stream.COMPUTE, write=True)
         self._memory = self._device.empty(0)
         self.nbytes = 0
+        for layer, rows in self._at.items():
+            rows.clear()
+            layer.rows.keep_in(self)  # it has no memory, so it is asked no more
 
     def _push(self, expert: Expert) -> None:
         layer, row = expert

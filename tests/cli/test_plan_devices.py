@@ -156,6 +156,15 @@ def test_each_node_sends_its_sums_over_the_network(
     assert 2 * wide * (1 + 1 / NODES) * largest / DEVICES <= more < 4 * 3 * wide * largest / DEVICES
 
 
+@pytest.mark.rest("two plans of a whole model; the first tier has one of them")
+def test_a_second_node_is_compared_with_one_that_is_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Alone it has gradients half as wide; it was said to take as long as one that sends them over a network."""
+    options = (*MODEL[:-1], "bf16-mixed", "--dram", "5")
+    alone = plan(capsys, *options)["windows"][0]["seconds"]
+    main(["plan", *options, "--nodes", "2", "--network", "2GB/s"])
+    assert f"nodes: one takes {alone:.3g} s per batch" in capsys.readouterr().out
+
+
 @pytest.mark.long("plans of a whole model")
 def test_a_second_node_pays_if_the_network_is_fast(capsys: pytest.CaptureFixture[str]) -> None:
     said = {}

@@ -84,6 +84,18 @@ def test_a_rank_that_has_ended_its_run_is_not_waited_for() -> None:
         first.come("another batch")
 
 
+def test_a_rank_that_has_failed_says_that_and_not_that_it_has_parted() -> None:
+    """It comes to the end of its run where the others still come to a batch."""
+    first, second = boards()
+    for each in (first, second):
+        each.come("a batch")
+    second.fail(ValueError("too large"))
+    second.run_ends()
+    first.come("another batch")
+    with pytest.raises(RankError, match="rank 1 has failed while rank 0 waited for it: ValueError: too large"):
+        first.check("it")
+
+
 def test_after_its_run_a_rank_may_be_early() -> None:
     """Scripts save checkpoints after trainer.fit, and train again."""
     first, second = boards()

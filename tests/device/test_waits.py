@@ -81,7 +81,7 @@ def as_a_device_does() -> Iterator[None]:
     A copy to the host that is not told otherwise is done in the order of compute, and the host waits for it. And memory
     that compute has done with is written by the next kernel, which may come after another wait, not at once.
     """
-    write, look_up, dispatch = HostBlock.write, EmbeddingRows.look_up, Watch.__torch_dispatch__
+    write, look_up, dispatch = HostBlock.write, EmbeddingRows._look_up, Watch.__torch_dispatch__
     freed: list[Tensor] = []
 
     def block(device: Any) -> None:
@@ -97,13 +97,14 @@ def as_a_device_does() -> Iterator[None]:
 
     def freeing(method: Callable[..., None]) -> Callable[..., None]:
         def later(self: Any, *args: Any, **options: Any) -> None:
-            access = self._device.access
+            device = self.device if isinstance(self, Gradients) else self._device
+            access = device.access
 
             def note(memory: Tensor | Iterable[Tensor], by: Stream | None, *, write: bool) -> None:
                 tensors = [memory] if isinstance(memory, Tensor) else list(memory)
                 freed.extend(tensors) if by is Stream.COMPUTE else access(tensors, by, write=write)
 
-            with mock.patch.object(self._device, "access", note):
+            with mock.patch.object(device, "access", note):
                 method(self, *args, **options)
 
         return later
@@ -115,8 +116,8 @@ def as_a_device_does() -> Iterator[None]:
 
     with (
         mock.patch.object(HostBlock, "write", written),
-        mock.patch.object(EmbeddingRows, "look_up", looked_up),
-        mock.patch.object(Gradients, "_free", freeing(Gradients._free)),
+        mock.patch.object(EmbeddingRows, "_look_up", looked_up),
+        mock.patch.object(Gradients, "retire", freeing(Gradients.retire)),
         mock.patch.object(Offload, "retire", freeing(Offload.retire)),
         mock.patch.object(Offload, "_drop", freeing(Offload._drop)),
         mock.patch.object(Watch, "__torch_dispatch__", dispatched),

@@ -341,9 +341,16 @@ LIKE_OTHERS = frozenset(name for name in CASES if name.startswith("stacked/")) -
 
 
 def pairs() -> Iterator[tuple[str, str, int]]:
-    """Case, variant, and the tier that they are in. The second tier has each case with every twelfth variant."""
+    """Case, variant, and the tier that they are in.
+
+    The second tier has each case with every thirteenth variant (a number that no family of variants has as a period), and each
+    variant with one case at least.
+    """
     for number, variant in enumerate(VARIANTS.values()):
-        for index, name in enumerate(CASES):
+        small = [name for name in CASES if name in variant.cases and name not in SLOW and name not in LIKE_OTHERS]
+        second = {name for index, name in enumerate(CASES) if name in small and (number + index) % 13 == 0}
+        if not second and not variant.quick:
+            second = set(small[:1])
+        for name in CASES:
             if name in variant.cases:
-                third = name in SLOW or name in LIKE_OTHERS or (number + index) % 12
-                yield name, variant.name, 1 if name in variant.quick else 3 if third else 2
+                yield name, variant.name, 1 if name in variant.quick else 2 if name in second else 3

@@ -146,7 +146,7 @@ class Waits(Callback):
         return sum(len(each._transfers.ahead) for each in set(self.states) if each is not None)
 
 
-@pytest.mark.parametrize("overlap", ["off", "backward"])
+@pytest.mark.parametrize("overlap", first(["off", "backward"], "backward", why="without updates in the background"))
 def test_the_ring_is_full_when_a_batch_begins(
     overlap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: list[StateOnDisk]
 ) -> None:
@@ -213,6 +213,27 @@ def test_layers_that_come_in_another_order(overlap: Any, tmp_path: Path, states:
     ours = fit(Skips, batches, on_disk(tmp_path, optimizer_overlap=overlap), recorded="losses")
     assert_same(ours, fit(Skips, batches, recorded="losses"))
     assert states[-1]._transfers.ring.peak_bytes <= states[-1]._transfers.ring.limit
+
+
+def test_a_process_forks_while_bytes_are_on_their_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: list[StateOnDisk]
+) -> None:
+    """The pages that the disk reads and writes are shared ones, of which a fork makes no copies."""
+    monkeypatch.setattr(os, "preadv", slow(os.preadv, 0.005))
+    monkeypatch.setattr(os, "pwritev", slow(os.pwritev, 0.005))
+    under_way: list[int] = []
+
+    class Forks(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if not (child := os.fork()):
+                transfers = [each.transfer for each in (*states[-1]._transfers.ahead, *states[-1]._transfers.behind)]
+                os._exit(sum(each is not None and not each.done for each in transfers))
+            under_way.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    batches = list(torch.randn(6, 2, 32))
+    ours = fit(deep, batches, on_disk(tmp_path), callbacks=[Forks()])
+    assert any(under_way)
+    assert_same(ours, fit(deep, batches))
 
 
 class Exchanges(Callback):

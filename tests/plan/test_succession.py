@@ -19,6 +19,15 @@ def test_it_goes_round_once() -> None:
     assert after(2, "abcdab") == "cda"
 
 
+def test_what_is_used_now_comes_last_for_who_needs_it_anew() -> None:
+    """Weights in files are read anew for each fetch: where one layer alone is there, the next read is its own."""
+    for used, coming in (("aaaa", "a"), ("ababab", "ab"), ("abcabc", "abc")):
+        succession = Succession[str](2)
+        for each in used:
+            succession.note(each)
+        assert "".join(succession.coming(itself=True)) == coming
+
+
 def test_nothing_is_guessed_at_first() -> None:
     assert after(1, "") == after(1, "a") == after(1, "abc") == ""
 

@@ -9,7 +9,9 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,7 +98,31 @@ def test_one_descriptor_is_enough(tmp_path: Path) -> None:
     assert len(memories) == 50
 
 
-def test_threads_may_ask_while_others_map(tmp_path: Path) -> None:
+@pytest.fixture
+def often() -> Iterator[None]:
+    """Threads take turns every 10 µs instead of 5 ms."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_garbage_may_be_unmapped_while_its_address_is_looked_for(tmp_path: Path) -> None:
+    """It was collected while a list of pairs was made: "dictionary changed size during iteration"."""
+    file = MappedFile(tmp_path)
+    kept, before = [file.allocate(4096, False) for _ in range(600)], gc.get_threshold()
+    try:
+        for number in range(300):
+            cycle: list[Any] = [file.allocate(4096, False)]
+            cycle.append(cycle)
+            del cycle
+            gc.set_threshold(50 + number % 50)
+            assert is_on_disk(kept[0].common)
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_threads_may_ask_while_others_map(tmp_path: Path, often: None) -> None:
     file, stop, errors = MappedFile(tmp_path), threading.Event(), list[Exception]()
     kept = file.allocate(SIZE, False)
 
@@ -107,11 +133,11 @@ def test_threads_may_ask_while_others_map(tmp_path: Path) -> None:
         except Exception as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=ask) for _ in range(2)]
+    threads = [threading.Thread(target=ask) for _ in range(3)]
     for thread in threads:
         thread.start()
     held = []
-    for number in range(100):
+    for number in range(600):
         held.append(file.allocate(4096, False))
         if number % 3 == 0:
             held.pop(0)

@@ -69,6 +69,7 @@ def file(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert list(tmp_path.iterdir()) == []
     if request.param.endswith(("I/O", "only")):
         assert not made.direct
+        assert not fcntl.fcntl(made.descriptor, fcntl.F_GETFL) & os.O_DIRECT
     yield made
     assert list(tmp_path.iterdir()) == []
 

@@ -14,6 +14,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from sp_lightning.device.torch_private import ENGINE_CALL
 from sp_lightning.engine.streamer import Streamer
 from tests.support.bare import bare
 from tests.support.engine import streamer_of
@@ -55,6 +56,26 @@ def test_a_failed_rebuild_tells_its_own_error_and_leaves_no_hooks() -> None:
         trainer_for(superpipeline(), max_epochs=2).fit(module, loader(vectors()))
     torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1).step()
     assert all(p.isfinite().all() for p in module.parameters())
+
+
+def test_an_engine_whose_end_fails_is_closed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else autograd kept the function of ours through which its backwards run, for the rest of the process."""
+    abort = Streamer.abort
+
+    def fails(self: Streamer, *, over: bool = False) -> None:
+        abort(self, over=over)
+        if over and not self._closed:
+            monkeypatch.undo()
+            raise ValueError("at the end of the run")
+
+    monkeypatch.setattr(Streamer, "abort", fails)
+    module, trainer = Module(Stack()), trainer_for(superpipeline())
+    with pytest.raises(ValueError, match="at the end of the run"):
+        trainer.fit(module, loader(vectors()))
+    assert getattr(*ENGINE_CALL) is torch.autograd.graph._engine_run_backward
+    assert {type(p) for p in module.parameters()} == {nn.Parameter}
+    assert trainer.strategy.stats().fetched_layers
+    trainer_for(superpipeline()).fit(module, loader(vectors()))
 
 
 def test_engines_are_freed_without_the_garbage_collector() -> None:

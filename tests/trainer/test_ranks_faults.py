@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from time import monotonic
+from contextlib import suppress
+from time import monotonic, sleep
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from sp_lightning import SuperpipelineStrategy
-from tests.support.ranks import rank, start
+from tests.support.ranks import in_ranks, rank, start
+from tests.support.runs import assert_equal
 from tests.support.tiers import first
 
 SECONDS = 10
@@ -144,3 +146,48 @@ def check(who: int, where: str, how: str, folder: Any, strategy: dict[str, Any])
         assert "has ended" in other or "has lost" in other
     assert took < SECONDS + 8, f"it took {took:.0f} seconds, with the start"
     assert not any(process.is_alive() for process in started.processes), "shared memory goes with the last process"
+
+
+class CatchesOutOfMemory(pl.LightningModule):
+    """Its second batch runs out of memory in the optimizer's step, on all ranks; it goes on with the next batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer: Any = self.optimizers()
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = self.layers(batch[0]).square().mean()
+            if index == 2 and rank() == 1:
+                sleep(0.5)  # the other one waits, and looks whether this one has failed
+            self.manual_backward(loss)
+            if index == 1:
+                raise torch.OutOfMemoryError("of the device")
+            return loss
+
+        with suppress(torch.OutOfMemoryError):
+            optimizer.step(closure)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train_and_catch() -> dict[str, torch.Tensor]:
+    pl.seed_everything(1, verbose=False)
+    module = CatchesOutOfMemory()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy="superpipeline", max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(32, 16)), batch_size=4))
+    return module.state_dict()
+
+
+def test_out_of_memory_that_all_ranks_catch_ends_no_run() -> None:
+    """No rank is told of it by another one, because user code may go on from it."""
+    first, second = in_ranks(2, train_and_catch)
+    assert_equal(first, second, "weights")

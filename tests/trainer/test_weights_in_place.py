@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,11 +19,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.engine.host_source import FileSource
 from sp_lightning.plan import host_memory
 from sp_lightning.plan.state_placement import choose_in_files
-from sp_lightning.store import direct_file
 from sp_lightning.store.direct_file import DirectFile
-from sp_lightning.store.file_block import InFile, home_of
+from sp_lightning.store.file_block import FileBlock, InFile, home_of
 from sp_lightning.store.weights_in_files import FilePlace, WeightReader, identity_of
 from sp_lightning.trainer import disk_tier
 from tests.support.in_files import brought_to_memory, stay
@@ -79,7 +80,13 @@ def predict(module: pl.LightningModule, strategy: Any = "auto", **options: Any) 
 
 
 @pytest.mark.parametrize("kind", first(["one file", "several files", "checkpoint"], "several files", why="other files"))
-@pytest.mark.parametrize("options", [{}, {"k": 1, "k_prime": 5}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    first(
+        [{}, {"k": 2, "k_prime": 2}, {"k": 1, "k_prime": 5}], {}, {"k": 1, "k_prime": 5}, why="a window between them"
+    ),
+    ids=str,
+)
 def test_predictions_are_plain_lightning_s(kind: str, options: Any, tmp_path: Path, brought: list[str]) -> None:
     file, scratch = written(made(), tmp_path, kind), tmp_path / "scratch"
     scratch.mkdir()
@@ -109,6 +116,35 @@ def test_layers_that_fit_are_in_memory(tmp_path: Path, monkeypatch: pytest.Monke
     module = without_values()
     assert_equal(predict(module, strategy), predict(made()), "predictions")
     assert {type(p) for p in module.parameters()} == {InFile, nn.Parameter}
+
+
+def test_one_layer_in_files_is_read_again_as_soon_as_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the rest of the batch; otherwise the read would begin when the layer is nearly due."""
+    monkeypatch.setattr(disk_tier, "choose_in_files", lambda sizes, *_, **__: list(sizes)[1:2])
+    stage, read, inside, reads = FileSource.stage, FileBlock.read, [False], list[bool]()
+
+    def staged(self: FileSource, layer: Any) -> Any:
+        inside[0] = True
+        try:
+            return stage(self, layer)
+        finally:
+            inside[0] = False
+
+    def noted(self: FileBlock, memory: Any) -> Any:
+        reads.append(inside[0])
+        return read(self, memory)
+
+    monkeypatch.setattr(FileSource, "stage", staged)
+    monkeypatch.setattr(FileBlock, "read", noted)
+    assert_equal(
+        predict(without_values(), in_place(written(made(), tmp_path, "one file"), tmp_path)),
+        predict(made()),
+        "predictions",
+    )
+    assert len(reads) > 4
+    assert all(reads[3:])  # once its order is known
 
 
 def test_a_prediction_whose_weights_are_in_memory_says_that_none_can_stay_in_files(
@@ -236,7 +272,7 @@ TOUCHES = {
 }
 
 
-@pytest.mark.parametrize("touch", TOUCHES)
+@pytest.mark.parametrize("touch", first(TOUCHES, "writes", "numpy", why="other ways to a weight"))
 def test_user_code_finds_the_weights(touch: str, tmp_path: Path, brought: list[str]) -> None:
     file = written(made(), tmp_path, "one file")
     mine, theirs = Touches(TOUCHES[touch]), Touches(TOUCHES[touch])
@@ -272,6 +308,24 @@ class Meanwhile(Callback):
     def on_predict_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
         if batch_idx == 1:
             self.happens()
+
+
+def test_a_forked_process_says_that_it_cannot_read_them(tmp_path: Path) -> None:
+    """It waited without end for threads that it has not got."""
+    module, ended = without_values(), list[int]()
+
+    def forks() -> None:
+        if not (child := os.fork()):
+            signal.alarm(20)
+            try:
+                next(module.parameters()).sum()
+            except RuntimeError as error:
+                os._exit(7 if "A forked process cannot read it" in str(error) else 1)
+            os._exit(2)
+        ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    predict(module, in_place(written(made(), tmp_path, "one file"), tmp_path), callbacks=[Meanwhile(forks)])
+    assert ended == [7]
 
 
 def test_a_file_that_is_replaced_changes_nothing(tmp_path: Path) -> None:
@@ -348,12 +402,13 @@ def test_a_read_that_fails_ends_in_an_error(fault: str, tmp_path: Path, monkeypa
     assert_equal(dict(module.state_dict()), dict(made().state_dict()), "state")  # the next read may succeed
 
 
+@pytest.mark.parametrize("direct", [True, False])
 def test_short_reads_go_on_and_files_without_direct_io_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Past the page cache they go on at a page, through it anywhere: there a read may give less than a page."""
     file = written(made(), tmp_path, "one file")
     preadv = os.preadv
-    monkeypatch.setattr(DirectFile, "_switch", lambda *_, **__: False)
-    monkeypatch.setattr(os, "preadv", lambda d, b, at: preadv(d, [b[0][:5000]], at))
-    monkeypatch.setattr(direct_file, "PIECE", 4096)
+    monkeypatch.setattr(DirectFile, "_switch", lambda *_, **__: direct)
+    monkeypatch.setattr(os, "preadv", lambda d, b, at: preadv(d, [b[0][: 5000 if direct else 3000]], at))
     assert_equal(predict(without_values(), in_place(file, tmp_path)), predict(made()), "predictions")

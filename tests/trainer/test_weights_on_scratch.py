@@ -284,7 +284,7 @@ def test_beside_frozen_weights_in_their_files(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="its other modes"))
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", first(FAULTS, "full", why="another number"))
 def test_a_fault_ends_the_step_and_spoils_no_checkpoint(
     fault: str, overlap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +342,7 @@ def test_state_that_has_no_room_beside_weights_names_what_those_have_taken(
         fit(stack, vectors(), on_disk(tmp_path), callbacks=[NoBatch()])
 
 
+@pytest.mark.rest("runs that look for the least memory that is enough")
 def test_more_memory_is_not_refused_where_less_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two decisions, what is on the disk and how much of the state is, the process takes some memory.
 

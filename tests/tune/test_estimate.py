@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from sp_lightning import chunk_loss
 from sp_lightning.activations import offload
@@ -291,3 +292,25 @@ def test_attention_is_counted_in_forward_and_backward(heads: int) -> None:
     linear = 2 * 2 * 16 * 8 * 8
     product = 2 * 2 * 16 * 16 * 8
     assert sum(cost.flops for cost in work.costs) == 2 * linear + 7 * product
+
+
+def test_formulas_that_a_module_registers_count() -> None:
+    """``plan`` imports the module after this package; a copy of torch's table did not have them."""
+    with torch.library._scoped_library("sp_counted", "DEF") as library:
+        library.define("mm(Tensor a, Tensor b) -> Tensor")
+        library.impl("mm", torch.mm, "CompositeExplicitAutograd")
+        operator = torch.ops.sp_counted.mm
+        register_flop_formula(operator)(lambda a, b, *_, out_shape=None, **__: 12345)
+
+        class Counted(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x + operator(x.detach(), x.detach())
+
+        module = nn.Sequential(nn.Linear(8, 8, bias=False), Counted())
+        x = torch.ones(8, 8)
+        try:
+            with on_paper():
+                work = estimate(find_layers(module, layers=["0"]), lambda: module(x).sum().backward())
+        finally:
+            del flop_registry[operator]
+    assert sum(cost.flops for cost in work.costs) == 12345 + 2 * 2 * 8 * 8 * 8
