@@ -23,6 +23,7 @@ from sp_lightning.activations.state import (
     own_attributes,
     random_states,
     state_now,
+    training_state,
 )
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import NormBase, overlaps_itself
@@ -156,11 +157,11 @@ class Snapshot:
             name: its name in the messages; empty for the one that the forward is of.
             module: a module that the forward calls.
         """
-        for inner, child in module.named_modules():
-            if child not in self._modules:
-                self._modules.add(child)
-                self.states.append(state_now(partial(getattr, child, "training"), partial(setattr, child, "training")))
-                self._look_at_module(join_names(name, inner), child)
+        new = {child: inner for inner, child in module.named_modules() if child not in self._modules}
+        self._modules.update(new)
+        self.states.append(training_state(list(new)))
+        for child, inner in new.items():
+            self._look_at_module(join_names(name, inner), child)
 
     def _look_at_module(self, name: str, module: nn.Module) -> None:
         self._look_at_buffers(name, module)

@@ -103,6 +103,17 @@ def item_state(place: dict[str, Any], key: str) -> State:
     return state_now(partial(place.get, key, _ABSENT), write)
 
 
+def training_state(modules: list[nn.Module]) -> State:
+    """Whether modules are in training mode."""
+
+    def write(training: list[bool]) -> None:
+        for module, value in zip(modules, training, strict=True):
+            if module.training != value:
+                module.training = value
+
+    return state_now(lambda: [module.training for module in modules], write)
+
+
 def attributes_state(attributes: dict[str, Any]) -> State:
     """The attributes of a module that are not those of every module.
 
@@ -165,8 +176,12 @@ def _restore(container: Any, copied: Any) -> None:
         if container != copied:
             set.clear(container)
             set.update(container, copied)
-    elif not isinstance(container, (list, deque)):
-        container[... if _is_array(container) else slice(None)] = copied
+    elif _is_array(container):
+        if container.shape != copied.shape:
+            container.resize(copied.shape, refcheck=False)
+        container[...] = copied
+    elif isinstance(container, (bytearray, array)):
+        container[:] = copied
     elif not _same_items(container, copied):
         if isinstance(container, list):
             list.__setitem__(container, slice(None), copied)
