@@ -17,8 +17,10 @@ from tests.support.models import Block, Module, Stack, vectors
 from tests.support.runs import assert_same, fit, superpipeline
 from tests.support.tiers import first
 
+SLOW = ("vgg", "vit", "swin", "resnet50")
 
-@pytest.mark.parametrize("name", first(MODELS, if_=lambda name: name != "vgg", why="seconds to make"))
+
+@pytest.mark.parametrize("name", first(MODELS, if_=lambda name: name not in SLOW, why="long to make"))
 def test_layers_cover_the_model(name: str) -> None:
     make, expected = MODELS[name]
     module = make()
