@@ -5,27 +5,19 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.attention import sdpa_kernel
 
-from sp_lightning.activations.containers import copy_container, restore_container
-from sp_lightning.activations.snapshot import SMALL, Snapshot
-from sp_lightning.activations.tensor_copy import TensorCopy, clone, write
-from sp_lightning.activations.weight_state import WeightState, host_of
+from sp_lightning.activations.snapshot import Snapshot, host_of
+from sp_lightning.activations.state import put
 from sp_lightning.device.torch_private import TORCHSCRIPT, preserve_version_counter, top_saved_tensors_hooks
 
-Elsewhere = Callable[[str], Callable[[], str | None]]
+OutsideWatch = Callable[[str], Callable[[], str | None]]
 """Takes a unit's name. What it returns says what was done to weights outside of the unit since; None if nothing was."""
-
-# The value of an attribute that is not there: None would be one, and would hide a weight of that name.
-_ABSENT = object()
-_NOTHING: AbstractContextManager[None] = nullcontext()  # it may be entered again and again
 
 
 class Unrepeatable(RuntimeError):
@@ -39,24 +31,18 @@ class ForwardState:
         unit: the module's name.
         module: it and the modules inside it are looked at.
         given: the forward's arguments. Objects among them that are no tensors are looked at, and what they hold.
-        volatile: by unit, the buffers whose values change; :meth:`restored` adds what it has learned.
-        elsewhere: says what was done to weights outside of the unit.
+        volatile: the names of tensors that the unit was seen to write where no version shows it; more are added.
+        outside: says what was done to weights outside of the unit.
     """
 
     def __init__(
-        self,
-        unit: str,
-        module: nn.Module,
-        given: Sequence[Any],
-        volatile: dict[str, set[str]],
-        elsewhere: Elsewhere,
+        self, unit: str, module: nn.Module, given: Sequence[Any], volatile: set[str], outside: OutsideWatch
     ) -> None:
         self._unit = unit
-        self._elsewhere = elsewhere
+        self._outside = outside
         self._volatile = volatile
         self._before = Snapshot(module, given)
         self._unchanged: list[tuple[str, Tensor, int]] = []  # tensors that the forward has not changed
-        self._learned: set[str] = set()  # names of tensors that were seen to be volatile
         self._scripted: str | None = None  # what has saved for backward in TorchScript
 
     def calls(self, unit: str, module: nn.Module) -> None:
@@ -64,11 +50,7 @@ class ForwardState:
         self._before.add(unit, module)
 
     def saves_in_torchscript(self, name: str) -> None:
-        """Is told that TorchScript has saved something for backward in the forward.
-
-        Args:
-            name: the function's or method's.
-        """
+        """A function of TorchScript has saved something for backward in the forward."""
         self._scripted = name
 
     @property
@@ -77,7 +59,7 @@ class ForwardState:
         return self._before.context
 
     def forward_ended(self) -> None:
-        """Forgets the values of what the forward has not changed.
+        """Forgets the values of large tensors that the forward has not changed.
 
         Raises:
             Unrepeatable: it has written what cannot be put back, or has saved something in TorchScript.
@@ -86,43 +68,32 @@ class ForwardState:
             # Its first call is profiled and runs operator by operator. A later one runs an optimized graph, which saves other
             # tensors, in another order: gradients were wrong where their shapes were the same. torch's own checkpoint has
             # this defect, and the exception that ends its second run early cannot pass through TorchScript's interpreter.
-            raise Unrepeatable(
-                self._refusal(
-                    f"calls {self._scripted!r} in TorchScript, which saves other tensors for backward once it is optimized"
-                )
+            self.refuse(
+                f"calls {self._scripted!r} in TorchScript, which saves other tensors for backward once it is optimized"
             )
-        for weight in self._before.weights:
+        before = self._before
+        for weight in before.weights:
             if weight.is_written:
-                raise Unrepeatable(self._refusal(f"writes its parameter {weight.name!r}"))
+                self.refuse(f"writes its parameter {weight.name!r}")
             if weight.has_other_gradient:
-                raise Unrepeatable(
-                    self._refusal(f"runs a backward that gives its parameter {weight.name!r} a gradient")
-                )
-        for tensor, version in self._before.inputs:
+                self.refuse(f"runs a backward that gives its parameter {weight.name!r} a gradient")
+        for tensor, version in before.inputs:
             if tensor._version != version:
-                raise Unrepeatable(self._refusal(f"writes a tensor of shape {tuple(tensor.shape)} that it is given"))
-        self._before.inputs.clear()  # a weight among them would keep its layer on the device
-        for name, copied in list(self._before.tensors.items()):
-            self._forget_unchanged(name, copied)
-
-    def _forget_unchanged(self, name: str, copied: TensorCopy) -> None:
-        """Forgets a tensor's value if the forward has not changed it, and nothing else is known to change it."""
-        volatile = self._volatile.get(self._unit)
-        if copied.stays or copied.counted:
-            return
-        if not (copied.trusted and volatile is not None) and not copied.same_bits:
-            self._learned.add(name)  # it was written through .data, or in NumPy, where no version shows it
-        elif volatile is None and copied.trusted and copied.tensor.nbytes <= SMALL:
-            pass  # the first backward has to show what is written between forward and backward
-        elif volatile is None or name not in volatile:
-            del self._before.tensors[name]
-            self._unchanged.append((name, copied.tensor, copied.version))
+                self.refuse(f"writes a tensor of shape {tuple(tensor.shape)} that it is given")
+        before.inputs.clear()  # a weight among them would keep its layer on the device
+        for name, copied in list(before.tensors.items()):
+            if copied.kept or copied.counted:
+                continue
+            if not copied.trusted and not copied.same_bits:
+                self._volatile.add(name)  # it was written through .data, or in NumPy
+            elif name not in self._volatile:
+                del before.tensors[name]
+                self._unchanged.append((name, copied.tensor, copied.version))
 
     def drop_values(self) -> None:
         """Forgets all but what :meth:`check` needs. There is no second run."""
-        before = self._before
-        for values in (before.containers, before.tensors, before.random, before.foreign, before.inputs):
-            values.clear()
+        self._before.states.clear()
+        self._before.tensors.clear()
 
     def check(self) -> None:
         """Checks that what was written since can be put back.
@@ -132,15 +103,14 @@ class ForwardState:
         """
         for weight in self._before.weights:
             if weight.is_written:
-                raise Unrepeatable(self._written_since(weight.name, "Parameter"))
+                self._refuse_written(weight.name, "Parameter")
         for name, place, key, held in self._before.held:
             if host_of(place.get(key)) is not held:
-                raise Unrepeatable(self._written_since(name, "What is called", "exchanged"))
-        volatile = self._volatile.get(self._unit, ())
+                self._refuse_written(name, "What is called", "exchanged")
         for name, tensor, version in self._unchanged:
-            # A tensor that has become volatile since was not kept.
-            if tensor._version != version or name in volatile:
-                raise Unrepeatable(self._written_since(name, "Buffer or attribute"))
+            # Another call of the unit may have written it where no version shows it.
+            if tensor._version != version or name in self._volatile:
+                self._refuse_written(name, "Buffer or attribute")
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -151,38 +121,31 @@ class ForwardState:
                 outside of the unit once more, or has given it another gradient.
         """
         self.check()
-        before = self._before
-        counted = (name for name, copied in before.tensors.items() if copied.counted)
-        self._volatile.setdefault(self._unit, set()).update(self._learned, counted)
-        now = _values_now(before)
-        kernels = sdpa_kernel(before.kernels) if before.kernels else nullcontext()
-        with preserve_version_counter(tuple(copied.tensor for copied in before.tensors.values())), kernels:
-            done = self._elsewhere(self._unit)
+        tensors = self._before.tensors.values()
+        states = [*(copied.state for copied in tensors), *self._before.states]
+        now = [(each, each.read()) for each in states]
+        with preserve_version_counter(tuple(copied.tensor for copied in tensors)):
+            done = self._outside(self._unit)
             try:
-                _values_before(before).put()
+                put((each, each.before) for each in states)
                 yield
             finally:  # torch stops the second run by an exception once it has computed what backward needs
-                now.put()
+                put(now)
                 self.refuse(done())
 
     def refuse(self, done: str | None) -> None:
-        """Refuses a forward for what it has done to weights outside of the unit.
+        """Refuses a forward for what it has done.
 
         Raises:
             Unrepeatable: it has done anything.
         """
         if done is not None:
-            raise Unrepeatable(self._refusal(done))
+            raise Unrepeatable(
+                f'The forward of {self._unit!r} {done}, and cannot be run again (activations="recompute"). {self._remedy()}'
+            )
 
-    # ------------------------------------------------------------------ what is said
-
-    def _refusal(self, what: str) -> str:
-        return (
-            f'The forward of {self._unit!r} {what}, and cannot be run again (activations="recompute"). {self._remedy()}'
-        )
-
-    def _written_since(self, name: str, what: str, how: str = "modified by an inplace operation") -> str:
-        return (
+    def _refuse_written(self, name: str, what: str, how: str = "modified by an inplace operation") -> None:
+        raise Unrepeatable(
             f"{what} {name!r} of {self._unit!r} has been {how} between forward and backward, which was to "
             f'compute the forward again (activations="recompute"). {self._remedy()}'
         )
@@ -194,111 +157,50 @@ class ForwardState:
         )
 
 
-class _FirstRuns(threading.local):
-    """The forwards of a thread that run for the first time, of which a second one may come."""
+# ---------------------------------------------------------------------- forwards that run for the first time
 
-    def __init__(self) -> None:
-        self._running: list[ForwardState] = []
-
-    @contextmanager
-    def of(self, state: ForwardState) -> Iterator[None]:
-        """While this is active, a forward runs for the first time."""
-        _watch_torchscript()
-        self._running.append(state)
-        try:
-            yield
-        finally:
-            self._running.remove(state)
-
-    def call(self, unit: str, module: nn.Module) -> None:
-        """A unit is about to be called; if it is inside the modules of such a forward, that has seen it already."""
-        for state in self._running:
-            state.calls(unit, module)
-
-    def in_torchscript(self, function: Any) -> AbstractContextManager[Any]:
-        """Around a call of TorchScript: the forwards are told whether it saves anything for backward."""
-        hooks = top_saved_tensors_hooks() if self._running else None
-        if hooks is None:
-            return _NOTHING
-        pack, unpack = hooks
-
-        def noted(tensor: Tensor) -> Any:
-            for state in self._running:
-                state.saves_in_torchscript(function.name)
-            return pack(tensor)
-
-        return saved_tensors_hooks(noted, unpack)
+_of_thread = threading.local()
 
 
-first_runs = _FirstRuns()
+def first_runs() -> list[ForwardState]:
+    """The forwards of this thread that run for the first time, of which a second one may come."""
+    if not hasattr(_of_thread, "running"):
+        _of_thread.running = []
+    running: list[ForwardState] = _of_thread.running
+    return running
+
+
+@contextmanager
+def first_run(of: ForwardState) -> Iterator[None]:
+    """While this is active, a forward runs for the first time."""
+    _watch_torchscript()
+    first_runs().append(of)
+    try:
+        yield
+    finally:
+        first_runs().remove(of)
 
 
 @cache
 def _watch_torchscript() -> None:
-    """Has each call of TorchScript tell the forwards what it saves, from now on. torch has no hooks around such calls."""
-
-    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(function: Any, *args: Any, **kwargs: Any) -> Any:
-            with first_runs.in_torchscript(function):
-                return call(function, *args, **kwargs)
-
-        return run
-
+    """From now on, forwards are told which calls of TorchScript save for backward. torch has no hooks around such calls."""
     for kind in TORCHSCRIPT:
-        kind.__call__ = watched(kind.__call__)
+        kind.__call__ = _watched(kind.__call__)
 
 
-class _Values(NamedTuple):
-    """Values, each with what it is put into."""
+def _watched(call: Callable[..., Any]) -> Callable[..., Any]:
+    def run(function: Any, *args: Any, **kwargs: Any) -> Any:
+        hooks = top_saved_tensors_hooks() if first_runs() else None
+        if hooks is None:
+            return call(function, *args, **kwargs)
+        pack, unpack = hooks
 
-    tensors: list[tuple[Tensor, Tensor]]
-    random: list[tuple[Callable[[Any], Any], Any]]
-    containers: list[tuple[Any, Any]]
-    foreign: list[tuple[dict[str, Any], str, Any]]
-    weights: list[tuple[WeightState, bool]]
-    training: list[tuple[nn.Module, bool]]
-    dtype: torch.dtype
+        def noted(tensor: Tensor) -> Any:
+            for running in first_runs():
+                running.saves_in_torchscript(function.name)
+            return pack(tensor)
 
-    def put(self) -> None:
-        """Puts the values where they belong."""
-        for tensor, value in self.tensors:
-            write(tensor, value)
-        for set_state, state in self.random:
-            set_state(state)
-        for container, copied in self.containers:
-            restore_container(container, copied)
-        for place, key, held in self.foreign:
-            if held is _ABSENT:
-                place.pop(key, None)
-            else:
-                place[key] = held
-        for weight, trained in self.weights:
-            weight.train(trained)
-        for module, training in self.training:
-            module.training = training
-        torch.set_default_dtype(self.dtype)
+        with saved_tensors_hooks(noted, unpack):
+            return call(function, *args, **kwargs)
 
-
-def _values_before(before: Snapshot) -> _Values:
-    return _Values(
-        [(copied.tensor, copied.before) for copied in before.tensors.values()],
-        [(source.write, source.state) for source in before.random],
-        list(before.containers.values()),
-        before.foreign,
-        [(weight, weight.trained) for weight in before.weights],
-        before.training,
-        before.dtype,
-    )
-
-
-def _values_now(before: Snapshot) -> _Values:
-    """The values, as they are now, of all that was looked at."""
-    return _Values(
-        [(copied.tensor, clone(copied.tensor)) for copied in before.tensors.values()],
-        [(source.write, source.read()) for source in before.random],
-        [(container, copy_container(container)) for container, _ in before.containers.values()],
-        [(place, key, place.get(key, _ABSENT)) for place, key, _ in before.foreign],
-        [(weight, weight.is_trained) for weight in before.weights],
-        [(module, module.training) for module, _ in before.training],
-        torch.get_default_dtype(),
-    )
+    return run

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.activations.offloaded_storage import OffloadedStorage, SavedReference
-from sp_lightning.activations.unit_call import UnitCall
+from sp_lightning.activations.unit_calls import UnitCall
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import strided
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode

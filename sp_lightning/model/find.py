@@ -9,24 +9,37 @@ block, only the rows travel that are looked up.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from sp_lightning.device.torch_private import is_traceable_wrapper_subclass
-from sp_lightning.model.autocast_weights import lowered_parameters
-from sp_lightning.model.checks import check_values, modules_moved_whole, parted_parameters
-from sp_lightning.model.found import Found, Layer, NamedParameter, Place, buffers_in, tensor_bytes
-from sp_lightning.model.notes import advice_to_group, notes_on, why_nothing
+from sp_lightning.device.torch_private import FakeTensor, is_compiled, is_traceable_wrapper_subclass
+from sp_lightning.model.blocks import (
+    CONTAINERS,
+    are_experts,
+    experts_in,
+    groups_in,
+    has_blocks,
+    has_parts,
+    is_repeated,
+    uses_torchscript,
+)
+from sp_lightning.model.checks import advice_to_group, modules_moved_whole, notes_on, parted_parameters, why_nothing
+from sp_lightning.model.found import Found, Layer, NamedParameter, Place, Unit, buffers_in, join_names, tensor_bytes
 from sp_lightning.model.patterns import LayerChoice, chosen_layers, chosen_residents
-from sp_lightning.model.stacks import is_stack
-from sp_lightning.model.units import Unit, Walk
+from sp_lightning.model.stacks import is_stack, stacked_rows
+from sp_lightning.model.without_values import refuse_without_values
 from sp_lightning.model.wrapped import parts
 
 # Small units stay on the device: together at most this share of the model, each at most a tenth of the largest.
 _RESIDENT_SHARE = 1 / 50
 _RESIDENT_SIZE = 1 / 10
+
+# Autocast casts the weight and the bias wherever one of these is called. A subclass may use them otherwise.
+_CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+# These read the weights of such children without calling the children.
+_READS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 Places = dict[nn.Parameter, tuple[Place, ...]]
 
@@ -54,15 +67,15 @@ def find_layers(
         ValueError: a pattern that matches nothing, overlapping layers, parameters without memory of their own.
     """
     names = {child: name for name, child in reversed(list(module.named_modules()))}
-    check_values(module)
+    refuse_without_values(module)
     chosen, kept = chosen_layers(module, layers, names), chosen_residents(module, resident)
     whole = modules_moved_whole(module, kept)
     _refuse_both(chosen, kept, names)
     parted = parted_parameters(module, whole)
-    walk = Walk(module, chosen=chosen, whole=whole, whole_blocks=whole_blocks)
+    walk = _Walk(module, chosen=chosen, whole=whole, whole_blocks=whole_blocks)
     units = list(walk.units(module, names[module]))
     places = _places(module, whole)
-    lowered = set() if autocast is None else lowered_parameters(module, places)
+    lowered = set() if autocast is None else _lowered(module, places)
     small = _small(units)
     moving = [unit for unit in units if unit not in small and any(p not in kept for _, p in unit.parameters)]
     looked_up = _looked_up(moving, places)
@@ -105,6 +118,23 @@ def _places(module: nn.Module, whole: Iterable[nn.Module]) -> Places:
             if parameter is not None:
                 places[parameter] = (*places.get(parameter, ()), Place(child, key))
     return places
+
+
+def _lowered(module: nn.Module, places: Places) -> set[nn.Parameter]:
+    """The float32 parameters that nothing but the calls of their own modules is known to read."""
+    reading = [
+        child
+        for child in module.modules()
+        if isinstance(child, _READS_CHILDREN) or is_compiled(child) or uses_torchscript(child)
+    ]
+    excluded = {inner for child in reading for inner in child.modules()}
+    return {
+        parameter
+        for parameter, where in places.items()
+        if (type(parameter) is nn.Parameter or isinstance(parameter, FakeTensor))
+        and parameter.dtype is torch.float32
+        and all(type(child) in _CAST and child not in excluded for child, _ in where)
+    }
 
 
 def _small(units: Sequence[Unit]) -> set[Unit]:
@@ -176,3 +206,111 @@ def _visits(
             used = {owner[p] for p in unit.module.parameters() if p in owner}
             visits[unit.module] = tuple(sorted(used if unit.expert else used - experts))
     return visits
+
+
+# ---------------------------------------------------------------------- the walk through the tree
+
+# These read their children's weights without calling the children, so the children cannot come one by one.
+_UNDIVIDED = (nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule)
+# A unit that is not one of several like blocks is cut further while it holds more than this share of the model.
+_LARGE_SHARE = 1 / 4
+
+
+class _Walk:
+    """One walk through a module tree.
+
+    Args:
+        module: the root.
+        chosen: the modules that the user wants to be layers.
+        whole: the modules that are moved whole, which have no units.
+        whole_blocks: whether blocks move with those experts that are modules.
+
+    Attributes:
+        above: the modules that were cut, in the order of the tree.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, chosen: set[nn.Module], whole: Mapping[nn.Module, str], whole_blocks: bool
+    ) -> None:
+        self.above: list[nn.Module] = []
+        self._total = sum(map(tensor_bytes, module.parameters()))
+        self._chosen = chosen
+        self._whole = whole
+        self._whole_blocks = whole_blocks
+        self._owned: set[nn.Parameter] = set()
+        self._seen: set[nn.Module] = set()
+        self._groups: set[nn.Module] = set()
+
+    def units(self, module: nn.Module, name: str, *, is_block: bool = False, is_expert: bool = False) -> Iterator[Unit]:
+        """The units of a module and of all below it, in the order of the tree.
+
+        Args:
+            module: where the walk goes on.
+            name: its name.
+            is_block: whether it is one of several like blocks.
+            is_expert: whether it is one of a list of experts.
+        """
+        if module in self._seen:
+            return
+        self._seen.add(module)
+        if module in self._whole or not any(True for _ in module.parameters()):
+            return
+        if module in self._chosen or not self._is_cut(module, is_block=is_block):
+            yield from self._uncut(module, name, is_expert)
+            return
+        self.above.append(module)
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter not in self._owned:
+                self._owned.add(parameter)
+                full = join_names(name, key)
+                yield Unit(full, None, [(full, parameter)])
+        repeated, routed = is_repeated(module), are_experts(name, module)
+        self._groups.update(groups_in(module))
+        for key, child in module.named_children():
+            yield from self.units(child, join_names(name, key), is_block=repeated, is_expert=routed)
+
+    def _uncut(self, module: nn.Module, name: str, is_expert: bool) -> Iterator[Unit]:
+        """A module that is not cut, then the experts inside it."""
+        chosen = module in self._chosen
+        closed = chosen or is_compiled(module)
+        experts = {} if closed else {expert: key for key, expert in experts_in(module, name)}
+        if not closed and stacked_rows(module):
+            experts = {module: name}
+        if self._whole_blocks:
+            experts = {expert: key for expert, key in experts.items() if stacked_rows(expert)}
+        if experts and any(map(uses_torchscript, module.modules())):
+            experts = {}  # TorchScript reads memory without asking, so all weights have to be there
+        within = [self._expert(expert, key, within=expert is not module) for expert, key in experts.items()]
+        if module not in experts:
+            yield Unit(name, module, self._own(module, name), chosen, is_expert)
+        yield from within
+
+    def _expert(self, module: nn.Module, name: str, *, within: bool) -> Unit:
+        return Unit(name, module, self._own(module, name), expert=True, within=within, rows=stacked_rows(module))
+
+    def _is_cut(self, module: nn.Module, *, is_block: bool) -> bool:
+        if is_compiled(module):
+            return False  # a compiled module is one graph: nothing can come and go inside
+        if any(child in self._chosen for child in module.modules()):
+            return True
+        if isinstance(module, _UNDIVIDED) or not has_parts(module):
+            return False
+        is_root = not self.above
+        if is_root or (type(module) in CONTAINERS and module not in self._groups):
+            return True
+        large = sum(map(tensor_bytes, module.parameters())) > _LARGE_SHARE * self._total
+        if has_blocks(module):
+            return large or not is_block
+        return large and not is_block
+
+    def _own(self, module: nn.Module, name: str) -> list[NamedParameter]:
+        """The parameters of a module that belong to no other unit; they belong to its unit from now on."""
+        excluded = {p for child in module.modules() if child in self._whole for p in child.parameters()}
+        own = [
+            (join_names(name, key), parameter)
+            for key, parameter in module.named_parameters()
+            if parameter not in self._owned and parameter not in excluded
+        ]
+        self._owned.update(parameter for _, parameter in own)
+        self._seen.update(module.modules())
+        return own

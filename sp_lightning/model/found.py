@@ -44,6 +44,34 @@ class Layer:
         return sum(tensor_bytes(parameter) for _, parameter in (*self.parameters, *self.lowered))
 
 
+@dataclass(eq=False)
+class Unit:
+    """A candidate for a layer: a whole module, or one parameter of a module that was cut.
+
+    Attributes:
+        name: the name of the module, or of the parameter.
+        module: None for a parameter.
+        parameters: what it owns. A parameter that several units share belongs to the first.
+        chosen: whether the user has chosen it.
+        expert: whether it is used only when something is routed to it.
+        within: whether another unit is around it.
+        rows: how many experts it holds in stacks, of which only those travel that something is routed to; otherwise 0.
+    """
+
+    name: str
+    module: nn.Module | None
+    parameters: list[NamedParameter]
+    chosen: bool = False
+    expert: bool = False
+    within: bool = False
+    rows: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its parameters."""
+        return sum(tensor_bytes(parameter) for _, parameter in self.parameters)
+
+
 class Parted(NamedTuple):
     """Two frozen parameters over one memory, as a flow's permutation and its transpose are.
 

@@ -1,12 +1,15 @@
 """Tensors on the meta device: they have a shape and a dtype, and no values. Here they are found, refused, and given values.
 
-The objects stay the same, so that ties, lists of parameters and references of the user's are valid afterwards.
+The objects stay the same, so that ties, lists of parameters and references of the user's are valid afterwards. Buffers that
+are in no file because transformers computes them, such as the frequencies of rotary embeddings, are computed by it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +75,7 @@ def _refuse_special(module: nn.Module, found: list[WithoutValues]) -> None:
 
 
 def refuse_without_values(module: nn.Module) -> None:
-    """Refuses parameters and buffers on the meta device.
+    """Refuses parameters and buffers that have no values: lazy ones, and those on the meta device.
 
     The module's own initialisation is not run for them, because nobody knows what it would have been on the CPU. On the meta
     device ``nn.init.trunc_normal_`` (torch 2.15) and ``post_init`` (transformers 5) do nothing; ``reset_parameters`` does not
@@ -81,6 +84,12 @@ def refuse_without_values(module: nn.Module) -> None:
     Raises:
         ValueError: there is one.
     """
+    for name, parameter in module.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(
+                f"Parameter {name!r} has no shape yet (a lazy module). Run one batch through the module before "
+                "fit, or give the module its sizes."
+            )
     parameters = set(module.parameters())
     for name, tensor in named_tensors(module):
         if tensor.is_meta and tensor in parameters:
@@ -112,3 +121,65 @@ def give_values(found: WithoutValues, value: Tensor) -> None:
         if not alike or not isinstance(tensor, nn.Parameter):
             value = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").copy_(value)
     exchange_memory(tensor, nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value)
+
+
+# ---------------------------------------------------------------------- buffers that transformers computes
+
+_HAS_VALUES = "_is_hf_initialized"
+"""The attribute by which transformers 5 knows the parameters and buffers that its initialisation is to leave alone."""
+
+
+def compute_buffers(module: nn.Module) -> None:
+    """Has transformers compute the buffers on the meta device, as its ``from_pretrained`` does.
+
+    What it does not compute stays there.
+
+    Args:
+        module: the root. Its parameters have values.
+    """
+    modeling: Any = sys.modules.get("transformers.modeling_utils")
+    initialization: Any = sys.modules.get("transformers.initialization")  # there is none before version 5
+    if modeling is None or initialization is None or not find_without_values(module):
+        return
+    for child, model in _within(module, None, modeling.PreTrainedModel):
+        buffers = {key: buffer for key, buffer in child._buffers.items() if buffer is not None and buffer.is_meta}
+        if model is not None and buffers:
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), initialization.guard_torch_init_functions():
+                _compute(child, buffers, model)
+
+
+def _within(module: nn.Module, model: Any, kind: type) -> Iterator[tuple[nn.Module, Any]]:
+    """All modules, each with the model of transformers in which it is."""
+    model = module if isinstance(module, kind) else model
+    yield module, model
+    for child in module.children():
+        yield from _within(child, model, kind)
+
+
+def _compute(child: nn.Module, buffers: dict[str, Tensor], model: Any) -> None:
+    """Computes one module's buffers twice, over zeros and over ones: those that are equal were computed as a whole."""
+    results = []
+    for filler in (0, 1):
+        child._buffers.update({key: torch.full_like(each, filler, device="cpu") for key, each in buffers.items()})
+        with _left_alone(child, buffers):
+            model._init_weights(child)
+        results.append({key: child._buffers[key] for key in buffers})
+    child._buffers.update(buffers)
+    for key, buffer in buffers.items():
+        value, again = (each[key] for each in results)
+        if value is not None and again is not None and torch.equal(value, again):
+            give_values(WithoutValues((key,), buffer), value)
+
+
+@contextmanager
+def _left_alone(child: nn.Module, buffers: dict[str, Tensor]) -> Iterator[None]:
+    """Everything in a module but these buffers is marked, so that transformers leaves it alone."""
+    tensors = [tensor for tensor in (*child.parameters(), *child.buffers()) if not hasattr(tensor, _HAS_VALUES)]
+    marked = [tensor for tensor in tensors if not any(tensor is child._buffers[key] for key in buffers)]
+    for tensor in marked:
+        setattr(tensor, _HAS_VALUES, True)
+    try:
+        yield
+    finally:
+        for tensor in marked:
+            delattr(tensor, _HAS_VALUES)

@@ -2,7 +2,7 @@
 
 A *unit* is a layer, or a part beside the layers that stays on the device. What autograd saves in its forward is kept,
 computed again in backward, or sent to the host and brought back. Nothing here touches memory;
-:mod:`sp_lightning.activations.modes` has the class of each mode.
+:mod:`sp_lightning.activations.calls` has what carries each mode out.
 """
 
 from __future__ import annotations

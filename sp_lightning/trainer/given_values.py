@@ -14,8 +14,13 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.model.computed_buffers import compute_buffers
-from sp_lightning.model.without_values import WithoutValues, find_without_values, give_values, named_tensors
+from sp_lightning.model.without_values import (
+    WithoutValues,
+    compute_buffers,
+    find_without_values,
+    give_values,
+    named_tensors,
+)
 from sp_lightning.observe.messages import less_host_memory
 from sp_lightning.plan.host_memory import check_host
 from sp_lightning.trainer.weight_files import WeightFile, open_weights

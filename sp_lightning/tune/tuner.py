@@ -60,7 +60,7 @@ class Tuner:
         self._said = ""  # the choice that was logged last
         self._again = False  # whether the window is to be chosen anew before the next batch
         if balanced:
-            streamer.activations.trial.begin()
+            streamer.activations.recompute.begin_trial()
         device.reset_peak()
 
     def batch_starts(self, batch: Any, overlap: Overlap) -> None:
@@ -142,7 +142,7 @@ class Tuner:
         window, peak = self._window, self._device.peak_bytes()
         if self._balanced and not self._calls and self._streamer.activations.calls:
             self._calls, self._first = self._streamer.activations.calls, self._next
-            self._unfit = self._streamer.activations.trial.end()
+            self._unfit = self._streamer.activations.recompute.end_trial()
         least, modes = least_bytes(self._sized()), self._streamer.activations.modes
         rest = least if peak is None else peak - self._streamer.weight_bytes - self._more(modes)
         if rest > window.rest:

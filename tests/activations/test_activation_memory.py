@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.activations import offload
 from sp_lightning.activations.calls import Activations
-from sp_lightning.activations.modes import KeepMode, RecomputeMode
 from sp_lightning.activations.offload import Offload
 from sp_lightning.device.layout import PAGE
 from sp_lightning.plan.activation_policy import Call, peak_bytes
@@ -214,8 +213,8 @@ def test_a_host_without_room_recomputes(
 
         return runs
 
-    monkeypatch.setattr(KeepMode, "run", noted(KeepMode.run, False))
-    monkeypatch.setattr(RecomputeMode, "run", noted(RecomputeMode.run, True))
+    monkeypatch.setattr(Activations, "run_kept", noted(Activations.run_kept, False))
+    monkeypatch.setattr(Activations, "run_recomputed", noted(Activations.run_recomputed, True))
     ours, _ = train_saving(counts, "offload")
     assert_same(ours, fit(lambda: saving(counts), rows()))
     assert seen[0].ring.peak_bytes <= room

@@ -16,6 +16,7 @@ from sp_lightning import SuperpipelineStrategy
 from tests.support.models import Module, Stack, Transformer, tokens, twice, vectors
 from tests.support.runs import assert_same, fit, fused, superpipeline
 from tests.support.saving import MODES
+from tests.support.tiers import first
 
 pytestmark = pytest.mark.usefixtures("everything_is_worth_moving")
 
@@ -125,7 +126,11 @@ CALLER = {"net.blocks.2": "recompute", "**": "offload"}
 
 @pytest.mark.parametrize(
     ("how", "activations"),
-    [*((how, "recompute") for how in HOW), *((how, CALLER) for how in HOW), ("twice", {"net.blocks.3": "recompute"})],
+    [
+        *((how, "recompute") for how in HOW),
+        *first([(how, CALLER) for how in HOW], ("called", CALLER), why="the ways to call are those of the first tier"),
+        ("twice", {"net.blocks.3": "recompute"}),
+    ],
 )
 def test_the_state_of_a_unit_that_a_recomputed_one_calls_changes_once(how: str, activations: Any) -> None:
     ours = fit(lambda: calls_another(how), vectors(), superpipeline(k=1, activations=activations))

@@ -20,6 +20,7 @@ from tests.support.models import Module, Stack, twice, vectors
 from tests.support.repeated_block import Block
 from tests.support.runs import assert_same, fit, superpipeline
 from tests.support.simdevice import simulated
+from tests.support.tiers import first
 
 pytestmark = pytest.mark.usefixtures("everything_is_worth_moving")
 
@@ -219,7 +220,15 @@ def writes_another(write: Callable[[Any], None], target: int = 3, kind: type = W
 
 
 @pytest.mark.parametrize("resident", [(), ("net.blocks.3",)], ids=["moves", "stays"])
-@pytest.mark.parametrize("write", [_multiply, _multiply_data, _multiply_all, _multiply_a_view, _exchange])
+@pytest.mark.parametrize(
+    "write",
+    first(
+        [_multiply, _multiply_data, _multiply_all, _multiply_a_view, _exchange],
+        _multiply_data,
+        _exchange,
+        why="writes that torch counts are found by the version, as those of a forward's own weights are",
+    ),
+)
 def test_a_forward_that_writes_a_weight_of_another_layer_is_refused(
     write: Callable[[Any], None], resident: Any
 ) -> None:

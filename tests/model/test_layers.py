@@ -33,17 +33,10 @@ def test_layers_cover_the_model(name: str) -> None:
     assert {id(p) for p in owned} == {id(p) for p in module.parameters()}
     total = sum(p.numel() * p.element_size() for p in module.parameters())
     assert sum(layer.nbytes for layer in (*found.layers, *found.tables)) >= 0.95 * total
-
-
-@pytest.mark.parametrize(  # alignment outweighs the sizes of those that are left out
-    "name",
-    first(sorted(set(MODELS) - {"mlp", "one-linear", "stack"}), if_=lambda name: name not in SLOW, why="long to make"),
-)
-def test_slots_never_take_more_than_the_model(name: str) -> None:
-    """Whatever the sizes of the layers: one convolution of VGG's is three quarters of the model."""
-    module = MODELS[name][0]()
-    plan = make_plan(find_layers(module), k=2, k_prime=1)
-    total = sum(p.numel() * p.element_size() for p in module.parameters())
+    if name in ("mlp", "one-linear", "stack"):  # alignment outweighs their sizes
+        return
+    # Whatever the sizes of the layers, slots take no more than the model: one convolution of VGG's is three quarters of it.
+    plan = make_plan(found, k=2, k_prime=1)
     assert plan.slot_bytes <= 1.05 * total
     assert all(layer.nbytes <= plan.rings[layer.ring].nbytes for layer in plan.layers)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.activations.modes import MODES, ModeContext
-from sp_lightning.activations.unit_call import UnitCall
+from sp_lightning.activations.calls import MODES, Activations
+from sp_lightning.activations.unit_calls import UnitCall
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import part, versions
 from sp_lightning.device.waits import Stream
@@ -176,20 +176,16 @@ def test_updates_of_layers_are_done_by_somebody_else() -> None:
     assert blocks == sorted(blocks, reverse=True)  # backward completes the last layer first
 
 
-# ---------------------------------------------------------------------- ActivationMode
+# ---------------------------------------------------------------------- modes of activations
 
 
-class AsBytes:
+def test_a_mode_of_activations_is_a_name_and_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fourth mode: what a unit saves is bytes until backward."""
+    saved: list[str] = []
 
-    packed: list[str]
-
-    def __init__(self, context: ModeContext) -> None:
-        """It needs nothing of the engine."""
-
-    def run(self, call: UnitCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def as_bytes(_: Activations, call: UnitCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         def pack(tensor: Tensor) -> tuple[bytes, torch.dtype, torch.Size]:
-            self.packed.append(call.unit)
+            saved.append(call.unit)
             return tensor.detach().contiguous().numpy().tobytes(), tensor.dtype, tensor.shape
 
         def unpack(packed: tuple[bytes, torch.dtype, torch.Size]) -> Tensor:
@@ -198,16 +194,13 @@ class AsBytes:
         with saved_tensors_hooks(pack, unpack):
             return forward(*args, **kwargs)
 
-
-def test_a_mode_of_activations_is_a_name_and_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed: list[str] = []
     monkeypatch.setattr("sp_lightning.plan.options.Mode", Literal["keep", "recompute", "offload", "bytes"])
-    monkeypatch.setitem(MODES, "bytes", type("AsBytesHere", (AsBytes,), {"packed": packed}))
+    monkeypatch.setitem(MODES, "bytes", as_bytes)
     choice: Any = {"net.blocks.1": "bytes", "net.blocks.2": "offload", "net.blocks.3": "bytes"}
     ours = fit(lambda: Module(Stack()), vectors(), superpipeline(k=1, activations=choice))
     assert_same(ours, fit(lambda: Module(Stack()), vectors()))
-    assert set(packed) == {"net.blocks.1", "net.blocks.3"}
+    assert set(saved) == {"net.blocks.1", "net.blocks.3"}
 
 
-def test_each_mode_that_users_can_name_has_its_class() -> None:
+def test_each_mode_that_users_can_name_is_carried_out() -> None:
     assert set(MODES) == set(get_args(Mode))
