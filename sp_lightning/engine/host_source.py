@@ -11,7 +11,7 @@ from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.slots import Slots, Staged
-from sp_lightning.weights.weight_watch import WeightWatch
+from sp_lightning.weights.writes import WeightWatch
 
 
 class HostSource:

@@ -13,11 +13,10 @@ from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.weights.device_parameter import same_place
 from sp_lightning.weights.expert_rows import NOTHING
-from sp_lightning.weights.kept_memory import KeptMemory
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.parameter_group import ParameterGroup
 from sp_lightning.weights.slots import Slot, Slots, SlotState
-from sp_lightning.weights.weight_watch import WeightWatch
+from sp_lightning.weights.writes import KeptMemory, WeightWatch
 
 
 class LentWeights:
@@ -72,18 +71,14 @@ class LentWeights:
         views = self._slots.views(layer, slot)
         if not group.attached:
             group.attach(views[: len(group.all)])  # (3)
-            self.suspect(group)
+            if self._watch is not None:  # with check_writes, every weight on the device may have been written there
+                group.expose()
         elif group.resting:
             group.ask(before_use=False)
         group.resting = False
         group.sync_requires_grad()
         if layer.masters is not None:
             self._offer_casts(layer, views[len(group.all) :])
-
-    def suspect(self, group: ParameterGroup) -> None:
-        """With ``check_writes``, treats every weight that is on the device as one that may have been written there."""
-        if self._watch is not None:
-            group.expose()
 
     def _offer_casts(self, layer: StreamedLayer, casts: Sequence[Tensor]) -> None:
         """Lets the layer's casts stand for its masters, unless those are on the device, where they may be written."""

@@ -119,8 +119,9 @@ class StreamedLayer:
         return self.parameters.stale or (self.casts is not None and not self.casts.current)
 
     def close(self) -> None:
-        """The run is over: drops the device parameters, and widens gradients, so that code after it need not know of any."""
+        """The run is over: drops the device parameters, and leaves ordinary ones on the host, whose gradients are wide."""
         self.parameters.close()
+        self.block.unpin()
         for parameter in self.block.parameters:
             widen(parameter)
 

@@ -25,9 +25,9 @@ from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.weights.expert_cache import ExpertCache
 from sp_lightning.weights.expert_rows import NOTHING
-from sp_lightning.weights.kept_memory import KeptMemory
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.uploads import OnItsWay, Uploads
+from sp_lightning.weights.writes import KeptMemory
 
 
 class SlotState(enum.Enum):
