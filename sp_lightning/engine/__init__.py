@@ -14,6 +14,7 @@ The parts, from below; each imports those before it only:
 - ``host_source``: the bytes of a layer on the host, updated and cast, as a transfer is to read them; ``file_source``: those of
   layers that are in files.
 - ``step``, ``backward``: from the first fetch to the last; graph tasks, and gradients that arrive in them (7) (8) (9).
+  ``step.Below`` is the one record of the parts so far, which each part from here on is made with.
 - ``saved_tensors``, ``module_hooks``, ``access``: the doors by which somebody asks for a layer (4) (6).
 - ``updating``: the engine as an optimizer's step sees it.
 - ``peak``: the most device memory that weights and gradients took.

@@ -3,7 +3,8 @@
 :class:`~sp_lightning.weights.layer.StreamedLayer` is what travels together. ``slots`` is the device memory, ``prefetch`` and
 ``trace`` say what comes next, ``source`` where bytes come from. ``uploads`` copies whole layers, ``sliced_uploads`` with several
 devices each a part. ``parameter_group`` and ``device_parameter`` are what modules
-hold in a step, ``swap`` puts them there; ``kept_memory`` finds what was written to memory that user code holds beyond that;
+hold in a step, ``swap`` puts them there, with the ``buffers`` that have to be beside them; ``writes`` finds by digests what was
+written where no version shows it;
 ``residents`` stay on the device, of ``embedding_rows`` only rows travel, ``casts``
 travel in place of float32 weights. ``gradients`` go back to the host in ``drains``, where a
 ``narrow_gradient`` keeps the dtype in which it came until somebody asks for it. ``gradient_sink`` is what the engine knows of
