@@ -30,27 +30,21 @@ from sp_lightning.device.torch_private import (
 )
 from sp_lightning.device.waits import Wait
 from sp_lightning.engine.backward import Backward
-from sp_lightning.engine.exchange import Exchange
 from sp_lightning.engine.host_source import tied
-from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.module_hooks import Visits
-from sp_lightning.engine.residency import Residency, needed_again
+from sp_lightning.engine.residency import needed_again
 from sp_lightning.engine.saved_tensors import RunningCalls, SavedTensors, packs
-from sp_lightning.engine.step import Step
+from sp_lightning.engine.step import Below, Part, Step
 from sp_lightning.weights.device_parameter import DeviceParameter, hides_stand_ins
 from sp_lightning.weights.layer import Kind, StreamedLayer
-from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.rows import Rows
-from sp_lightning.weights.slots import BlockSource, Staged
+from sp_lightning.weights.slots import Staged
 
 
-class Access:
+class Access(Part):
     """Brings layers when they are asked for; device parameters know it as their ``Doors``.
 
     Args:
-        lock: the engine's lock. It is never held while user code runs; hooks in backward run on autograd's threads.
-        layers: all layers.
-        residency, lent, source, residents, exchange, step, backward: the engine's parts below.
         offloads: says whether what a graph saves may leave the device.
         unit: returns the layers of a unit by its name.
         around_rerun: a context for a forward that runs again, of which only autograd is to know.
@@ -58,20 +52,14 @@ class Access:
     Attributes:
         calls: the calls of modules that are running.
         run_again: the unit whose forward was the last to run again.
-        saved_tensors: the hooks for what autograd saves; set by :meth:`pack_with`.
+        saved_tensors: the hooks for what autograd saves; set by the streamer, because they ask this object.
     """
 
     saved_tensors: SavedTensors
 
     def __init__(
         self,
-        lock: threading.RLock,
-        layers: Sequence[StreamedLayer],
-        residency: Residency,
-        lent: LentWeights,
-        source: BlockSource,
-        residents: Residents,
-        exchange: Exchange,
+        below: Below,
         step: Step,
         backward: Backward,
         *,
@@ -79,15 +67,10 @@ class Access:
         unit: Callable[[str], Visits],
         around_rerun: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._lock = lock
-        self._residency = residency
-        self._lent = lent
-        self._source = source
-        self._residents = residents
-        self._exchange = exchange
+        super().__init__(below)
         self._step = step
         self._backward = backward
-        moving = [layer for layer in layers if layer.kind is not Kind.RESIDENTS]
+        moving = [layer for layer in self._layers if layer.kind is not Kind.RESIDENTS]
         self._moves = bool(moving)
         self._casts = any(layer.masters is not None for layer in moving)
         self._first = next((layer for layer in moving if layer.kind is Kind.BLOCK), None)
@@ -96,7 +79,6 @@ class Access:
         self._around_rerun = around_rerun
         self.gradient_arrived = backward.gradient_arrived  # called directly, because it is called for each gradient
         self.gradients_complete, self.at_host = backward.complete, backward.at_host
-        self.device = lent.device
         self.run_again = ""
         self.calls = RunningCalls()
         self._closed = False
@@ -127,7 +109,7 @@ class Access:
                 raise
             self.calls.begin(self.saved_tensors.hooks if self._moves or self._offloads() else None)
             if self._backward.tasks and self.calls.depth == 1:
-                self._exchange.watch_forward(begins=True)
+                self._swap.captured.watch_forward(begins=True)
             for layer in entered:
                 layer.parameters.watch()
         return visits
@@ -148,7 +130,7 @@ class Access:
             finally:  # what was written on the device may be refused
                 self.calls.end()
                 if self._backward.tasks and not self.calls.depth:
-                    self._exchange.watch_forward(begins=False)
+                    self._swap.captured.watch_forward(begins=False)
                 if outside := self._is_outside():
                     self._step.end(writes_follow=True)
             if visits and not outside:
@@ -190,10 +172,6 @@ class Access:
                 yield
             finally:
                 self.calls.reset()
-
-    def pack_with(self, saved_tensors: SavedTensors) -> None:
-        """Has these hooks pack what autograd saves in calls from now on."""
-        self.saved_tensors = saved_tensors
 
     def unpack(self, layer: StreamedLayer, at: SavedView | int, rows: Rows) -> Tensor:
         """Brings a layer, or rows of it, for autograd, which unpacks a weight.
@@ -257,10 +235,10 @@ class Access:
         finally:
             with held(self._lock):
                 self._residency.end_call(layers, release=False)
-                if residents and not self._exchange.on_device:
+                if residents and not self._swap.on_device:
                     self._residents.take_back_writes()
                     self._residents.group.ask(before_use=True)
-                if self.saves_raw() or not self._exchange.on_device:
+                if self.saves_raw() or not self._swap.on_device:
                     self._residency.release_unpinned()  # so that the next operation asks as well
                 self._residency.fetch_ahead()
 
@@ -293,7 +271,7 @@ class Access:
     def host_is_used(self, layer: StreamedLayer) -> None:
         """Has the host's weights be what the device's are, and read by no transfer, because user code reads or writes them."""
         with held(self._lock):
-            if self._exchange.on_device and layer.parameters.written():
+            if self._swap.on_device and layer.parameters.written():
                 self._step.take_back_writes()
                 if layer in self._residency.used:  # user code runs inside of its module's call
                     self._lent.take_back(layer)

@@ -115,7 +115,7 @@ def stand_ins_for_wrapped(found: Found, layers: Sequence[StreamedLayer]) -> dict
     made = {}
     for host in found.wrapped:
         members = [where[id(part)] for _, part in parts("", host)]
-        away = iter([group.away(index) for group, index in members])
+        away = iter([group.away[index] for group, index in members])
         made[host] = stand_in(host, away, partial(_bring, members), partial(_expose, members))
     return made
 

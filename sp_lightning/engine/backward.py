@@ -12,26 +12,16 @@ from functools import partial
 
 from torch import Tensor
 
-from sp_lightning.activations.calls import Activations
 from sp_lightning.device.torch_private import current_graph_task, queue_callback
-from sp_lightning.engine.lent_weights import LentWeights
-from sp_lightning.engine.residency import Residency, needed_again
-from sp_lightning.engine.step import Step, StepKind
+from sp_lightning.engine.residency import needed_again
+from sp_lightning.engine.step import Below, Part, Step, StepKind
 from sp_lightning.weights.device_parameter import Untouched, tensor_grad
-from sp_lightning.weights.gradient_sink import GradientSink, Wanted
+from sp_lightning.weights.gradient_sink import Wanted
 from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.slots import BlockSource
 
 
-class Backward:
+class Backward(Part):
     """The graph tasks that are under way.
-
-    Args:
-        lock: the engine's lock.
-        layers: all layers.
-        residency, lent, source, activations, step: the engine's parts below.
-        sink: takes the gradients.
-        noted: called after a gradient has arrived, so that more memory may be in use than ever before.
 
     Attributes:
         tasks: the identifiers of the graph tasks under way, outermost first.
@@ -39,27 +29,10 @@ class Backward:
         wanted: says whether a step waits for a layer, to update it in that backward; None if none does.
     """
 
-    def __init__(
-        self,
-        lock: threading.RLock,
-        layers: list[StreamedLayer],
-        residency: Residency,
-        lent: LentWeights,
-        source: BlockSource,
-        activations: Activations,
-        step: Step,
-        sink: GradientSink,
-        noted: Callable[[], None],
-    ) -> None:
-        self._lock = lock
-        self._layers = layers
-        self._residency = residency
-        self._lent = lent
-        self._source = source
-        self._activations = activations
+    def __init__(self, below: Below, step: Step) -> None:
+        super().__init__(below)
         self._step = step
-        self.sink = sink
-        self._noted = noted
+        self._noted = below.noted
         self.tasks: list[int] = []
         self.on_complete: Callable[[StreamedLayer], None] | None = None
         self.wanted: Wanted | None = None
@@ -97,7 +70,7 @@ class Backward:
         self.join()
         self._announced = True
         self._accumulates = True
-        self.sink.expect(None if self.wanted is None else self._wants)
+        self.gradients.expect(None if self.wanted is None else self._wants)
         with self._lock:
             residency = self._residency
             for layer in [layer for layer in residency.used if not layer.pins and layer.outdated]:
@@ -166,18 +139,18 @@ class Backward:
                 raise RuntimeError(needed_again(layer, "another gradient arrived for it"))
             if len(self.tasks) > 1 or not self._announced:
                 self._note_given(group.spans[index].name)
-            complete = self.sink.arrived(layer, index, gradient)  # (7)
+            complete = self.gradients.arrived(layer, index, gradient)  # (7)
             self._noted()
             if complete:
-                self.sink.drain(layer)
+                self.gradients.drain(layer)
         if complete:
-            self.sink.land()
+            self.gradients.land()
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Sends off what is left of other layers' gradients, because the backward of ``layers`` begins."""
         with self._arrivals:
-            self.sink.make_room(layers)
-        self.sink.land()
+            self.gradients.make_room(layers)
+        self.gradients.land()
 
     def _note_given(self, name: str) -> None:
         depth = self.tasks.index(current_graph_task())
@@ -218,7 +191,7 @@ class Backward:
         self.tasks.clear()
         self._nested = self._announced = self._accumulates = False
         self.clear_early_updates()
-        self.sink.drop()
+        self.gradients.drop()
 
     def clear_early_updates(self) -> None:
         """Allows uses of the layers that backward has updated, because the step is over."""
@@ -249,11 +222,11 @@ class Backward:
             self._residency.release_unpinned()
         try:
             with self._arrivals:
-                self.sink.end(last=not self.tasks)
-            self.sink.land(everything=True)
+                self.gradients.end(last=not self.tasks)
+            self.gradients.land(everything=True)
         except BaseException:
             with self._arrivals:
-                self.sink.drop()  # a user's hook has raised: plain autograd would not have computed the other gradients
+                self.gradients.drop()  # a user's hook has raised: plain autograd would not have computed the other gradients
             raise
         finally:
             if not self.tasks:

@@ -23,7 +23,7 @@ from sp_lightning.store.direct_file import Transfer
 from sp_lightning.store.file_block import FileBlock
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.slots import BlockSource, Slots, Staged
-from sp_lightning.weights.weight_watch import WeightWatch
+from sp_lightning.weights.writes import WeightWatch
 
 
 class HostSource(BlockSource):

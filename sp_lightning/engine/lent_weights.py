@@ -13,11 +13,10 @@ from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.engine.residency import Tenants
 from sp_lightning.weights.device_parameter import same_place
-from sp_lightning.weights.kept_memory import KeptMemory
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.parameter_group import ParameterGroup
 from sp_lightning.weights.slots import Slot, Slots
-from sp_lightning.weights.weight_watch import WeightWatch
+from sp_lightning.weights.writes import KeptMemory, WeightWatch
 
 
 class LentWeights(Tenants):
@@ -72,7 +71,8 @@ class LentWeights(Tenants):
         views = self._slots.views(layer, slot)
         if not group.attached:
             group.attach(views[: len(group.all)])  # (3)
-            self.suspect(group)
+            if self._watch is not None:  # with check_writes, every weight on the device may have been written there
+                group.expose()
         elif group.resting:
             group.ask(before_use=False)
         group.resting = False

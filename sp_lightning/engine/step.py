@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from sp_lightning.activations.calls import Activations
 from sp_lightning.device.board import RankError
-from sp_lightning.engine.exchange import Exchange
 from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.residency import Residency
 from sp_lightning.optim.background import BackgroundUpdates
+from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.slots import BlockSource
-from sp_lightning.weights.weight_watch import WeightWatch
+from sp_lightning.weights.swap import Swap
+from sp_lightning.weights.writes import WeightWatch
 
 
 class StepKind(enum.Enum):
@@ -29,12 +31,50 @@ class StepKind(enum.Enum):
     """User code calls backward, reads gradients and writes weights within it (manual optimization)."""
 
 
-class Step:
+@dataclass(frozen=True)
+class Below:
+    """The engine's parts below a step, which every part above knows.
+
+    Attributes:
+        lock: the engine's lock. It is never held while user code runs; hooks in backward run on autograd's threads.
+        layers: all layers.
+        noted: called after more memory may be in use than ever before.
+    """
+
+    lock: threading.RLock
+    layers: list[StreamedLayer]
+    residency: Residency
+    lent: LentWeights
+    source: BlockSource
+    residents: Residents
+    swap: Swap
+    activations: Activations
+    updates: BackgroundUpdates
+    gradients: GradientSink
+    noted: Callable[[], None]
+
+
+class Part:
+    """A part of the engine that uses those below it."""
+
+    def __init__(self, below: Below) -> None:
+        self._lock = below.lock
+        self._layers = below.layers
+        self._residency = below.residency
+        self._lent = below.lent
+        self._source = below.source
+        self._residents = below.residents
+        self._swap = below.swap
+        self._activations = below.activations
+        self.device = below.lent.device
+        self.updates = below.updates
+        self.gradients = below.gradients
+
+
+class Step(Part):
     """The running step, or the last one.
 
     Args:
-        layers: all layers.
-        residency, lent, source, residents, exchange, activations, updates: the engine's parts below.
         watch: compares the host's weights, if ``check_writes`` asks for it; otherwise None.
 
     Attributes:
@@ -45,26 +85,8 @@ class Step:
         shared: whether other threads use weights in it, too.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[StreamedLayer],
-        residency: Residency,
-        lent: LentWeights,
-        source: BlockSource,
-        residents: Residents,
-        exchange: Exchange,
-        activations: Activations,
-        updates: BackgroundUpdates,
-        watch: WeightWatch | None,
-    ) -> None:
-        self._layers = layers
-        self._residency = residency
-        self._lent = lent
-        self._source = source
-        self._residents = residents
-        self._exchange = exchange
-        self._activations = activations
-        self._updates = updates
+    def __init__(self, below: Below, watch: WeightWatch | None) -> None:
+        super().__init__(below)
         self._watch = watch
         self._expected: str | None = None  # the phase whose first layers may have come already
         self._held = False  # whether an optimizer steps within a manual step
@@ -82,7 +104,7 @@ class Step:
     @property
     def on_device(self) -> bool:
         """Whether modules hold device parameters."""
-        return self._exchange.on_device
+        return self._swap.on_device
 
     # ------------------------------------------------------------------ it begins
 
@@ -135,8 +157,8 @@ class Step:
             self._held = False
             self.invalidate_unused()
             self._residents.invalidate()
-        if self._exchange.to_device():
-            self._exchange.watch_captured(not in_backward, thread=self.thread)
+        if self._swap.to_device():
+            self._swap.captured.watch(not in_backward, thread=self.thread)
             self._look_at_weights()
 
     def share(self, shared: bool) -> None:
@@ -177,21 +199,21 @@ class Step:
     def pause(self) -> None:
         """Prepares for user code that reads gradients and writes weights, after a backward in manual optimization."""
         self.take_back_writes()
-        self._exchange.to_host()
-        self._exchange.watch_captured(True)  # the graph of a backward may be kept
+        self._swap.to_host()
+        self._swap.captured.watch(True)  # the graph of a backward may be kept
         self.invalidate_unused()
         self._residents.invalidate()
 
     def hold_host(self) -> None:
         """Has modules hold the host's parameters while an optimizer steps within a manual step: it may read the weights there."""
-        if self.running and self.kind is StepKind.MANUAL and self._exchange.on_device:
-            self._exchange.to_host()
+        if self.running and self.kind is StepKind.MANUAL and self._swap.on_device:
+            self._swap.to_host()
             self._held = True
-        self._exchange.watch_captured(False)
+        self._swap.captured.watch(False)
 
     def compute_on_host(self, on_host: bool) -> None:
         """Sets whether what is computed with the host's parameters is left to the host: in backward, which adds up gradients."""
-        self._exchange.watch_captured(self.running and not on_host)
+        self._swap.captured.watch(self.running and not on_host)
 
     def await_backward(self, *, seen: bool) -> None:
         """Has the step end with the next backward, because user code has returned a loss (automatic optimization).
@@ -203,7 +225,7 @@ class Step:
         self.ends_with_backward = True
         if seen:
             self.take_back_writes()
-            self._exchange.to_host()
+            self._swap.to_host()
             self._source.synchronize()  # user code may write them, too
             self._held = True
 
@@ -215,7 +237,7 @@ class Step:
     def show_host(self) -> None:
         """Has the modules as they are outside a step, even in the midst of one, until :meth:`go_on`."""
         self.take_back_writes()
-        self._exchange.to_host()
+        self._swap.to_host()
         self._activations.remove()
 
     def go_on(self, *, on_device: bool) -> None:
@@ -270,8 +292,8 @@ class Step:
                 self._source.synchronize()
 
     def _has_ended(self, well: bool) -> None:
-        self._exchange.to_host()
-        self._exchange.watch_captured(False)
+        self._swap.to_host()
+        self._swap.captured.watch(False)
         self._activations.remove()
         self._activations.flush()
         if self.training:
@@ -302,5 +324,5 @@ class Step:
 
     def _look_at_weights(self) -> None:
         if self._watch is not None and self.running:
-            self._updates.finish()
+            self.updates.finish()
             self._watch.look()

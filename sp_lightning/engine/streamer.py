@@ -16,13 +16,12 @@ from sp_lightning.device.waits import Wait
 from sp_lightning.engine.access import Access
 from sp_lightning.engine.assembly import attach_hooks, make_layers, make_rows, stand_ins_for_wrapped
 from sp_lightning.engine.backward import Backward
-from sp_lightning.engine.exchange import Exchange
 from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.module_hooks import attach_module_hooks
 from sp_lightning.engine.placement import ONE_DEVICE, Placement
 from sp_lightning.engine.residency import Peak, Residency
 from sp_lightning.engine.saved_tensors import SavedTensors, packs
-from sp_lightning.engine.step import Step, StepKind
+from sp_lightning.engine.step import Below, Step, StepKind
 from sp_lightning.engine.updating import Updating
 from sp_lightning.model.found import Found
 from sp_lightning.observe.stats import Stats
@@ -30,16 +29,14 @@ from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.plan import Plan
 from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.store.host_ring import HostRing
-from sp_lightning.weights.buffers import OnTheDevice
+from sp_lightning.weights.buffers import AveragesOnDevice, PrunedWeights
 from sp_lightning.weights.expert_rows import counted
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.prefetch import Prefetch
-from sp_lightning.weights.pruned import PrunedWeights
 from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.slots import Slots
 from sp_lightning.weights.swap import Swap
-from sp_lightning.weights.weight_watch import WeightWatch
-from sp_lightning.weights.writes import Writes
+from sp_lightning.weights.writes import WeightWatch
 
 
 class Streamer:
@@ -129,47 +126,54 @@ class Streamer:
     def _build_step(self, averages: Sequence[nn.Module], placement: Placement) -> None:
         """Builds what modules hold, the step and its backward."""
         root, device, layers = self._module, self.device, self._layers
-        swap = Swap(root, self.found.places, layers, stand_ins_for_wrapped(self.found, layers))
-        self._averages = {module: OnTheDevice(module, device.device, lambda: swap.on_device) for module in averages}
-        pruned = PrunedWeights(root, device)
-        self._exchange = Exchange(swap, self._residents, self._lent, pruned, list(self._averages.values()), self._watch)
-        below = (self._residency, self._lent, self._source)
-        self._step = Step(layers, *below, self._residents, self._exchange, self.activations, self.updates, self._watch)
-        self._backward = Backward(
-            self._lock, layers, *below, self.activations, self._step, self._gradients, self._peak.note
+        self._swap = swap = Swap(
+            root,
+            self.found.places,
+            layers,
+            stand_ins_for_wrapped(self.found, layers),
+            self._residents,
+            PrunedWeights(root, device),
+            self._watch,
         )
-        self.turns = placement.turns(self._lock, layers, self._source, self._step)
-        self.updating = Updating(
-            self._lock, layers, *below, self._step, self._backward, self._gradients, self.updates, self.turns, device
-        )
-
-    def _open_doors(self, around_rerun: Callable[[], AbstractContextManager[None]]) -> None:
-        """Lets modules, autograd and device parameters reach the engine from now on."""
-        found, layers = self.found, self._layers
-        visits = {module: tuple(layers[index] for index in used) for module, used in found.visits.items()}
-        self._access = Access(
+        swap.averages = {module: AveragesOnDevice(module, device.device, lambda: swap.on_device) for module in averages}
+        self._below = below = Below(
             self._lock,
             layers,
             self._residency,
             self._lent,
             self._source,
             self._residents,
-            self._exchange,
+            swap,
+            self.activations,
+            self.updates,
+            self._gradients,
+            self._peak.note,
+        )
+        self._step = Step(below, self._watch)
+        self._backward = Backward(below, self._step)
+        self.turns = placement.turns(self._lock, layers, self._source, self._step)
+        self.updating = Updating(below, self._step, self._backward, self.turns)
+
+    def _open_doors(self, around_rerun: Callable[[], AbstractContextManager[None]]) -> None:
+        """Lets modules, autograd and device parameters reach the engine from now on."""
+        found, layers = self.found, self._layers
+        visits = {module: tuple(layers[index] for index in used) for module, used in found.visits.items()}
+        self._access = Access(
+            self._below,
             self._step,
             self._backward,
             offloads=lambda: "offload" in self.activations.modes.values(),
             unit=lambda name: visits[found.units[name]],
             around_rerun=around_rerun,
         )
-        self._access.pack_with(
-            SavedTensors(self._slots.by_address, self.activations.offload, self.device, self._access.unpack)
-        )
+        offload, unpack = self.activations.offload, self._access.unpack
+        self._access.saved_tensors = SavedTensors(self._slots.by_address, offload, self.device, unpack)
         for layer in layers:
             layer.parameters.connect(layer, self._access)
         visits |= self._embeddings
         self._module_hooks = attach_hooks(self._access, visits)
         watch(self._backward)
-        for module, listener in self._averages.items():
+        for module, listener in self._swap.averages.items():
             self._module_hooks += attach_module_hooks(listener, {module: ()})
 
     # ------------------------------------------------------------------ a step
@@ -236,7 +240,7 @@ class Streamer:
     def reading(self) -> Iterator[None]:
         """A context for code that reads the module, even in the middle of a step: it finds the host's parameters."""
         self.updates.finish()
-        on_device = self._exchange.on_device
+        on_device = self._swap.on_device
         try:
             with self._lock:
                 self._step.show_host()
@@ -278,14 +282,12 @@ class Streamer:
     def changed(self) -> bool:
         """Whether the user replaced or renamed modules or parameters, or gave a parameter another dtype or shape."""
         self._access.calls.refuse_interrupted()
-        return self._exchange.changed
+        return self._swap.changed()
 
     def thawed(self) -> bool:
         """Whether gradients are expected that the plan does not count, because layers were unfrozen."""
-        planned_layers = (*self.plan.moving, self.plan.residents)
-        uncounted = [
-            layer for layer, planned in zip(self._layers, planned_layers, strict=True) if not planned.gradient_bytes
-        ]
+        planned = zip(self._layers, (*self.plan.moving, self.plan.residents), strict=True)
+        uncounted = [layer for layer, its_plan in planned if not its_plan.gradient_bytes]
         thawed = any(parameter.requires_grad for layer in uncounted for parameter in layer.block.parameters)
         return thawed or self.found.staying > self.plan.staying
 
@@ -347,10 +349,9 @@ class Streamer:
             self._slots.close()
             self.activations.offload.close()
             self._residents.close()
+            self._swap.close()
             for layer in self._layers:
                 layer.close()
-            self._exchange.close()
-            for layer in self._layers:
                 layer.block.unpin()
             self._staging.unpin()
             self.device.close()
@@ -361,13 +362,19 @@ def _done_elsewhere(
 ) -> Callable[[], str | None]:
     """Looks at the weights that do not travel with a unit. What it returns says what was done to them since."""
     own = {layers[index] for index in found.visits[found.units[unit]]}
-    writes = Writes([layer for layer in layers if layer.owner not in own])
+    # A layer that the running backward has updated is left out: nothing may use it before the next step, and its update
+    # changes its weights at any time.
+    others = [layer for layer in layers if layer.owner not in own and not layer.owner.updated_early]
+    before = [(layer, layer.parameters.host_writes()) for layer in others]
     given = backward.given_by_nested()
 
     def done() -> str | None:
-        if (name := writes.first()) is not None:
-            return f"writes {name!r}, a weight outside of it"
-        name = given()
-        return None if name is None else f"runs a backward that gives {name!r} a gradient"
+        for layer, old in before:
+            if not layer.owner.updated_early and (now := layer.parameters.host_writes()) != old:
+                each = zip(layer.planned.spans, zip(*old, strict=True), zip(*now, strict=True), strict=True)
+                name = next(span.name for span, was, now_is in each if was != now_is)
+                return f"writes {name!r}, a weight outside of it"
+        trained = given()
+        return None if trained is None else f"runs a backward that gives {trained!r} a gradient"
 
     return done

@@ -2,72 +2,44 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.device.device import Device
 from sp_lightning.device.modes import held
 from sp_lightning.device.ranks import FINISHED
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.engine.backward import Backward
-from sp_lightning.engine.lent_weights import LentWeights
-from sp_lightning.engine.residency import Residency
-from sp_lightning.engine.step import Step
+from sp_lightning.engine.step import Below, Part, Step
 from sp_lightning.engine.turns import Turns
-from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.weights.device_parameter import Untouched
-from sp_lightning.weights.gradient_sink import GradientSink, Wanted
+from sp_lightning.weights.gradient_sink import Wanted
 from sp_lightning.weights.layer import Kind, StreamedLayer
-from sp_lightning.weights.slots import BlockSource
 
 
-class Updating:
+class Updating(Part):
     """The engine's side of updates: :class:`~sp_lightning.optim.background.Updatable`.
 
     Args:
-        lock: the engine's lock.
-        layers: all layers.
-        residency, lent, source, step, backward, gradients, updates: the engine's parts.
         turns: how the ranks take turns; None on one device.
-        device: the device.
 
     Attributes:
         several: whether there are several devices.
         step_seconds: seconds that optimizers' steps took on the host while the device had nothing to do.
     """
 
-    def __init__(
-        self,
-        lock: threading.RLock,
-        layers: Sequence[StreamedLayer],
-        residency: Residency,
-        lent: LentWeights,
-        source: BlockSource,
-        step: Step,
-        backward: Backward,
-        gradients: GradientSink,
-        updates: BackgroundUpdates,
-        turns: Turns | None,
-        device: Device,
-    ) -> None:
-        self._lock = lock
-        self._layers = layers
-        self._residency = residency
-        self._lent = lent
-        self._source = source
+    def __init__(self, below: Below, step: Step, backward: Backward, turns: Turns | None) -> None:
+        super().__init__(below)
         self._step = step
         self._backward = backward
-        self._gradients = gradients
-        self.updates = updates
-        self.device = device
         self.step_seconds = 0.0
         self._turns = turns
         self.several = turns is not None
-        self._layer_of = {id(p): layer for layer in layers for p in layer.block.parameters}
+        self._place_of = {
+            id(p): (layer, index) for layer in self._layers for index, p in enumerate(layer.block.parameters)
+        }
 
     @property
     def on_complete(self) -> Callable[[StreamedLayer], None] | None:
@@ -89,8 +61,8 @@ class Updating:
 
     def layer_of(self, parameter: nn.Parameter) -> StreamedLayer | None:
         """The layer that a host parameter is updated with; None if the parameter is not one of the module's."""
-        layer = self._layer_of.get(id(parameter))
-        return None if layer is None else layer.owner
+        place = self._place_of.get(id(parameter))
+        return None if place is None else place[0].owner
 
     def order(self) -> Iterator[StreamedLayer]:
         """All layers: first residents and tables, then the others in the order in which the next forward needs them."""
@@ -113,19 +85,17 @@ class Updating:
                 self._step.hold_host()
             self._step.compare_writes()
             self._source.synchronize()
-            for parameter in parameters:
-                self._note_step(parameter)
+            with Untouched():  # a parameter's update may be under way; nothing here has to wait for it
+                for parameter in parameters:
+                    place = self._place_of.get(id(parameter))
+                    if place is not None and parameter.grad is not None:
+                        layer, index = place
+                        layer.parameters.unversioned_writes[index] += 1
 
     def resume(self) -> None:
         """Goes on with a manual step in a closure that an optimizer calls within its own step."""
         with self._lock:
             self._step.resume()
-
-    def _note_step(self, parameter: Tensor) -> None:
-        with Untouched():  # the parameter's update may be under way; nothing here has to wait for it
-            layer = self._layer_of.get(id(parameter))
-            if layer is not None and parameter.grad is not None:
-                layer.parameters.steps += 1
 
     def before_early(self, layer: StreamedLayer) -> None:
         """Prepares the update of a layer in the middle of backward. A fetch of it that nobody has used may be under way."""
@@ -147,15 +117,14 @@ class Updating:
 
     def keep_narrow(self, keep: bool) -> None:
         """Sets whether gradients that come in a lower dtype than their parameter's keep it until somebody reads them."""
-        self._gradients.keep_narrow = keep
+        self.gradients.keep_narrow = keep
 
     def step_of(self, optimizer: Optimizer) -> str:
         """An optimizer's step, in words that tell it from other optimizers' by its first parameter."""
         first: Any = next((p for group in optimizer.param_groups for p in group["params"]), None)
         host = getattr(first, "host", first)
-        layer = self._layer_of.get(id(host))
-        named = () if layer is None else zip(layer.spans, layer.block.parameters, strict=True)
-        name = next((f" of {span.name!r} and others" for span, parameter in named if parameter is host), "")
+        place = self._place_of.get(id(host))
+        name = "" if place is None else f" of {place[0].spans[place[1]].name!r} and others"
         return f"a step of {type(optimizer).__name__}{name}"
 
     def gather(self, optimizer: Optimizer) -> None:

@@ -17,7 +17,7 @@ from sp_lightning.device.ranks import Ranks
 from sp_lightning.trainer.checkpoint_folder import own_state
 from sp_lightning.trainer.compat import trainer_of
 from sp_lightning.trainer.options import Options
-from sp_lightning.weights.digest import digest
+from sp_lightning.weights.writes import digest
 
 
 def compare_models(ranks: Ranks, module: pl.LightningModule, options: Options) -> None:

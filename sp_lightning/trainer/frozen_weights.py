@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from sp_lightning.model.wrapped import parts
 from sp_lightning.store.file_block import home_of
 from sp_lightning.trainer.checkpoint_io import BESIDE_AVERAGES
-from sp_lightning.weights.digest import digest
+from sp_lightning.weights.writes import digest
 
 FROZEN = "superpipeline_frozen"
 """The key of a checkpoint under which the names of the weights that it leaves out stand, with digests and dtypes."""

@@ -3,7 +3,8 @@
 :class:`~sp_lightning.weights.layer.StreamedLayer` is what travels together. ``slots`` is the device memory, which is filled
 from a :class:`~sp_lightning.weights.slots.BlockSource`; ``prefetch`` says what comes next. ``uploads`` copies whole layers,
 ``sliced_uploads`` with several devices each a part. ``parameter_group`` and ``device_parameter`` are what modules hold in a
-step, ``swap`` puts them there; ``kept_memory`` finds what was written to memory that user code holds beyond that.
+step, ``swap`` puts them there, with the ``buffers`` that have to be beside them; ``writes`` finds by digests what was written
+where no version shows it.
 ``residents`` stay on the device, ``casts`` travel in place of float32 weights. ``rows`` answers what everybody asks about
 the rows of a layer: all of them come, but for ``expert_rows`` and ``embedding_rows``. ``gradients`` go back to the host,
 where a ``narrow_gradient`` keeps the dtype in which it came until user code asks for it. ``gradient_sink`` is what the

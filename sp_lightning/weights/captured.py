@@ -37,19 +37,23 @@ class Captured:
         self._hosts = [device.host for device in of.values()]
         self._role: type[_InStep] = type("InStep", (_InStep,), {"device_of": of, "on_device": staticmethod(on_device)})
 
-    def watch(self, thread: int | None = None) -> None:
-        """Has uses of the host's parameters noticed from now on. ``thread`` runs the step; None for the same as before."""
-        self._role.thread = self._role.thread if thread is None else thread
-        take_all(self._hosts, self._role)
+    def watch(self, watch: bool, *, thread: int | None = None) -> None:
+        """Sets whether what is computed with the host's parameters for a graph is computed with the device's.
 
-    def watch_forward(self, begins: bool) -> None:
-        """Does the same for a forward within backward, if anybody has computed with one: no other pays for that."""
+        Args:
+            watch: whether it is. Otherwise each use is an ordinary one: an optimizer's, or one between steps.
+            thread: the identifier of the thread that runs the step; None for the same as before.
+        """
+        if watch:
+            self._role.thread = self._role.thread if thread is None else thread
+            take_all(self._hosts, self._role)
+        else:
+            leave_all(self._hosts, self._role)
+
+    def watch_forward(self, *, begins: bool) -> None:
+        """Does the same for a forward within backward, if user code has computed with one: no other pays for that."""
         if self._role.used:
-            (self.watch if begins else self.look_away)()
-
-    def look_away(self) -> None:
-        """Lets each use of the host's parameters be an ordinary one again: an optimizer's, or one between steps."""
-        leave_all(self._hosts, self._role)
+            self.watch(begins)
 
 
 class _InStep(Role):

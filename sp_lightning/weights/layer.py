@@ -116,7 +116,7 @@ class StreamedLayer:
         return self.parameters.stale or not self.casts.current
 
     def close(self) -> None:
-        """The run is over: drops the device parameters, and widens gradients, so that code after it need not know of any."""
+        """The run is over: drops the device parameters, and leaves ordinary ones on the host, whose gradients are wide."""
         self.parameters.close()
         self.rows.unpin()
         for parameter in self.block.parameters:

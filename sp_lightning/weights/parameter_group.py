@@ -88,9 +88,10 @@ class ParameterGroup:
         exposed: indices of the weights whose ``.data`` was handed out. Nobody knows when they are written.
         apart: by index, the weights that were given another dtype; they have device memory of their own.
         outside: by index, the weights that were given other memory (``param.data = other``). Others may hold and write it.
+        away: the data that each parameter has while its layer is away.
         counters: tensors that have the weights' versions, and can be asked for them without a call of Python's own.
-        unversioned_writes: how often each weight was found to have been written without a change of its version.
-        steps: a number that rises with each step of an optimizer, because a fused step changes no version.
+        unversioned_writes: how often each weight was written without a change of its version, as far as the engine knows: a
+            fused step of an optimizer is such a write.
     """
 
     layer: StreamedLayer
@@ -117,13 +118,12 @@ class ParameterGroup:
         self.apart: dict[int, Tensor] = {}
         self.outside: dict[int, Tensor] = {}
         self.unversioned_writes = [0] * len(spans)
-        self.steps = 0
         self.attached = self.resting = self.shared = False
         self._present = [_with_user_class(DeviceParameter, type(host)) for host in hosts]
         self._absent = [_with_user_class(StandIn, type(host)) for host in hosts]
         self._handles: list[RemovableHandle] = []
         with no_inference_mode():
-            self._away = [self._absent_like(span, index) for index, span in enumerate(spans)]
+            self.away = [self._absent_like(span, index) for index, span in enumerate(spans)]
             self.all = [self._make(index) for index in range(len(spans))]
         # An accumulator holds a reference to its parameter: kept alive, it adds one whether a graph is alive or not.
         self._accumulators: list[GradientEdge | None] = [None] * len(spans)
@@ -154,7 +154,7 @@ class ParameterGroup:
         # The data is set afterwards, because a parameter that was made of _away would share its version.
         away = torch.empty((), dtype=host.dtype, device=self.device).expand(host.shape)
         parameter: Any = nn.Parameter(away, requires_grad=host.requires_grad)
-        tensor_data.__set__(parameter, self._away[index])
+        tensor_data.__set__(parameter, self.away[index])
         object.__setattr__(parameter, "_of", self)
         object.__setattr__(parameter, "_index", index)
         parameter.__class__ = _with_user_class(StandIn, type(host))
@@ -170,10 +170,6 @@ class ParameterGroup:
     def lossless(self, index: int, gradient: Tensor) -> bool:
         """Whether the casts' dtype can represent a gradient that has arrived, because no hook has changed it."""
         return self._lossless is not None and self._lossless == (index, gradient.data_ptr(), gradient._version)
-
-    def away(self, index: int) -> Tensor:
-        """The data that a parameter has while its layer is away."""
-        return self._away[index]
 
     def attach(self, views: Sequence[Tensor]) -> None:
         """Gives every parameter its view of the slot, because the layer is on the device."""
@@ -195,7 +191,7 @@ class ParameterGroup:
         """Keeps a weight that was given another dtype, for which the layer's memory has no place."""
         with no_inference_mode():
             self.apart[index] = value
-            self._away[index] = self._absent_like(value, index)
+            self.away[index] = self._absent_like(value, index)
 
     def refuse_exchanged(self, index: int) -> None:
         """Raises a RuntimeError if a weight that autograd saved in its layer's memory was given another dtype since."""
@@ -240,7 +236,7 @@ class ParameterGroup:
         with Untouched():
             for index, (parameter, kind) in enumerate(zip(self.all, self._absent, strict=True)):
                 if index not in kept:
-                    set_data(parameter, self._away[index])
+                    set_data(parameter, self.away[index])
                 set_class(parameter, kind)
         self.attached = False
 
@@ -250,7 +246,7 @@ class ParameterGroup:
             before, self._kept = self._kept, self._still_kept()
             with Untouched():
                 for index in before.keys() - self._kept.keys():
-                    tensor_data.__set__(self.all[index], self._away[index])
+                    tensor_data.__set__(self.all[index], self.away[index])
         return not self._kept
 
     def _still_kept(self) -> dict[int, int]:
@@ -284,7 +280,7 @@ class ParameterGroup:
         """A number that rises with each write of a weight that the engine knows of, whether a version shows it or not."""
         if index in self.exposed or self.version(index) != self._versions[index]:
             self.doors.take_back_writes(self.layer)
-        return self.version_once_fetched(index) + self.steps + self.unversioned_writes[index]
+        return self.version_once_fetched(index) + self.unversioned_writes[index]
 
     def host_writes(self) -> tuple[list[int], list[int]]:
         """Two numbers for each weight, which rise if the host gets other values. The device's writes are taken back first."""

@@ -11,9 +11,9 @@ from sp_lightning.device.layout import view
 from sp_lightning.device.lease import Lease
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.waits import Stream, Wait
-from sp_lightning.weights.kept_memory import KeptMemory
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.slots import BlockSource
+from sp_lightning.weights.writes import KeptMemory
 
 
 class Residents:

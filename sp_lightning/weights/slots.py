@@ -22,10 +22,10 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.lease import Lease
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.plan.plan import Plan, PlannedLayer
-from sp_lightning.weights.kept_memory import KeptMemory
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.rows import ExpertCache
 from sp_lightning.weights.uploads import OnItsWay, Uploads
+from sp_lightning.weights.writes import KeptMemory
 
 Staged = tuple[Tensor, Any]
 """A layer's bytes on the host, flat ``uint8``, and the event after which they may be read; None for at once."""

@@ -1,4 +1,4 @@
-"""Swaps the parameters in the module tree: modules hold either the host's or the device's."""
+"""Swaps what modules hold: the host's parameters between steps, the device's while a step runs."""
 
 from __future__ import annotations
 
@@ -11,22 +11,32 @@ from torch.jit import ScriptModule
 from sp_lightning.device.layout import strides
 from sp_lightning.model.found import Place
 from sp_lightning.model.wrapped import StandInForWrapped, parts
+from sp_lightning.weights.buffers import AveragesOnDevice, PrunedWeights
 from sp_lightning.weights.captured import Captured
 from sp_lightning.weights.device_parameter import DeviceParameter
 from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.residents import Residents
+from sp_lightning.weights.writes import WeightWatch
 
 _Exchange = tuple[nn.Module, bool, str, Any, Any]
 """A module, whether its ``__setattr__`` is to be called, its attribute, what is put there and what is there before that."""
 
 
 class Swap:
-    """Swaps all streamed and resident parameters of a module.
+    """Swaps all streamed and resident parameters of a module, and buffers beside them. The caller holds the engine's lock.
 
     Args:
         module: the root.
         places: the places of each parameter in the module tree. A shared parameter has several.
         layers: the layers, whose host and device parameters are in the same order.
         wrapped: the stand-in of each wrapped parameter, which takes its place in the module.
+        residents: the residents, which are up to date whenever modules hold the device's parameters.
+        pruned: the masks, which are on the device only within a step.
+        watch: looks for writes of the host's weights, if ``check_writes`` asks for it; otherwise None.
+
+    Attributes:
+        averages: by module, the buffers that are on the device only for its calls within a step.
+        captured: the host's parameters, as user code may have captured them.
     """
 
     def __init__(
@@ -35,7 +45,14 @@ class Swap:
         places: dict[nn.Parameter, tuple[Place, ...]],
         layers: Sequence[StreamedLayer],
         wrapped: Mapping[nn.Parameter, Any],
+        residents: Residents,
+        pruned: PrunedWeights,
+        watch: WeightWatch | None,
     ) -> None:
+        self._residents = residents
+        self._pruned = pruned
+        self._watch = watch
+        self.averages: dict[nn.Module, AveragesOnDevice] = {}
         self.blocks = [layer.block for layer in layers]
         self._module = module
         # A ScriptModule, which is moved whole, has wrappers in place of dictionaries, and they equal nothing.
@@ -60,14 +77,34 @@ class Swap:
         self.on_device = False
         """Whether the modules hold device parameters now."""
 
-    def hold_device(self) -> None:
-        """Puts the device parameters into the modules."""
-        self.on_device = True
-        _swap(self._to_device)
+    def to_device(self) -> bool:
+        """Puts the device's parameters into the modules, and brings residents up to date.
 
-    def hold_host(self) -> None:
+        Returns:
+            Whether the modules held the host's parameters before.
+        """
+        was_away = not self.on_device
+        if was_away:
+            self._residents.group.ask(before_use=False)
+            self.on_device = True
+            _swap(self._to_device)
+            self._pruned.hold_device()
+        self._residents.refresh()
+        if self._watch is not None:
+            self._residents.group.expose()
+        return was_away
+
+    def to_host(self) -> None:
         """Puts the host's parameters into the modules."""
-        self.captured.look_away()
+        if not self.on_device:
+            return
+        self._residents.group.ask(before_use=True)
+        self._pruned.hold_host()
+        for average in self.averages.values():
+            average.send_back()
+        if self._watch is not None:
+            self._watch.look_away()
+        self.captured.watch(False)
         _swap(self._to_host)
         for module in self._modules:  # user code may have tied weights since (b.weight = a.weight)
             parameters: dict[str, Any] = module._parameters
@@ -94,9 +131,11 @@ class Swap:
             return missing or self._parts_of_wrapped() != self._parts
 
     def close(self) -> None:
-        """Drops the device parameters."""
+        """Drops the device parameters. Buffers stay on the host for good."""
         self._to_device.clear()
         self._to_host.clear()
+        for average in self.averages.values():
+            average.close()
 
     def _parts_of_wrapped(self) -> list[object]:
         return [(p.requires_grad, *(id(part) for _, part in parts("", p))) for p in self._wrapped]

@@ -1,26 +1,153 @@
-"""Which weights were written between two moments."""
+"""Which weights were written: digests by which equal values are known, and the two classes that compare them.
+
+Where a version shows a write, :class:`~sp_lightning.weights.parameter_group.ParameterGroup` counts it. Here is what no version
+shows: views that outlive their step (:class:`KeptMemory`), the host's weights within a step (:class:`WeightWatch`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ctypes
+import hashlib
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from sp_lightning.weights.layer import StreamedLayer
+import torch
+from torch import DisableTorchFunctionSubclass, Tensor
+
+from sp_lightning.device.layout import Elsewhere, part
+from sp_lightning.model.wrapped import parts
+from sp_lightning.store.block import HostBlock
+from sp_lightning.store.file_block import home_of
+from sp_lightning.store.weights_in_files import FilePlace
+
+if TYPE_CHECKING:
+    from sp_lightning.weights.parameter_group import ParameterGroup
+
+_in_files: dict[tuple[FilePlace, torch.dtype, torch.Size], str] = {}
+"""The digests of weights that are in files, each of which is read once."""
 
 
-class Writes:
-    """The writes of some layers' weights since this object was made.
+def digest(tensor: Tensor) -> str:
+    """Returns a hexadecimal SHA-256 of a weight's values, shape and dtype. It reads the weight's memory, or its file, once."""
+    home = home_of(tensor)
+    if home is None:
+        return _of_values(tensor)
+    key = home.place, tensor.dtype, tensor.shape
+    if key not in _in_files:
+        _in_files[key] = _of_values(part(home.block.contents(home.index), replace(home.span, offset=0)))
+    return _in_files[key]
 
-    A layer that the running backward has updated is left out: nobody may use it before the next step, and its update changes
-    its weights at any time.
+
+def _of_values(tensor: Tensor) -> str:
+    result = hashlib.sha256(usedforsecurity=False)
+    with DisableTorchFunctionSubclass():  # within a step a host parameter would give the device's values
+        detached = tensor.detach()
+    for _, plain in parts("", detached):
+        memory = plain.cpu().resolve_conj().resolve_neg().contiguous()
+        result.update(repr((plain.dtype, tuple(plain.shape))).encode())
+        if memory.nbytes:
+            result.update((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr()))
+    return result.hexdigest()
+
+
+class KeptMemory:
+    """The values that a layer's weights had in such memory and on the host, at a moment when both were alike.
+
+    On plain Lightning a view and its weight are one memory. Here they are two, and nothing tells of a write to either:
+    not a version (``.data``), nor a call (numpy). So both are compared with what they were, and the one that was written
+    is copied to the other one. The caller has waited for everything that writes them.
+
+    Args:
+        group: the layer's device parameters, and the host's.
+        values: the present values on the device.
     """
 
-    def __init__(self, layers: Iterable[StreamedLayer]) -> None:
-        self._before = [(layer, layer.parameters.host_writes()) for layer in layers if not layer.owner.updated_early]
+    def __init__(self, group: ParameterGroup, values: Iterable[Tensor]) -> None:
+        self._device = _digests(values)
+        self._host = _digests(group.hosts)
 
-    def first(self) -> str | None:
-        """The name of a weight that has other values since; None if there is none."""
-        for layer, before in self._before:
-            if not layer.owner.updated_early and (now := layer.parameters.host_writes()) != before:
-                changed = zip(layer.planned.spans, zip(*before, strict=True), zip(*now, strict=True), strict=True)
-                return next(span.name for span, old, new in changed if old != new)
-        return None
+    def written(self, group: ParameterGroup, values: Iterable[Tensor], *, refuse: bool = True) -> list[int]:
+        """The indices of the weights that were written on the device since, and not on the host.
+
+        Raises:
+            RuntimeError: a weight was written on the host as well, so that one of the two writes would be lost, and
+                ``refuse`` is set.
+        """
+        device = _digests(values)
+        written = [index for index, (old, new) in enumerate(zip(self._device, device, strict=True)) if old != new]
+        twice = [index for index in written if digest(group.hosts[index]) != self._host[index]]
+        if twice and refuse:
+            raise RuntimeError(
+                f"Parameter {group.spans[twice[0]].name!r} was written twice between two of the engine's looks at it: on the "
+                "host, and through a view of it (.data, .detach(), weight[0], numpy()) that was taken inside a step and "
+                "kept. One of both writes would be lost. Take the view anew, from its module, where you write."
+            )
+        return [index for index in written if index not in twice]
+
+
+def _digests(values: Iterable[Tensor]) -> Sequence[str]:
+    return [digest(value) for value in values]
+
+
+_Look = tuple[int, int, str]
+"""Version, address and digest of a parameter."""
+
+
+class WeightWatch:
+    """Compares the digests of the host's weights with those of the last look, by a pass over all weights.
+
+    Args:
+        blocks: the host store. What is written on the device is not compared here.
+    """
+
+    def __init__(self, blocks: Sequence[HostBlock]) -> None:
+        self._places = [(block, index) for block in blocks for index in range(len(block.parameters))]
+        self._looks: dict[tuple[HostBlock, int], _Look] = {}
+
+    def look(self) -> None:
+        """Takes the present values of all weights for right."""
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            self._looks = dict(zip(self._places, threads.map(_look, self._places), strict=True))
+
+    def look_away(self) -> None:
+        """Forgets the last look, because what comes next may write the host's weights."""
+        self._looks = {}
+
+    def look_at(self, block: HostBlock, index: int) -> None:
+        """Takes the present value of one weight for right, because the engine has written it."""
+        self._looks[block, index] = _look((block, index))
+
+    def compare(self) -> None:
+        """Compares all weights with the last look, if there was one.
+
+        Raises:
+            RuntimeError: a weight has other values although its version and its address are the same.
+        """
+        if self._looks:
+            with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+                for place, now in zip(self._places, threads.map(_look, self._places), strict=True):
+                    self._compare(place, now)
+
+    def compare_one(self, block: HostBlock, index: int) -> None:
+        """Does what :meth:`compare` does for one weight, before the engine overwrites it with what is on the device."""
+        if (block, index) in self._looks:
+            self._compare((block, index), _look((block, index)))
+
+    def _compare(self, place: tuple[HostBlock, int], now: _Look) -> None:
+        before = self._looks.get(place, now)
+        if now[:2] == before[:2] and now != before:  # other versions and addresses are noticed elsewhere
+            self._looks = {}  # the error is raised only once
+            raise RuntimeError(
+                f"Parameter {place[0].planned.spans[place[1]].name!r} was written within a step by a way that torch shows no "
+                "sign of: the .data of a reference that was taken before the step, numpy(), DLPack, or its storage. What is on "
+                "the device of it is out of date. Reach it through its module within a step, or write it between two steps."
+            )
+
+
+def _look(place: tuple[HostBlock, int]) -> _Look:
+    parameter = place[0].parameters[place[1]]
+    if isinstance(parameter, Elsewhere):  # whoever writes it brings it to memory first
+        return parameter._version, 0, ""
+    return parameter._version, parameter.data_ptr(), digest(parameter)

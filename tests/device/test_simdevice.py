@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from sp_lightning.device.waits import Stream, Wait
-from sp_lightning.engine.exchange import Exchange
 from sp_lightning.weights.captured import Captured
 from sp_lightning.weights.slots import Slots
+from sp_lightning.weights.swap import Swap
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, superpipeline
 from tests.support.simdevice import Mixed, Race, SimDevice, Watch, simulated
@@ -142,15 +142,15 @@ def test_an_operator_that_nobody_declared_is_noticed() -> None:
 def test_weights_of_the_host_in_the_model_are_noticed() -> None:
     """Were the modules' parameters not exchanged, a CPU would compute with the host's and say nothing."""
 
-    def forgetful(self: Exchange) -> bool:
+    def forgetful(self: Swap) -> bool:
         was_away = to_device(self)
-        for module, _, attribute, _, host in self._swap._to_device:
+        for module, _, attribute, _, host in self._to_device:
             if host.shape == (16, 32):
                 module._parameters[attribute] = host
         return was_away
 
-    to_device = Exchange.to_device
-    exchanged = mock.patch.object(Exchange, "to_device", forgetful)
+    to_device = Swap.to_device
+    exchanged = mock.patch.object(Swap, "to_device", forgetful)
     # Otherwise the host's would be taken for some that user code has captured.
     with simulated(), exchanged, mock.patch.object(Captured, "watch"), pytest.raises(Mixed):
         fit(lambda: Module(Stack()), vectors(1), superpipeline())

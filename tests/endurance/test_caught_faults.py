@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 
 from sp_lightning.activations import forward_state, offload
 from sp_lightning.device.torch_private import top_saved_tensors_hooks
-from sp_lightning.engine.exchange import Exchange
 from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.step import Step
 from sp_lightning.optim.layerwise import LayerwiseStep
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.slots import Slots
+from sp_lightning.weights.swap import Swap
 from sp_lightning.weights.uploads import Uploads
 from tests.support.engine import streamer_of
 from tests.support.models import Module, Stack, vectors
@@ -140,8 +140,8 @@ ROWS = [
     Row("begin_call / end_call", LentWeights, "move_in", 3, calls),
     Row("on_demand: begin_call / end_call", Slots, "use", 2, reads, IN),
     Row("fetch: slot taken / filled", Uploads, "send", 3, calls),
-    Row("modules: to_device / to_host", Exchange, "to_device", 1, calls),
-    Row("modules: to_host / to_device", Exchange, "to_host", 1, saves, IN),
+    Row("modules: to_device / to_host", Swap, "to_device", 1, calls),
+    Row("modules: to_host / to_device", Swap, "to_host", 1, saves, IN),
     Row("reading: to_host / install, to_device", nn.Module, "state_dict", 1, saves, BOTH, RECOMPUTE),
     Row("reading: to_host / install, to_device", nn.Module, "state_dict", 1, saves, BOTH, OFFLOAD),
     Row("reading: to_host / install, to_device", AtomicCheckpointIO, "save_checkpoint", 1, saves, BOTH, RECOMPUTE),

@@ -15,11 +15,11 @@ from sp_lightning.activations.offload import Offload
 from sp_lightning.activations.offloaded_storage import OffloadedStorage
 from sp_lightning.device.layout import part
 from sp_lightning.device.modes import no_dispatch_modes
-from sp_lightning.engine.exchange import Exchange
 from sp_lightning.store.block import HostBlock
-from sp_lightning.weights import kept_memory
-from sp_lightning.weights.digest import digest
+from sp_lightning.weights import writes
 from sp_lightning.weights.slots import Slot, Slots
+from sp_lightning.weights.swap import Swap
+from sp_lightning.weights.writes import digest
 from tests.support.simdevice import poison
 
 
@@ -30,7 +30,7 @@ def poisoned() -> Iterator[None]:
     What the engine itself does with the host's weights meanwhile (takes back what was written, adopts memory that they were
     given, compares them) finds them as if they were not hidden. Otherwise the poison, and not the engine, changes numbers.
     """
-    release, to_device, to_host = Slots.release, Exchange.to_device, Exchange.to_host
+    release, to_device, to_host = Slots.release, Swap.to_device, Swap.to_host
     write, adopt = HostBlock.write, HostBlock.adopt
     hidden: dict[HostBlock, Tensor] = {}  # the blocks' memory, while what a fetch reads is a copy of it
 
@@ -50,15 +50,15 @@ def poisoned() -> Iterator[None]:
         copy, block.memory.common = block.weights, hidden.pop(block)
         block.weights.copy_(copy)
 
-    def hide(self: Exchange) -> bool:
+    def hide(self: Swap) -> bool:
         if not self.on_device:
-            for block in self._swap.blocks:
+            for block in self.blocks:
                 hide_one(block)
         return to_device(self)
 
-    def show(self: Exchange) -> None:
+    def show(self: Swap) -> None:
         if self.on_device:
-            for block in self._swap.blocks:
+            for block in self.blocks:
                 show_one(block)
         to_host(self)
 
@@ -88,11 +88,11 @@ def poisoned() -> Iterator[None]:
 
     with (
         mock.patch.object(Slots, "release", poisoned_release),
-        mock.patch.object(Exchange, "to_device", hide),
-        mock.patch.object(Exchange, "to_host", show),
+        mock.patch.object(Swap, "to_device", hide),
+        mock.patch.object(Swap, "to_host", show),
         mock.patch.object(HostBlock, "write", hidden_write),
         mock.patch.object(HostBlock, "adopt", hidden_adopt),
-        mock.patch.object(kept_memory, "digest", hidden_digest),
+        mock.patch.object(writes, "digest", hidden_digest),
     ):
         yield
 

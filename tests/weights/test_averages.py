@@ -16,7 +16,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.engine.module_hooks import attach_module_hooks
 from sp_lightning.model.find import find_layers
 from sp_lightning.trainer.run import move_to_device
-from sp_lightning.weights.buffers import OnTheDevice, find_averages
+from sp_lightning.weights.buffers import AveragesOnDevice, find_averages
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_same, fit, fused, superpipeline
 from tests.support.simdevice import simulated
@@ -124,11 +124,11 @@ def test_averages_are_those_of_plain_lightning(within: str, device: str, overlap
 
 @pytest.mark.parametrize("within", ["call", "method", "both"])
 def test_what_a_step_has_sent_is_back_after_it(within: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    keepers: list[OnTheDevice] = []
+    keepers: list[AveragesOnDevice] = []
     sent: list[int] = []
 
-    def elsewhere(module: nn.Module, device: torch.device, in_step: Any) -> OnTheDevice:
-        keepers.append(OnTheDevice(module, torch.device("cpu:0"), in_step))
+    def elsewhere(module: nn.Module, device: torch.device, in_step: Any) -> AveragesOnDevice:
+        keepers.append(AveragesOnDevice(module, torch.device("cpu:0"), in_step))
         return keepers[-1]
 
     class Watched(Diffusion):
@@ -142,7 +142,7 @@ def test_what_a_step_has_sent_is_back_after_it(within: str, monkeypatch: pytest.
 
     plain = fit(lambda: Watched(within=within), vectors(3), val=vectors(2))
     sent.clear()
-    monkeypatch.setattr("sp_lightning.engine.streamer.OnTheDevice", elsewhere)
+    monkeypatch.setattr("sp_lightning.engine.streamer.AveragesOnDevice", elsewhere)
     assert_same(fit(lambda: Watched(within=within), vectors(3), superpipeline(k=1), val=vectors(2)), plain)
     assert len(keepers) == 1
     assert all(sent) == (within != "call")
@@ -153,7 +153,7 @@ def test_a_method_within_a_step_is_on_the_device() -> None:
     average = Average(Stack())
     host = dict(average.named_buffers())
     step = [True]
-    listener = OnTheDevice(average, torch.device("cpu:0"), lambda: step[0])
+    listener = AveragesOnDevice(average, torch.device("cpu:0"), lambda: step[0])
     name = next(iter(average.names.values()))
     sent = getattr(average, name)
     assert sent is not host[name]
@@ -207,7 +207,7 @@ def test_a_call_within_a_step_is_on_the_device() -> None:
     host = dict(average.named_buffers())
     before = {name: buffer.clone() for name, buffer in host.items()}
     step = [True]
-    handles = attach_module_hooks(OnTheDevice(average, torch.device("cpu:0"), lambda: step[0]), {average: ()})
+    handles = attach_module_hooks(AveragesOnDevice(average, torch.device("cpu:0"), lambda: step[0]), {average: ()})
     average.register_forward_pre_hook(
         lambda *_: seen.append([buffer is host[n] for n, buffer in average.named_buffers()])
     )
@@ -228,7 +228,7 @@ def test_no_buffer_is_sent_where_the_device_has_no_memory_for_all(monkeypatch: p
     """Those that were sent before the error counted as all: what the next call wrote to the others was lost."""
     average, empty_like = Average(Stack()), torch.empty_like
     host, numbers, seen = dict(average.named_buffers()), count(), list[list[bool]]()
-    handles = attach_module_hooks(OnTheDevice(average, torch.device("cpu:0"), lambda: True), {average: ()})
+    handles = attach_module_hooks(AveragesOnDevice(average, torch.device("cpu:0"), lambda: True), {average: ()})
 
     def has_no_memory(*args: Any, **options: Any) -> Tensor:
         if next(numbers) == 3:
