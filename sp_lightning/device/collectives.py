@@ -58,6 +58,11 @@ class Collectives:
         return self.groups.number == 0
 
     @property
+    def uploads(self) -> Group:
+        """Another group of this node's ranks, for what comes in an order of its own. All ranks ask for it first at one time."""
+        return self.groups.uploads
+
+    @property
     def name(self) -> str:
         """What this rank is called."""
         return self.groups.name(self.groups.number)
@@ -191,7 +196,7 @@ class Collectives:
     def gather(self, everybody: Tensor, group: Group, what: str) -> None:
         """Fills flat memory on the device, of which each rank of the node has its own of as many equal parts.
 
-        It is no meeting: the ranks have agreed on it elsewhere (:mod:`~sp_lightning.device.gather_board`), at a time that may
+        It is no meeting: the ranks have agreed on it elsewhere (:mod:`~sp_lightning.weights.uploads`), at a time that may
         differ between other meetings.
 
         Args:

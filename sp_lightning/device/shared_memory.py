@@ -16,7 +16,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from uuid import uuid4
 from zlib import crc32
 
@@ -60,12 +60,26 @@ class SharedMemory:
         self.bytes = mmap.mmap(descriptor, nbytes)
         with suppress(OSError):
             self.bytes.madvise(mmap.MADV_DONTFORK)  # workers of a DataLoader do not write it
+        # A file of its own to lock: descriptors that were sent to processes are one open file.
+        self._lock = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
         self.common = _tensor(self.bytes)
         self.own = OwnView(self._descriptor, self.common)
 
     def words(self, kind: str) -> memoryview:
         """The memory that all processes see, as numbers of 8 bytes (``"q"`` or ``"d"``)."""
         return memoryview(self.bytes).cast(kind)  # type: ignore[call-overload]
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """While this is active no other process is here, nor another object for the same memory. It is not for two threads.
+
+        The system gives the lock back for a process that ends. What was written under it the next one sees.
+        """
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def view_anew(self, begin: int, end: int) -> OwnView:
         """Returns another view of a part of the memory, as :attr:`own` is one of all of it."""
@@ -74,6 +88,7 @@ class SharedMemory:
     def __del__(self) -> None:
         with suppress(OSError, AttributeError):
             os.close(self._descriptor)
+            os.close(self._lock)
 
 
 class OwnView:
