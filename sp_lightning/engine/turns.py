@@ -71,10 +71,8 @@ class Turns:
         self._gradients.places()
         if not self.ranks.primary:
             self._merge(weights)
-            self.ranks.arrive(what)
-            return False
-        self.ranks.all_arrived(what)
-        return self._merge(weights)
+        self.ranks.begin_turn(what)
+        return self.ranks.primary and self._merge(weights)
 
     def must_be_alike(self, why: str) -> None:
         """Compares what ranks have written of weights since the last turn, before a turn after which they use them. Collective.
@@ -95,10 +93,10 @@ class Turns:
                 "same on all ranks."
             )
 
-    def follow(self, what: str, *, weights: bool) -> tuple[int, float]:
-        """The primary's turn, on another rank. Returns what the primary has said at its end."""
+    def follow(self, what: str, *, weights: bool) -> float:
+        """The primary's turn, on another rank. Returns the number with which the primary has ended it."""
         self.begin(what, weights=weights)
-        return self.ranks.hear()
+        return self.ranks.end_turn()
 
     def merge(self) -> None:
         """Makes the primary's weights everybody's, without a turn. Collective."""

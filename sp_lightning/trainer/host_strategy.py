@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -182,17 +182,12 @@ class HostStrategy(_Base):
         with self._together("Lightning's gathering of a tensor", group):
             return super().all_gather(tensor, group, *args, **kwargs)
 
-    @contextmanager
-    def _together(self, what: str, group: Any = None) -> Generator[None, None, None]:
+    def _together(self, what: str, group: Any = None) -> AbstractContextManager[None]:
         """Around what all processes do together: it begins once all of them have come to it."""
-        if self._ranks is not None and not self._ranks.failure and group in (None, dist.group.WORLD):
-            self._ranks.meet_everybody(what)
-        try:
-            yield
-        except RuntimeError as error:
-            if self._ranks is None:
-                raise
-            raise self._ranks.lost(what) from error
+        ranks = self._ranks
+        if ranks is None or ranks.failure or group not in (None, dist.group.WORLD):
+            return nullcontext()
+        return ranks.together(what, ranks.meet_everybody)
 
     def setup_environment(self) -> None:
         """The processes are connected before anything of the user's can fail in one of them."""
@@ -210,7 +205,7 @@ class HostStrategy(_Base):
             raise RuntimeError(said) from error
         ranks = self.ranks
         if ranks is not None and self.lightning_module is not None:
-            ranks.run_begins()
+            ranks.over = False
             meet_before_batches(self.lightning_module.trainer, lambda: ranks.meet("the beginning of the next batch"))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -210,7 +210,7 @@ def _over_nodes(
     received, nbytes = device.empty(own.nbytes), own.nbytes // ranks.nodes
     ranks.exchange_between_nodes(received, own, what)
     rows = received.view(ranks.nodes, nbytes)
-    first = ranks.groups.node * nbytes
+    first = ranks.node * nbytes
     part = device.empty(nbytes)
     for total in totals:
         begin, end = max(total.at, first), min(total.at + total.memory.nbytes, first + nbytes)
