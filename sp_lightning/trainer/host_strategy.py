@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from sp_lightning.device.ranks import Ranks
+from sp_lightning.trainer.agreement import choose_interface, refuse_other_places, refuse_processes_alone
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO, load
 from sp_lightning.trainer.compat import (
     given_checkpoint_io,
@@ -25,13 +26,6 @@ from sp_lightning.trainer.compat import (
     wraps_another,
 )
 from sp_lightning.trainer.options import prepare_precision
-from sp_lightning.trainer.processes import (
-    choose_interface,
-    never_came,
-    not_reached,
-    refuse_other_places,
-    refuse_processes_alone,
-)
 
 if TYPE_CHECKING:
     _Base = SingleDeviceStrategy
@@ -194,15 +188,7 @@ class HostStrategy(_Base):
         refuse_processes_alone(self)
         if self._nodes > 1:
             choose_interface(self.cluster_environment.main_address)
-        try:
-            super().setup_environment()
-        except dist.DistStoreError as error:
-            raise RuntimeError(never_came(self, error)) from error
-        except RuntimeError as error:
-            said = not_reached(self, error)
-            if said is None:
-                raise
-            raise RuntimeError(said) from error
+        super().setup_environment()
         ranks = self.ranks
         if ranks is not None and self.lightning_module is not None:
             ranks.over = False
