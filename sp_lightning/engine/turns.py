@@ -60,7 +60,7 @@ class Turns:
         with ExitStack() as stack:
             for layer in self._layers if weights else ():
                 stack.enter_context(layer.block.written_in_common())
-            stack.enter_context(self._gradients.written_in_common(*self._layers))
+            stack.enter_context(self._gradients.places.written_in_common(self._layers))
             yield
         if weights:
             self.cast()
@@ -68,7 +68,6 @@ class Turns:
     def begin(self, what: str, *, weights: bool) -> bool:
         """Begins the primary's turn, on any rank. Returns whether weights were written for all ranks: without their casts."""
         self._prepare()
-        self._gradients.places()
         if not self.ranks.primary:
             self._merge(weights)
         self.ranks.begin_turn(what)
@@ -122,7 +121,7 @@ class Turns:
         self._store.merge()
 
     def _merge(self, weights: bool) -> bool:
-        self._gradients.merge()
+        self._gradients.places.merge()
         return weights and bool(self._store.merge())
 
     def cast(self) -> None:
