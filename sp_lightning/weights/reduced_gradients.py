@@ -231,7 +231,7 @@ class ReducedGradients(GradientSink[None]):
     def _drain(self, family: Family, summed: RankSum) -> None:
         """Copies this rank's part of a sum to where everybody sees it."""
         device, targets, sources = self.device, [], []
-        for place, begin, source in summed.parts():
+        for place, begin, source in summed.parts:
             targets.append(self.places.common(family, place, begin, source.nbytes))
             sources.append(source)
             if place not in family.came and place[0].block.parameters[place[1]].grad is not None:
