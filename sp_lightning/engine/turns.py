@@ -109,7 +109,7 @@ class Turns:
     def loading(self, module: nn.Module) -> Iterator[None]:
         """Around the loading of a state: what the primary loads counts, and the others keep no copy of what they load."""
         forget = [] if self.ranks.primary else [m for m in module.modules() if m._parameters]
-        handles = [m.register_load_state_dict_post_hook(lambda *_: self._forget()) for m in forget]
+        handles = [m.register_load_state_dict_post_hook(self._forget) for m in forget]
         try:
             yield
         finally:
@@ -117,7 +117,7 @@ class Turns:
                 handle.remove()
         self.merge()
 
-    def _forget(self) -> None:
+    def _forget(self, *_: object) -> None:
         self._store.merge()
 
     def _merge(self, weights: bool) -> bool:

@@ -236,10 +236,8 @@ class SlicedUploads(Uploads):
         self._gathers.close_round()
         while self._pending:
             coming = self._pending.popleft()
-            begin, end, last = (
-                each * coming.part for each in (self._ranks.rank, self._ranks.rank + 1, self._ranks.size)
-            )
-            self._copy(coming.target, coming.source, (0, begin), (end, last))
+            begin, last = self._ranks.rank * coming.part, self._ranks.size * coming.part
+            self._copy(coming.target, coming.source, (0, begin), (begin + coming.part, last))
             coming.landed()
 
     def end_round(self) -> None:
