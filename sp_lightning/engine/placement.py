@@ -35,8 +35,7 @@ from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.gradients import Gradients
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.reduced_gradients import ReducedGradients
-from sp_lightning.weights.sliced_uploads import SlicedUploads
-from sp_lightning.weights.uploads import Uploads
+from sp_lightning.weights.uploads import SlicedUploads, Uploads
 
 
 class Placement:

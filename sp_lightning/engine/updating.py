@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.device.modes import held
-from sp_lightning.device.ranks import FINISHED
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.step import Below, Part, Step
@@ -137,8 +136,6 @@ class Updating(Part):
     def over(self) -> None:
         """Allows uses of layers that backward has updated, because the step has submitted all updates."""
         self._backward.clear_early_updates()
-        if self._turns is not None and self._turns.ranks.primary:
-            self._turns.ranks.say(FINISHED)
 
     def release_gradients(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> None:
         """Frees the gradients of these parameters of a layer, which are updated."""

@@ -262,7 +262,7 @@ class SharedUpdates(BackgroundUpdates):
 
     def bound(self, most: int) -> None:
         """Waits for as many updates as leave a slot for the next layer's gradients. Those of all others may be on their way."""
-        super().bound(max(most, self._gradients.slots - 1))
+        super().bound(max(most, self._gradients.places.slots - 1))
 
     def _follow(self, layer: StreamedLayer, number: int, landing: Callable[[], None] | None) -> None:
         """Waits for the primary's update of a layer, on another rank."""
@@ -292,7 +292,7 @@ class SharedUpdates(BackgroundUpdates):
         common = ExitStack()
         for member in layer.family:
             common.enter_context(member.block.written_in_common())
-        common.enter_context(self._gradients.written_in_common(layer))
+        common.enter_context(self._gradients.places.written_in_common([layer]))
 
         def update() -> None:
             try:

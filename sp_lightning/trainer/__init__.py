@@ -11,9 +11,9 @@ steps, ``optimizer_steps`` what it does in those of optimizers (in the backgroun
 ``disk_tier`` decides what of the optimizers' state, of weights and of gradients is on a disk, and which weights stay in their
 files, and ``readings`` is what a user asks a strategy.
 
-With several devices ``rank_steps`` has optimizers step once for all, ``agreement`` keeps buffers alike and compares what
-must be the same on all ranks, and ``processes`` whether as many were started as the trainer says and how they reach each
-other. ``host_strategy`` chooses Lightning's base class by their number.
+With several devices ``rank_steps`` has optimizers step once for all. ``agreement`` keeps buffers alike, compares what must be
+the same on all ranks, and says whether as many processes were started as the trainer says and how they reach each other.
+``host_strategy`` chooses Lightning's base class by their number.
 
 In come a LightningModule, the options of a user (``options``, which refuses what cannot be) and the calls of a trainer; out
 go weights, files and lines in the log. This wing may import every wing but ``cli``. Only ``compat`` uses what is private in

@@ -2,7 +2,7 @@
 
 :class:`~sp_lightning.weights.layer.StreamedLayer` is what travels together. ``slots`` is the device memory, which is filled
 from a :class:`~sp_lightning.weights.slots.BlockSource`; ``prefetch`` says what comes next. ``uploads`` copies whole layers,
-``sliced_uploads`` with several devices each a part. ``parameter_group`` and ``device_parameter`` are what modules hold in a
+or with several devices each a part. ``parameter_group`` and ``device_parameter`` are what modules hold in a
 step, ``swap`` puts them there, with the ``buffers`` that have to be beside them; ``writes`` finds by digests what was written
 where no version shows it.
 ``residents`` stay on the device, ``casts`` travel in place of float32 weights. ``rows`` answers what everybody asks about

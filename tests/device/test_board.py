@@ -19,7 +19,8 @@ def boards(size: int = 2) -> list[Board]:
     descriptor = create(nbytes, "board")
     memory = SharedMemory(descriptor, nbytes)
     os.close(descriptor)
-    return [Board(memory, rank, size, {}) for rank in range(size)]
+    names = [f"rank {rank}" for rank in range(size)]
+    return [Board(memory, rank, {}, names, str) for rank in range(size)]
 
 
 def test_ranks_that_come_in_one_order_see_each_other() -> None:
@@ -67,11 +68,11 @@ def test_each_meeting_has_its_numbers() -> None:
     first, second = boards()
     first.come("backward", 7)
     second.come("backward", 7)
-    assert first.numbers() == [7, 7]
+    assert [first.number(rank) for rank in range(2)] == [7, 7]
     first.come("backward", 5)  # the other one has not looked yet
-    assert second.numbers() == [7, 7]
-    second.come("backward", 8)
-    assert first.numbers() == second.numbers() == [5, 8]
+    assert [second.number(rank) for rank in range(2)] == [7, 7]
+    second.come("backward", 2**53)
+    assert [[each.number(rank) for rank in range(2)] for each in (first, second)] == [[5, 2**53]] * 2
 
 
 def test_a_rank_that_has_ended_its_run_is_not_waited_for() -> None:
