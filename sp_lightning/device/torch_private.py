@@ -307,6 +307,9 @@ TENSOR_METADATA = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
 forward_pre_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_pre_hooks")
 """What ``module.register_forward_pre_hook`` has registered, by number."""
 
+global_forward_pre_hooks: dict[int, Callable[..., Any]] = torch.nn.modules.module._global_forward_pre_hooks
+"""What ``register_module_forward_pre_hook`` has registered for all modules, by number."""
+
 
 def loads_in_its_own_way(module: nn.Module) -> bool:
     """Whether code that is not torch's sees what ``load_state_dict`` loads into a module: a hook, or an overridden method."""
