@@ -21,7 +21,7 @@ from sp_lightning.engine.module_hooks import attach_module_hooks
 from sp_lightning.engine.placement import ONE_DEVICE, Placement
 from sp_lightning.engine.residency import Peak, Residency
 from sp_lightning.engine.saved_tensors import SavedTensors, packs
-from sp_lightning.engine.step import Below, Step, StepKind
+from sp_lightning.engine.step import Part, Step, StepKind
 from sp_lightning.engine.updating import Updating
 from sp_lightning.model.found import Found
 from sp_lightning.observe.stats import Stats
@@ -135,8 +135,9 @@ class Streamer:
             self._watch,
         )
         swap.averages = {module: AveragesOnDevice(module, device.device, lambda: swap.on_device) for module in averages}
-        self._below = below = Below(
+        self._below = below = Part(
             self._lock,
+            device,
             layers,
             self._residency,
             self._lent,
@@ -157,16 +158,9 @@ class Streamer:
         """Lets modules, autograd and device parameters reach the engine from now on."""
         found, layers = self.found, self._layers
         visits = {module: tuple(layers[index] for index in used) for module, used in found.visits.items()}
-        self._access = Access(
-            self._below,
-            self._step,
-            self._backward,
-            offloads=lambda: "offload" in self.activations.modes.values(),
-            unit=lambda name: visits[found.units[name]],
-            around_rerun=around_rerun,
-        )
-        offload, unpack = self.activations.offload, self._access.unpack
-        self._access.saved_tensors = SavedTensors(self._slots.by_address, offload, self.device, unpack)
+        units = {name: visits.get(module, ()) for name, module in found.units.items()}
+        saved_tensors = SavedTensors(self._below, self._backward)
+        self._access = Access(self._below, self._step, self._backward, saved_tensors, units, around_rerun)
         for layer in layers:
             layer.parameters.connect(layer, self._access)
         self._module_hooks = attach_module_hooks(self._access, visits | self._embeddings)
