@@ -180,7 +180,11 @@ class Access(Part):
             RuntimeError: the run is over.
         """
         if self._closed:
-            raise RuntimeError(_is_over(parameters[0]._of.spans[parameters[0]._index].name))
+            name = parameters[0]._of.spans[parameters[0]._index].name
+            raise RuntimeError(
+                f"{name!r} was taken within a step of a run that is over, and is used now: it has no memory any more. Take "
+                f"it from its module: dict(module.named_parameters())[{name!r}]."
+            )
         wanted = {parameter._of.layer for parameter in parameters}
         residents = self.residents.layer in wanted
         layers = sorted(wanted - {self.residents.layer}, key=lambda layer: layer.index)
@@ -298,10 +302,3 @@ class Access(Part):
                 f"where they cannot be streamed. Use torch.autograd.grad(..., create_graph=True), or keep the layer on "
                 f"the device: SuperpipelineStrategy(resident=[{name!r}])."
             )
-
-
-def _is_over(name: str) -> str:
-    return (
-        f"{name!r} was taken within a step of a run that is over, and is used now: it has no memory any more. Take "
-        f"it from its module: dict(module.named_parameters())[{name!r}]."
-    )

@@ -68,12 +68,13 @@ class Step(Part):
         ends_with_backward: whether the step is over once a backward has ended.
         thread: the identifier of the thread that has begun the step.
         shared: whether other threads use weights in it, too.
+        expected: the phase whose first layers may have come already (:meth:`prefetch_for`); None if there is none.
     """
 
     def __init__(self, below: Part, watch: WeightWatch | None) -> None:
         super().__init__(**vars(below))
         self._watch = watch
-        self._expected: str | None = None  # the phase whose first layers may have come already
+        self.expected: str | None = None
         self._held = False  # whether an optimizer steps within a manual step
         self.running = False
         self.kind = StepKind.INFERENCE
@@ -107,10 +108,10 @@ class Step(Part):
         training = kind is not StepKind.INFERENCE
         # Timelines are made of uses that begin and end, and check_writes takes every weight on the device for written.
         self.residency.let_rest(not (training or self.residency.slots.timed or self._watch is not None))
-        if self._expected != phase:
+        if self.expected != phase:
             self.residency.prefetch.start(phase, training=training)
         self.residency.prefetch.trace.cyclic = quiet and not training
-        self._expected = None
+        self.expected = None
         self.running = True
         self.kind = kind
         self.thread = threading.get_ident()
@@ -127,7 +128,7 @@ class Step(Part):
     def prefetch_for(self, phase: str, *, training: bool) -> None:
         """Fetches the first layers of the next step, which is of ``phase``. Nothing writes weights before it begins."""
         self.residency.prefetch.start(phase, training=training)
-        self._expected = phase
+        self.expected = phase
         self.residency.fetch_ahead()
 
     def begin_outside(self) -> None:
@@ -161,7 +162,7 @@ class Step(Part):
         self.residency.release_unpinned()
         self.invalidate_unused()
         self.residents.invalidate()
-        self._expected = None
+        self.expected = None
         self._held = False
         if self.running and self.kind is StepKind.MANUAL:
             self.activate()  # this step goes on after the optimizer's step
@@ -247,10 +248,6 @@ class Step(Part):
             if layer.kind is not Kind.RESIDENTS and (layer.slot is None or not layer.slot.escaped):
                 layer.parameters.exposed.clear()
 
-    def stop_expecting(self) -> None:
-        """Drops the expectation of :meth:`prefetch_for`, because the window has changed, for example."""
-        self._expected = None
-
     # ------------------------------------------------------------------ it ends
 
     def end(self, *, writes_follow: bool = False, compare: bool = True) -> None:
@@ -272,29 +269,25 @@ class Step(Part):
         try:
             self.take_back_writes(rests=True)
         finally:  # what was written on the device may be refused
-            self._has_ended(compare)
+            self._to_host_for_good(compare)
             if writes_follow:
                 self.source.synchronize()
 
-    def _has_ended(self, well: bool) -> None:
+    def _to_host_for_good(self, well: bool) -> None:
         self.swap.to_host()
         self.swap.captured.watch(False)
         self.activations.remove()
         self.activations.flush()
         if self.training:
             self.invalidate()  # from now on hooks and optimizers may write weights through .data, which no version shows
-        self._end_round(well)
-        self.residency.slots.give_back_extra()
-        if self.shared:
-            self.share(False)
-
-    def _end_round(self, well: bool) -> None:
-        """Has all issued that is on its way from other ranks, of which one may have failed."""
         try:
             self.residency.slots.end_round()
         except RankError:
-            if well:  # else there is an error already
+            if well:  # otherwise there is an error already
                 raise
+        self.residency.slots.give_back_extra()
+        if self.shared:
+            self.share(False)
 
     # ------------------------------------------------------------------ check_writes
 

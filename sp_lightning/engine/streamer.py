@@ -261,7 +261,7 @@ class Streamer:
         """
         with self._lock:
             self._step.take_back_writes()
-            self._step.stop_expecting()
+            self._step.expected = None  # for this window
             self.plan = plan
             self._gradients.limit(plan.k_prime + 1)
             self._residency.resize(plan)
