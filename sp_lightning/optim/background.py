@@ -10,7 +10,7 @@ import copy
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -315,13 +315,11 @@ class Updatable(Protocol):
 
     device: Device
     updates: BackgroundUpdates
-    on_complete: Callable[[StreamedLayer], None] | None
-    """Called in the backward that was announced, for each layer whose gradients are all in ``param.grad``."""
-
-    wanted: Wanted | None
-    """Says whether the step would update a layer at once when ``on_complete`` is called for it."""
     several: bool
     """Whether there are several devices, each of which runs the step."""
+
+    def call_when_complete(self, call: Callable[[StreamedLayer], None] | None, wanted: Wanted | None = None) -> None:
+        """Has ``call`` called for each layer whose gradients are complete; ``wanted`` says whether it would update it at once."""
 
     def layer_of(self, parameter: nn.Parameter) -> StreamedLayer | None:
         """The layer of a host parameter; None if the parameter is not one of the module's."""
@@ -334,12 +332,6 @@ class Updatable(Protocol):
 
     def before_early(self, layer: StreamedLayer) -> None:
         """Called before a layer is updated in the middle of backward."""
-
-    def casts(self, layer: StreamedLayer) -> Mapping[int, Tensor]:
-        """Called in the background before a layer's update. Returns, by ``id``, where it may put parameters' casts."""
-
-    def after(self, layer: StreamedLayer, updated: Collection[int]) -> None:
-        """Called in the background after the update of these of a layer's parameters, and of their casts."""
 
     def keep_narrow(self, keep: bool) -> None:
         """Sets whether gradients keep the dtype in which they come until somebody reads them."""

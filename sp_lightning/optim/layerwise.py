@@ -94,8 +94,7 @@ class LayerwiseStep:
 
             def closed() -> Any:
                 if self._early:
-                    self._engine.on_complete = self._update_early
-                    self._engine.wanted = lambda layer: layer in self._early_groups()
+                    self._engine.call_when_complete(self._update_early, lambda layer: layer in self._early_groups())
                 result = closure() if closure is not None else None
                 self._take()  # from here to its end torch's step finds no groups, and so has nothing to do
                 return result
@@ -109,13 +108,13 @@ class LayerwiseStep:
                 restore.remove()
                 self._give_back_groups()
 
-        self._engine.on_complete = self.clipping.measure if self._measure and not self._early else None
+        self._engine.call_when_complete(self.clipping.measure if self._measure and not self._early else None)
         self._engine.keep_narrow(self._narrow)
         try:
             with in_place_of(self._optimizer, {"step": deferred}), _zeroing_narrow(self._optimizer):
                 yield
         finally:
-            self._engine.on_complete = self._engine.wanted = None
+            self._engine.call_when_complete(None)
             self._engine.keep_narrow(False)
             self._armed = None
             self.clipping.end()
@@ -149,7 +148,7 @@ class LayerwiseStep:
 
     def _take(self) -> None:
         """Submits the layers that are not updated yet, after backward and clipping."""
-        self._engine.on_complete = self._engine.wanted = None
+        self._engine.call_when_complete(None)
         self._engine.before(deferred=bool(self._begun))  # a forward without a backward may have left transfers
         self._engine.gather(self._optimizer)
         try:
@@ -265,17 +264,17 @@ class LayerwiseStep:
     ) -> None:
         """Runs the step of one layer, and casts its new weights."""
         step = partial(self._class.step.__wrapped__, part)  # type: ignore[attr-defined]  # without its hooks: they run once
-        casts = self._engine.casts(layer)
+        casts = layer.casts.places(Stream.UPDATE)
         if self._separable:
             for parameter in trained:
                 if id(parameter) in clips and parameter.grad is not None:
                     clips[id(parameter)](parameter.grad)
             step()
-            self._engine.after(layer, ())
+            layer.casts.refresh(by=Stream.UPDATE)
         else:
             with InPieces(casts, clips):
                 step()
-            self._engine.after(layer, set(map(id, trained)))
+            layer.casts.refresh(by=Stream.UPDATE, but=set(map(id, trained)))
 
     def _updated(self, known: set[nn.Parameter], order: Sequence[nn.Parameter]) -> None:
         """When all updates are done, puts state of parameters that had none (are not ``known``) in the groups' ``order``."""

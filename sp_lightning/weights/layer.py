@@ -43,12 +43,12 @@ class StreamedLayer:
         planned: where each of its parameters lies.
         block: its memory on the host.
         parameters: its device parameters.
-        casts: what travels in place of its masters; None if it has no masters (the attribute is :class:`NoCasts` then).
-        masters: the layer of those masters.
         expert: whether it comes only when something is routed to it.
 
     Attributes:
         spans: where each parameter, then each cast, lies in a slot.
+        casts: what travels in place of its masters: :class:`NoCasts` unless it has any.
+        masters: the layer of those masters; None if it has none.
         owner: the layer that it is updated with, and whose gradients leave together with its own. Of masters this is the
             layer that they belong to, otherwise the layer itself.
         rows: which rows come if something asks for the layer. Those of a table and of stacked experts set it to their own.
@@ -69,8 +69,6 @@ class StreamedLayer:
         block: HostBlock,
         parameters: ParameterGroup,
         *,
-        casts: NoCasts | None = None,
-        masters: StreamedLayer | None = None,
         expert: bool = False,
     ) -> None:
         self.index = index
@@ -78,12 +76,10 @@ class StreamedLayer:
         self.planned = planned
         self.block = block
         self.parameters = parameters
-        self.casts = casts or NoCasts()
-        self.masters = masters
+        self.casts = NoCasts()
+        self.masters: StreamedLayer | None = None
         self.expert = expert
         self.owner = self
-        if masters is not None:
-            masters.owner = self
         self.spans = (*planned.spans, *planned.casts)
         self.on_demand = kind in (Kind.MASTERS, Kind.TABLE)
         self.rows = AllRows()
