@@ -16,7 +16,6 @@ from sp_lightning.device.waits import Wait
 from sp_lightning.engine.access import Access
 from sp_lightning.engine.assembly import attach_hooks, make_layers, make_rows, stand_ins_for_wrapped
 from sp_lightning.engine.backward import Backward
-from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.module_hooks import attach_module_hooks
 from sp_lightning.engine.placement import ONE_DEVICE, Placement
 from sp_lightning.engine.residency import Peak, Residency
@@ -32,6 +31,7 @@ from sp_lightning.store.host_ring import HostRing
 from sp_lightning.weights.buffers import AveragesOnDevice, PrunedWeights
 from sp_lightning.weights.expert_rows import counted
 from sp_lightning.weights.layer import Kind, StreamedLayer
+from sp_lightning.weights.lent_weights import LentWeights
 from sp_lightning.weights.prefetch import Prefetch
 from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.slots import Slots
@@ -101,9 +101,7 @@ class Streamer:
         self.updates = placement.updates(self._layers, device)
         self._lent = LentWeights(self._slots, device, self._stays, self._watch)
         self._source = placement.source(self._layers, self._slots, self.updates, device, self._watch)
-        self._residents = Residents(
-            self._resident_layer, self._source, device, self._lent.write_back, lambda: self._lent.refuses, self._stays
-        )
+        self._residents = Residents(self._resident_layer, self._source, self._lent)
         self._peak = Peak(self.found, self._slots, self._residents, self._gradients)
         prefetch = Prefetch(plan, self._slots, self._layers, self._source.ready)
         self._residency = Residency(self._slots, prefetch, self._source, self._lent, self._peak.note)
