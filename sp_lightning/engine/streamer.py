@@ -16,7 +16,6 @@ from sp_lightning.device.waits import Wait
 from sp_lightning.engine.access import Access
 from sp_lightning.engine.assembly import attach_hooks, make_layers, make_rows, stand_ins_for_wrapped
 from sp_lightning.engine.backward import Backward
-from sp_lightning.engine.module_hooks import attach_module_hooks
 from sp_lightning.engine.placement import ONE_DEVICE, Placement
 from sp_lightning.engine.residency import Peak, Residency
 from sp_lightning.engine.saved_tensors import SavedTensors, packs
@@ -51,7 +50,7 @@ class Streamer:
         placement: makes the parts that depend on the number of devices.
         modes: the mode of each unit's activations; None keeps all.
         host_room: the most bytes of host memory that activations may take; None for no limit.
-        averages: modules whose buffers are on the device only for their calls within a step.
+        averages: modules whose buffers are on the device from their first use in a step until its end.
         check_writes: whether to look for writes of weights that torch does not show.
         around_rerun: a context for a forward that runs again in backward, of which only autograd is to know.
         log: the logger for the engine's warnings; None for Lightning's.
@@ -133,7 +132,7 @@ class Streamer:
             PrunedWeights(root, device),
             self._watch,
         )
-        swap.averages = {module: AveragesOnDevice(module, device.device, lambda: swap.on_device) for module in averages}
+        swap.averages = [AveragesOnDevice(module, device.device, lambda: swap.on_device) for module in averages]
         self._below = below = Below(
             self._lock,
             layers,
@@ -171,8 +170,6 @@ class Streamer:
         visits |= self._embeddings
         self._module_hooks = attach_hooks(self._access, visits)
         watch(self._backward)
-        for module, listener in self._swap.averages.items():
-            self._module_hooks += attach_module_hooks(listener, {module: ()})
 
     # ------------------------------------------------------------------ a step
 
