@@ -15,13 +15,13 @@ from torch import Tensor
 from sp_lightning.device.device import Device
 from sp_lightning.device.pinned import PinnedMemory
 from sp_lightning.device.waits import Wait
-from sp_lightning.engine.lent_weights import keep_saved
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.plan.succession import Succession
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.direct_file import Transfer
 from sp_lightning.store.file_block import FileBlock
 from sp_lightning.weights.layer import Kind, StreamedLayer
+from sp_lightning.weights.lent_weights import keep_saved
 from sp_lightning.weights.slots import BlockSource, Slots, Staged
 from sp_lightning.weights.writes import WeightWatch
 

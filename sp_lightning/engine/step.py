@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from sp_lightning.activations.calls import Activations
 from sp_lightning.device.board import RankError
 from sp_lightning.device.device import Device
-from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.residency import Residency
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.layer import Kind, StreamedLayer
+from sp_lightning.weights.lent_weights import LentWeights
 from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.slots import BlockSource
 from sp_lightning.weights.swap import Swap

@@ -16,7 +16,6 @@ from sp_lightning.device.waits import Wait
 from sp_lightning.engine.access import Access
 from sp_lightning.engine.assembly import make_layers, make_rows, stand_ins_for_wrapped
 from sp_lightning.engine.backward import Backward
-from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.module_hooks import attach_module_hooks
 from sp_lightning.engine.placement import ONE_DEVICE, Placement
 from sp_lightning.engine.residency import Peak, Residency
@@ -31,6 +30,7 @@ from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.store.host_ring import HostRing
 from sp_lightning.weights.buffers import AveragesOnDevice, PrunedWeights
 from sp_lightning.weights.layer import Kind, StreamedLayer
+from sp_lightning.weights.lent_weights import LentWeights
 from sp_lightning.weights.prefetch import Prefetch
 from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.slots import Slots
@@ -50,7 +50,7 @@ class Streamer:
         placement: makes the parts that depend on the number of devices.
         modes: the mode of each unit's activations; None keeps all.
         host_room: the most bytes of host memory that activations may take; None for no limit.
-        averages: modules whose buffers are on the device only for their calls within a step.
+        averages: modules whose buffers are on the device from their first use in a step until its end.
         check_writes: whether to look for writes of weights that torch does not show.
         around_rerun: a context for a forward that runs again in backward, of which only autograd is to know.
         log: the logger for the engine's warnings; None for Lightning's.
@@ -100,9 +100,7 @@ class Streamer:
         self.updates = placement.updates(self._layers, device)
         self._lent = LentWeights(self._slots, device, self._stays, self._watch)
         self._source = placement.source(self._layers, self._slots, self.updates, device, self._watch)
-        self._residents = Residents(
-            self._resident_layer, self._source, device, self._lent.write_back, lambda: self._lent.refuses, self._stays
-        )
+        self._residents = Residents(self._resident_layer, self._source, self._lent)
         self._peak = Peak(self.found, self._slots, self._residents, self._gradients)
         prefetch = Prefetch(plan, self._slots, self._layers, self._source.ready)
         self._residency = Residency(self._slots, prefetch, self._source, self._lent, self._peak.note)
@@ -134,7 +132,7 @@ class Streamer:
             PrunedWeights(root, device),
             self._watch,
         )
-        swap.averages = {module: AveragesOnDevice(module, device.device, lambda: swap.on_device) for module in averages}
+        swap.averages = [AveragesOnDevice(module, device.device, lambda: swap.on_device) for module in averages]
         self._below = below = Part(
             self._lock,
             device,
@@ -165,8 +163,6 @@ class Streamer:
             layer.parameters.connect(layer, self._access)
         self._module_hooks = attach_module_hooks(self._access, visits | self._embeddings)
         watch(self._backward)
-        for module, listener in self._swap.averages.items():
-            self._module_hooks += attach_module_hooks(listener, {module: ()})
 
     # ------------------------------------------------------------------ a step
 

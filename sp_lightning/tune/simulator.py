@@ -17,7 +17,7 @@ from typing import Any, Literal
 from sp_lightning.device.timeline import Kind
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.engine.assembly import kinds
-from sp_lightning.engine.residency import Residency, Tenants
+from sp_lightning.engine.residency import Residency
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.tune.clocks import ClockDevice, HostBytes
 from sp_lightning.tune.disk_queue import DiskQueue
@@ -26,7 +26,7 @@ from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.layer import Kind as LayerKind
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.prefetch import Prefetch
-from sp_lightning.weights.slots import BlockSource, Slots, Staged
+from sp_lightning.weights.slots import BlockSource, Slots, Staged, Tenants
 from sp_lightning.weights.uploads import OnItsWay, Uploads
 
 _STALLS = {

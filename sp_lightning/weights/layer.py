@@ -33,9 +33,9 @@ class StreamedLayer:
     """One layer: everything that the engine knows about it.
 
     The device's copy is valid if :attr:`slot` is not None, nor ``stale``, and the copy is not :attr:`outdated`. Whoever writes
-    the host's weights in a way that no version shows calls :meth:`invalidate`. Residents have no slot: their memory is theirs,
-    and :class:`~sp_lightning.weights.residents.Residents` answers for it. The prefetch asks for the slot alone: what it fetches
-    in vain, or not at all, is found out when the layer is used.
+    the host's weights in a way that no version shows calls :meth:`invalidate`. Residents have a slot of their own, which
+    :class:`~sp_lightning.weights.residents.Residents` answers for. The prefetch asks for the slot alone: what it fetches in
+    vain, or not at all, is found out when the layer is used.
 
     Args:
         index: its index in :attr:`Plan.moving`; that of the residents is the next one after the last.
@@ -132,6 +132,9 @@ class StreamedLayer:
     def leave_slot(self) -> None:
         """As :meth:`invalidate`, but weights were given other memory: whoever holds the old one keeps the old values."""
         self.rows.drop_cached()
+        if self.kind is Kind.RESIDENTS and self.slot is not None:
+            self.slot.stale = True  # they take another one when they are used next
+            return
         slot, self.slot = self.slot, None
         if slot is not None:
             slot.layer = None

@@ -35,7 +35,7 @@ class Swap:
         watch: looks for writes of the host's weights, if ``check_writes`` asks for it; otherwise None.
 
     Attributes:
-        averages: by module, the buffers that are on the device only for its calls within a step.
+        averages: the buffers that are on the device from their first use in a step until its end.
         captured: the host's parameters, as user code may have captured them.
     """
 
@@ -52,7 +52,7 @@ class Swap:
         self._residents = residents
         self._pruned = pruned
         self._watch = watch
-        self.averages: dict[nn.Module, AveragesOnDevice] = {}
+        self.averages: list[AveragesOnDevice] = []
         self.blocks = [layer.block for layer in layers]
         self._module = module
         # A ScriptModule, which is moved whole, has wrappers in place of dictionaries, and they equal nothing.
@@ -100,7 +100,7 @@ class Swap:
             return
         self._residents.group.ask(before_use=True)
         self._pruned.hold_host()
-        for average in self.averages.values():
+        for average in self.averages:
             average.send_back()
         if self._watch is not None:
             self._watch.look_away()
@@ -134,7 +134,7 @@ class Swap:
         """Drops the device parameters. Buffers stay on the host for good."""
         self._to_device.clear()
         self._to_host.clear()
-        for average in self.averages.values():
+        for average in self.averages:
             average.close()
 
     def _parts_of_wrapped(self) -> list[object]:

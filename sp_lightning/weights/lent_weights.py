@@ -7,15 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import Span, view
+from sp_lightning.device.layout import Span
 from sp_lightning.device.lease import shared
-from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.waits import Stream, Wait
-from sp_lightning.engine.residency import Tenants
 from sp_lightning.weights.device_parameter import same_place
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.parameter_group import ParameterGroup
-from sp_lightning.weights.slots import Slot, Slots
+from sp_lightning.weights.slots import Slot, Slots, Tenants
 from sp_lightning.weights.writes import KeptMemory, WeightWatch
 
 
@@ -25,20 +23,20 @@ class LentWeights(Tenants):
     Args:
         slots: the slots, whose memory is lent.
         device: waits for compute, and is told of reads and writes.
-        stays: addresses of storages that never leave the device. Memory that weights are given in a step is added for it.
+        resident_storages: addresses of storages that never leave the device. Memory that weights are given in a step is
+            added for it.
         watch: is told which weights the engine itself has written, if ``check_writes`` looks for writes; otherwise None.
 
     Attributes:
-        device: as it was given.
         write_backs: how often the host has waited to take back a weight.
         refuses: whether a weight that host and device have written is refused. Otherwise the host's write counts, because
             there is an error already.
     """
 
-    def __init__(self, slots: Slots, device: Device, stays: set[int], watch: WeightWatch | None) -> None:
+    def __init__(self, slots: Slots, device: Device, resident_storages: set[int], watch: WeightWatch | None) -> None:
         self._slots = slots
         self.device = device
-        self._stays = stays
+        self.resident_storages = resident_storages
         self._watch = watch
         self._given: set[int] = set()  # addresses of the memory that weights were given in this step
         self._kept: set[StreamedLayer] = set()  # released layers of which somebody may keep device parameters
@@ -63,7 +61,7 @@ class LentWeights(Tenants):
         layer.parameters.fetched()
         if layer.slot is not None and layer.slot.kept is not None:
             self._slots.join(layer.slot)  # whoever holds the slot may read it at any time
-            self._keep(layer.slot)
+            self.keep(layer.slot)
 
     def move_in(self, layer: StreamedLayer, slot: Slot) -> None:
         """Makes the layer's device parameters views of its slot."""
@@ -78,11 +76,6 @@ class LentWeights(Tenants):
         group.resting = False
         group.sync_requires_grad()
         layer.casts.offer(views[len(group.all) :])
-
-    def suspect(self, group: ParameterGroup) -> None:
-        """With ``check_writes``, treats every weight that is on the device as one that may have been written there."""
-        if self._watch is not None:
-            group.expose()
 
     # ------------------------------------------------------------------ a use ends
 
@@ -107,13 +100,7 @@ class LentWeights(Tenants):
             return
         outside: dict[int, Tensor] = {}
         try:
-            if indices := self._written(slot):
-                written = {index: group.value(index) for index in indices}
-                places = self._slots.views(layer, slot)
-                outside = {index: value for index, value in written.items() if not same_place(value, places[index])}
-                self.write_back(layer, written.items())
-                if slot.kept is not None:
-                    self._keep(slot)
+            _, outside = self.take_back_slot(slot)
         finally:  # it may be refused
             group.detach()
             if not group.let_go():
@@ -179,44 +166,48 @@ class LentWeights(Tenants):
         layer = slot.layer
         if layer is None:
             return
-        group = layer.parameters
-        if written := self._written(slot):
-            self.device.access(slot.memory, Stream.COMPUTE, write=False)
-            with no_inference_mode():
-                values = {index: view(slot.memory, group.spans[index]) for index in written}
-                self.write_back(layer, ((index, group.apart.get(index, value)) for index, value in values.items()))
-        if slot.kept is not None:
-            self._keep(slot)
+        self.take_back_slot(slot)
         self._slots.forget_dropped(slot)
+        group = layer.parameters
         if not slot.escaped and not group.attached:
             group.exposed.intersection_update(group.outside)
             if slot.stale:
                 layer.leave_slot()
 
-    def _written(self, slot: Slot) -> list[int]:
-        """The indices of the weights in a slot that were written since they were taken back last, or may have been."""
-        assert slot.layer is not None
-        group = slot.layer.parameters
-        written = group.take_written()
-        if slot.kept is None:
-            return written
-        found = set(slot.kept.written(group, self._values(slot), refuse=self.refuses))
-        if found:
-            group.fetched()  # the host's are those of before, whatever their versions say
-        if group.attached:  # param.data = other
-            places = self._slots.views(slot.layer, slot)
-            found |= {index for index in written if not same_place(group.value(index), places[index])}
-        return sorted(found)
+    def take_back_slot(self, slot: Slot) -> tuple[bool, dict[int, Tensor]]:
+        """Takes back what was written of the layer in a slot since the last time, or may have been.
 
-    def _values(self, slot: Slot) -> list[Tensor]:
+        Returns:
+            Whether anything may have been written, and by index the weights that were given other memory than the slot's
+            (``param.data = other``) while their layer is in use.
+        """
+        layer = slot.layer
+        assert layer is not None
+        group, written = layer.parameters, set(layer.parameters.take_written())
+        if not written:
+            return False, {}
+        places = self._slots.views(layer, slot)
+        values = {i: group.value(i) if group.attached else group.apart.get(i, places[i]) for i in written}
+        outside = {i: value for i, value in values.items() if group.attached and not same_place(value, places[i])}
+        if slot.kept is not None:
+            written = set(slot.kept.written(group, self._values(slot), refuse=self.refuses))
+            if written:
+                group.fetched()  # the host's are those of before, whatever their versions say
+            written |= outside.keys()
+        self.device.access(slot.memory, Stream.COMPUTE, write=False)
+        self.write_back(layer, ((index, values[index]) for index in sorted(written)))
+        if slot.kept is not None and written:
+            self.keep(slot)
+        return bool(written), outside
+
+    def _values(self, slot: Slot) -> Sequence[Tensor]:
         """The weights in a slot, once everything is done that writes them."""
         assert slot.layer is not None
         self.device.access(slot.memory, Stream.COMPUTE, write=False)
         self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
-        with no_inference_mode():
-            return [view(slot.memory, span) for span in slot.layer.parameters.spans]
+        return self._slots.views(slot.layer, slot)[: len(slot.layer.parameters.spans)]
 
-    def _keep(self, slot: Slot) -> None:
+    def keep(self, slot: Slot) -> None:
         """Has what may be written of a slot from now on compared with what it is: its views, and the host's weights."""
         assert slot.layer is not None
         group = slot.layer.parameters
@@ -225,13 +216,8 @@ class LentWeights(Tenants):
 
     def take_back(self, layer: StreamedLayer) -> None:
         """Takes back what may have been written of a layer through ``.data``."""
-        group, slot = layer.parameters, layer.slot
-        if group.attached and slot is not None:
-            self.write_back(layer, [(index, group.value(index)) for index in self._written(slot)])
-            if slot.kept is not None:
-                self._keep(slot)
-        elif group.attached:  # residents
-            self.write_back(layer, [(index, group.value(index)) for index in group.take_written()])
+        if layer.parameters.attached and layer.slot is not None:
+            self.take_back_slot(layer.slot)
         else:
             self._take_back_outside(layer)
             self.take_back_late([slot for slot in self._slots.all if slot.layer is layer])
@@ -241,12 +227,12 @@ class LentWeights(Tenants):
         for layer in list(self._outside):
             self._take_back_outside(layer)
             self._keep_outside(layer, {})
-        self._stays -= self._given
+        self.resident_storages -= self._given
         self._given.clear()
         self.take_back_late(self._slots.all)
         for slot in self._slots.all:
             if slot.layer is not None and slot.kept is None and slot.held:
-                self._keep(slot)
+                self.keep(slot)
 
     # ------------------------------------------------------------------ weights that are given other memory
 
@@ -258,8 +244,10 @@ class LentWeights(Tenants):
         """
         group = layer.parameters
         _refuse_other_order(group.spans[index], value)
-        self._given |= {value.untyped_storage().data_ptr()} - self._stays  # a weight may get its own memory back
-        self._stays |= self._given
+        self._given |= {
+            value.untyped_storage().data_ptr()
+        } - self.resident_storages  # a weight may get its own memory back
+        self.resident_storages |= self._given
         if group.present_values[index].saved:
             self.write_back(layer, [(index, group.value(index))])  # the graphs see earlier writes through .data, too
             keep_saved(layer, index)
