@@ -100,7 +100,9 @@ def _pages_in_memory(address: int, nbytes: int) -> int | None:
     count = whole_pages(address + nbytes - first * PAGE) // PAGE
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         entries = os.pread(pagemap.fileno(), count * _ENTRY, first * _ENTRY)
-    pages = torch.frombuffer(bytearray(entries), dtype=torch.int64) if entries else torch.empty(0, dtype=torch.int64)
+    if len(entries) != count * _ENTRY:  # nothing is known of some
+        return None
+    pages = torch.frombuffer(bytearray(entries), dtype=torch.int64)
     present = pages < 0
     if ((present | (pages & _SWAPPED != 0)) & (pages & _OF_FILE == 0)).any():
         return None
