@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import Elsewhere
 from sp_lightning.device.metadata import UNCHANGED_BY_UPDATES
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Stream, Wait
@@ -88,8 +87,7 @@ class BackgroundUpdates:
             self._finish(layer, Wait.READ_AFTER_UPDATE)  # the last step's update, if nobody has waited for it
             for block in blocks:
                 for parameter in block.parameters:
-                    # None is updated of what is a plain tensor, a part of a wrapped parameter, or in a file.
-                    if type(parameter) is not Tensor and not isinstance(parameter, Elsewhere):
+                    if type(parameter) is not Tensor:  # a part of a wrapped parameter is none, and is not updated
                         take(parameter, self._role)
             self._work[layer] = self._device.later(update)
             self._then[layer] = then
