@@ -1,7 +1,7 @@
 """Residency: which layers are on the device, which of them are in use, and when the others come and go.
 
 This file holds the schedule and nothing else. What a slot's memory means to the modules is the concern of its
-:class:`~sp_lightning.weights.slots.Tenants`; where bytes come from, that of a
+:class:`~sp_lightning.weights.lent_weights.Tenants`; where bytes come from, that of a
 :class:`~sp_lightning.weights.slots.BlockSource`. The simulator drives this very class with a device of clocks. The caller
 holds the engine's lock.
 """
@@ -14,9 +14,10 @@ from sp_lightning.model.found import Found, tensor_bytes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.lent_weights import Tenants
 from sp_lightning.weights.prefetch import Prefetch
 from sp_lightning.weights.residents import Residents
-from sp_lightning.weights.slots import BlockSource, Slot, Slots, Tenants
+from sp_lightning.weights.slots import BlockSource, Slot, Slots
 
 
 class Residency:

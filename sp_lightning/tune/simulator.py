@@ -22,8 +22,9 @@ from sp_lightning.tune.visits import RESOURCES, Prediction, Rates, Visit
 from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.layer import Kind as LayerKind
 from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.lent_weights import Tenants
 from sp_lightning.weights.prefetch import Prefetch
-from sp_lightning.weights.slots import BlockSource, Slots, Staged, Tenants
+from sp_lightning.weights.slots import BlockSource, Slots, Staged
 from sp_lightning.weights.uploads import Uploads
 
 _STALLS = {

@@ -112,39 +112,6 @@ class BlockSource:
         """The host's weights of these layers may have been written unseen: their copies on the device are out of date."""
 
 
-class Tenants:
-    """The users of a layer's memory while the layer is in use: here there are none, as in a simulation."""
-
-    def before_use(self, layer: StreamedLayer) -> None:
-        """Called before a layer is used. Its weights on the host have to be up to date afterwards."""
-
-    def before_fetch(self, slots: Sequence[Slot]) -> None:
-        """Called before slots are overwritten."""
-
-    def fetched(self, layer: StreamedLayer) -> None:
-        """Called when the transfer of a layer to the device was issued."""
-
-    def move_in(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Called when a call uses a layer: gives the modules its weights on the device."""
-
-    def move_out(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Called when nobody uses a layer any more: takes its memory from the modules."""
-
-    def moved_out(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Called after the slot was released."""
-
-    def rest(self, layer: StreamedLayer) -> None:
-        """Called instead of :meth:`move_out` where nobody uses a layer any more and it keeps its slot."""
-
-    def written(self, layer: StreamedLayer) -> bool:
-        """Whether a layer that rests may have been written on the device, so that something is to be taken back."""
-        return False
-
-    def let_go(self) -> bool:
-        """Takes the memory from device parameters that nobody keeps any more. Returns whether there were any."""
-        return False
-
-
 class Slots:
     """All slots of a plan.
 
