@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sp_lightning.activations.chunked_loss import chunk_loss
 from sp_lightning.cli.arguments import PRECISIONS, Question, contradictions
 from sp_lightning.cli.host import HostMemory, HostStep, host_memory, host_step
-from sp_lightning.cli.model_source import Batch, ModelSource, load_model
+from sp_lightning.cli.model_source import Arguments, ModelSource, load_model
 from sp_lightning.device.torch_private import VALUES_NEEDED, tree_leaves
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found
@@ -201,7 +201,7 @@ def estimate_model(question: Question) -> Estimate:
         found = find_layers(module, layers=question.layers, resident=question.resident or (), autocast=autocast)
         if question.generate is not None:
             prompts, work = _generate(source, found, question)
-            return Estimate(question, found, source.batches[0].items, None, work, prompts=prompts)
+            return Estimate(question, found, next(iter(source.batches)), None, work, prompts=prompts)
         with torch.set_grad_enabled(not question.predict):
             items, known, why = _run_batch(source, found, question)
         step = None if question.predict else host_step(question, module)
@@ -227,7 +227,7 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
     Raises:
         ValueError: the model cannot take the size that was asked for.
     """
-    module, items = source.module, source.batches[0].items if source.batches else "no batch known"
+    module, items = source.module, next(iter(source.batches), "no batch known")
     if not _has_forward(module):
         return (
             items,
@@ -241,18 +241,18 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
         why = "it is not known what the model takes: say --input SIZE …, or set its example_input_array"
         return items, None, f"ValueError: {why}"
     autocast, failed = PRECISIONS[question.precision][1], dict[str, Exception]()
-    for batch in source.batches:
+    for batch, arguments in source.batches.items():
         try:
-            work = estimate(found, partial(_forward, module, batch, autocast))
+            work = estimate(found, partial(_forward, module, arguments, autocast))
         except Exception as error:  # a module that reads values may raise anything; the report says what
-            failed[batch.items] = error
+            failed[batch] = error
             continue
         if failed and question.image is not None:
             raise ValueError(
                 f"--image {question.image}: {question.model!r} cannot take that ({_in_one_line(failed[items])}). "
-                f"Leave --image out: it is run with {batch.items} then."
+                f"Leave --image out: it is run with {batch} then."
             )
-        return batch.items, work, ""
+        return batch, work, ""
     if question.input is not None and not isinstance(failed[items], VALUES_NEEDED):
         fraction, whole = map(_in_one_line, failed.values())
         raise ValueError(
@@ -275,9 +275,9 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {said.splitlines()[0].removesuffix('.') if said else ''}"
 
 
-def _forward(module: nn.Module, batch: Batch, autocast: torch.dtype | None) -> Tensor | None:
+def _forward(module: nn.Module, arguments: Callable[[], Arguments], autocast: torch.dtype | None) -> Tensor | None:
     """Runs one forward. Returns the loss in training: the model's own, or the mean of its first output."""
-    args, kwargs = batch.arguments()
+    args, kwargs = arguments()
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         output: Any = module(*args, **kwargs)
         if not torch.is_grad_enabled():

@@ -7,7 +7,7 @@ import inspect
 import json
 import os
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,17 +26,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the keyword arguments of a forward."""
 
 
-@dataclass(frozen=True)
-class Batch:
-    """What a forward is called with.
-
-    Attributes:
-        items: what the batch consists of, in words: ``1 × 4096 tokens``.
-        arguments: makes the arguments.
-    """
-
-    items: str
-    arguments: Callable[[], Arguments]
+Batches = dict[str, Callable[[], Arguments]]
+"""What makes the arguments of a forward, by what such a batch consists of, in words: ``1 × 4096 tokens``."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +36,8 @@ class ModelSource:
 
     Attributes:
         module: the model; its parameters have no memory.
-        batches: those that the model may take: the one that was asked for, and others in place of it. None if it is not
-            known what the model takes.
+        batches: those that the model may take: the one that was asked for, and others in place of it. Empty if it
+            is not known what the model takes.
         uses: how often a forward uses a weight, as a guess: once for each token, or each patch of an image.
         generation: takes the number of tokens to generate, and returns two functions: one runs the prompts, the other
             runs the last of those tokens with the keys and values of all tokens before it. None if the model has no
@@ -54,7 +45,7 @@ class ModelSource:
     """
 
     module: nn.Module
-    batches: tuple[Batch, ...]
+    batches: Batches
     uses: int
     generation: Callable[[int], tuple[Callable[[], None], Callable[[], None]]] | None = None
 
@@ -114,7 +105,7 @@ def _load_factory(asked: Question) -> ModelSource:
         configure()
     if any(tensor.is_meta for _, tensor in named_tensors(module)):
         module.to_empty(device="cpu")  # a run takes its values from a file
-    return ModelSource(module, tuple(_examples(module, asked.input)), asked.batch * asked.tokens)
+    return ModelSource(module, _examples(module, asked.input), asked.batch * asked.tokens)
 
 
 def _arguments(example: Any) -> Arguments:
@@ -124,7 +115,7 @@ def _arguments(example: Any) -> Arguments:
     return tuple(example) if isinstance(example, (tuple, list)) else (example,), {}
 
 
-def _examples(module: nn.Module, shape: list[int] | None) -> Iterator[Batch]:
+def _examples(module: nn.Module, shape: list[int] | None) -> Batches:
     """The batches of a module by their shape, with numbers of both kinds, or else the one that the module has."""
     examples: dict[str, Any] = {}
     if shape is not None:
@@ -132,8 +123,7 @@ def _examples(module: nn.Module, shape: list[int] | None) -> Iterator[Batch]:
         examples = {items: torch.zeros(*shape), f"{items} whole numbers": torch.zeros(*shape, dtype=torch.long)}
     elif (given := getattr(module, "example_input_array", None)) is not None:
         examples = {"its example_input_array": given}
-    for items, example in examples.items():
-        yield Batch(items, partial(_arguments, example))
+    return {items: partial(_arguments, example) for items, example in examples.items()}
 
 
 # ---------------------------------------------------------------------- torchvision
@@ -157,11 +147,12 @@ def _load_torchvision(asked: Question) -> ModelSource:
     trained = next(iter(models.get_model_weights(source))).transforms()
     usual = int(getattr(module, "image_size", None) or getattr(trained, "crop_size", [224])[0])
 
-    def batch(size: int) -> Batch:
-        return Batch(_images(asked.batch, size), lambda: ((torch.zeros(asked.batch, 3, size, size),), {}))
+    def arguments(size: int) -> Arguments:
+        return (torch.zeros(asked.batch, 3, size, size),), {}
 
     size = asked.image or usual
-    return ModelSource(module, tuple(map(batch, dict.fromkeys((size, usual)))), asked.batch * _patches(size))
+    batches: Batches = {_images(asked.batch, each): partial(arguments, each) for each in (size, usual)}
+    return ModelSource(module, batches, asked.batch * _patches(size))
 
 
 # ---------------------------------------------------------------------- transformers
@@ -196,7 +187,7 @@ def _load_transformers(asked: Question, file: Path) -> ModelSource:
             f"{asked.tokens} tokens are more than the {most} positions of {str(file)!r}. Say --tokens {most}."
         )
     size = asked.image or usual
-    batches = tuple(inputs.batch_of(image) for image in ((size,) if size == usual else (size, usual)))
+    batches: Batches = {inputs.items(image): partial(inputs.arguments, image) for image in (size, usual)}
     uses = asked.batch * (asked.tokens if inputs.with_text else _patches(size))
     return ModelSource(module, batches, uses, partial(inputs.generation, size) if inputs.cache else None)
 
@@ -231,14 +222,15 @@ class _Inputs:
         names = ("past_key_values", "cache") if self.with_text and "input_ids" in self._taken else ()
         self.cache = next((name for name in names if name in self._taken), None)  # the second since 5.24
 
-    def batch_of(self, image: Any) -> Batch:
-        """The batch whose images have so many pixels on each side."""
+    def items(self, image: Any) -> str:
+        """What the batch whose images have so many pixels on each side consists of, in words."""
         items = [f"{self._batch} × {self._tokens} tokens"] * self.with_text
         if isinstance(image, int):
             items.append(_images(self._batch, image))
-        return Batch(", ".join(items), lambda: ((), self._arguments(image)))
+        return ", ".join(items)
 
-    def _arguments(self, image: Any) -> dict[str, Any]:
+    def arguments(self, image: Any) -> Arguments:
+        """What the forward takes for it."""
         inputs: dict[str, Any] = {}
         if self.with_text and "input_ids" in self._taken:
             inputs["input_ids"] = self._ids(self._tokens)
@@ -254,12 +246,12 @@ class _Inputs:
             inputs["decoder_input_ids"] = self._ids(self._tokens)
         if self.with_text and "use_cache" in self._taken:
             inputs["use_cache"] = False
-        return inputs
+        return (), inputs
 
     def generation(self, image: Any, count: int) -> tuple[Callable[[], None], Callable[[], None]]:
         """What runs the prompts, and what runs the last of ``count`` generated tokens."""
         assert self.cache is not None
-        prompts: dict[str, Any] = {**self._arguments(image), "use_cache": True}
+        prompts: dict[str, Any] = {**self.arguments(image)[1], "use_cache": True}
         if "logits_to_keep" in self._taken:
             prompts["logits_to_keep"] = 1
         prompts.pop("labels", None)

@@ -281,12 +281,7 @@ def as_json(answer: Answer) -> str:
     """The answer for programs; bytes and seconds."""
     estimate, best, question, work = answer.estimate, answer.best, answer.question, answer.estimate.work
     plan, modes = answer.rows[0].plan, answer.rows[0].modes
-    of_batch: dict[str, Any] = {
-        "activation_bytes": estimate.activation_bytes,
-        "saved_bytes": {mode: work.saved(mode) for mode in MODES},
-        "offloaded_bytes": work.offloaded,
-        "flops": estimate.flops(plan, modes),
-    }
+    known, rates = not estimate.guessed, ("device_bandwidth", "pcie", "dram", "links", "network")
     fields = {
         "model": question.model,
         "precision": question.precision,
@@ -294,7 +289,10 @@ def as_json(answer: Answer) -> str:
         "tables": [{"name": table.name, "bytes": table.nbytes} for table in plan.tables],
         "layers": [{"name": layer.name, "bytes": layer.nbytes} for layer in plan.layers],
         "activations": question.activations,
-        **(dict.fromkeys(of_batch) if estimate.guessed else of_batch),
+        "activation_bytes": estimate.activation_bytes if known else None,
+        "saved_bytes": {mode: work.saved(mode) for mode in MODES} if known else None,
+        "offloaded_bytes": work.offloaded if known else None,
+        "flops": estimate.flops(plan, modes) if known else None,
         "why_no_activations": estimate.guessed or None,
         "batch": estimate.items,
         "training": not question.predict,
@@ -306,14 +304,8 @@ def as_json(answer: Answer) -> str:
         "host_bytes": estimate.host.nbytes,
         "host_fits": estimate.host.fits,
         "notes": [*plan.notes, *_notes(estimate, answer.rows[0])],
-        "assumed": {
-            "tflops": question.tflops,
-            "device_gbps": question.device_bandwidth / 1e9,
-            "pcie_gbps": question.pcie / 1e9,
-            "dram_gbps": question.dram / 1e9,
-            "links_gbps": question.links / 1e9,
-            "network_gbps": question.network / 1e9,
-        },
+        "assumed": {"tflops": question.tflops}
+        | {f"{name.partition('_')[0]}_gbps": getattr(question, name) / 1e9 for name in rates},
         "windows": [_window(row) for row in answer.rows],
         "best": None if best is None else {"k": best.plan.k, "k_prime": best.plan.k_prime},
         "verdict": verdict(answer),
