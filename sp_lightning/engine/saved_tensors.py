@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from sp_lightning.activations.offload import Offload
-from sp_lightning.activations.offloaded_storage import SavedReference
+from sp_lightning.activations.offload import Offload, SavedReference
 from sp_lightning.device.device import Device
 from sp_lightning.device.lease import SavedView, SavedViews
 from sp_lightning.device.modes import never_compiled
