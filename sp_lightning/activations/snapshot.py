@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
+import numpy as np  # Lightning needs torchmetrics, which needs NumPy
 import torch
 from torch import Tensor, nn
 from torch.backends import cuda as attention
@@ -37,6 +37,8 @@ _CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, 
 # Attributes of modules that forwards do not touch, and the lists of weights that nn.RNNBase makes anew whenever it is given
 # other weights.
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"} | {"forward", COMPILED_CALL, *RNN_WEIGHTS}
+# The value of a key that is not there: None would be one, and would hide an attribute of that name.
+_ABSENT = object()
 # The methods are those of the base classes, because a subclass may do more in its own.
 _FILL: dict[type, Callable[[Any, Any], None]] = {
     OrderedDict: OrderedDict.update, dict: dict.update, list: list.extend, deque: deque.extend, set: set.update,
@@ -181,8 +183,7 @@ class Snapshot:
             if is_device_parameter(parameter):
                 self._look_at_weight(join_names(name, key), module._parameters, key, parameter)
             elif parameter is not None:  # functional_call puts tensors here, for example
-                place = partial(module._parameters.__setitem__, key)
-                self.states.append(_state(partial(module._parameters.get, key), place))
+                self.states.append(_item_state(module._parameters, key))
         self.held += [(join_names(name, key), module._modules, key, child) for key, child in module._modules.items()]
         self.states.append(_dict_state(attributes, besides=_OF_MODULES))
         for key, value in attributes.items() if not trusted else ():
@@ -212,8 +213,8 @@ class Snapshot:
             if value.is_leaf and not isinstance(value, nn.Parameter):
                 self._copy(name, value)
         elif isinstance(value, nn.Module):
-            # Outside of the tree. One with weights may lead to the whole model.
-            if any(True for _ in value.parameters()):
+            # Outside of the tree. An attribute that has weights may lead to the whole model.
+            if objects < _DEEP and any(True for _ in value.parameters()):
                 self._look_at_buffers(name, value)
             else:
                 self.add(name, value)
@@ -289,7 +290,7 @@ def _state_of(value: Any) -> State | None:
         return State(lambda: value[:], partial(value.__setitem__, slice(None)), value[:])
     if isinstance(value, np.ndarray):  # what cannot be written does not change; what is on a disk is too large to copy
         fixed = isinstance(value, np.memmap) or not value.flags.writeable
-        return None if fixed else _state(value.copy, partial(value.__setitem__, ...))
+        return None if fixed else _state(value.copy, partial(_write_array, value))
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
         return _state(value.getstate, value.setstate)
     if isinstance(value, (torch.Generator, np.random.RandomState)):
@@ -299,6 +300,24 @@ def _state_of(value: Any) -> State | None:
     if isinstance(value, np.random.BitGenerator):
         return _state(partial(getattr, value, "state"), partial(setattr, value, "state"))
     return None
+
+
+def _write_array(into: Any, value: Any) -> None:
+    if into.shape != value.shape:
+        into.resize(value.shape, refcheck=False)
+    into[...] = value
+
+
+def _item_state(place: dict[str, Any], key: str) -> State:
+    """The value of a key in a dict, which may not be there."""
+
+    def write(value: Any) -> None:
+        if value is _ABSENT:
+            place.pop(key, None)
+        else:
+            place[key] = value
+
+    return _state(partial(place.get, key, _ABSENT), write)
 
 
 def _items_state(kind: type, container: Any) -> State:
