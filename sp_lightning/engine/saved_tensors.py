@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from sp_lightning.activations.offloaded_storage import SavedReference
+from sp_lightning.activations.offload import SavedReference
 from sp_lightning.device.lease import SavedView, SavedViews
 from sp_lightning.device.modes import held, never_compiled
 from sp_lightning.device.torch_private import current_graph_task, top_saved_tensors_hooks
