@@ -16,7 +16,8 @@ The parts, from below; each imports those before it only:
 - ``step``, ``backward``: from the first fetch to the last; graph tasks, and gradients that arrive in them (7) (8) (9).
   ``step.Below`` is the one record of the parts so far, which each part from here on is made with.
 - ``saved_tensors``, ``module_hooks``, ``access``: the doors by which somebody asks for a layer (4) (6).
-- ``updating``: the engine as an optimizer's step sees it.
+- ``updating``: the engine as an optimizer's step sees it. ``layerwise`` takes such a step apart by layers, and ``clipping``
+  measures norms while backward goes on, and leaves the multiplication to the updates.
 - ``turns``: with several devices, the bytes that this rank's user code has written, and the primary's turn
   to change the weights of all ranks. ``placement`` says which parts one device has and which several have.
 - ``assembly``, ``streamer``: build the parts, and hand every call to one of them. A call of Lightning comes from

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,22 +10,23 @@ from torch.optim import Optimizer
 
 from sp_lightning.device.modes import held
 from sp_lightning.device.ranks import FINISHED
-from sp_lightning.device.waits import Stream, Wait
+from sp_lightning.device.waits import Wait
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.step import Below, Part, Step
 from sp_lightning.engine.turns import Turns
 from sp_lightning.weights.device_parameter import Untouched
-from sp_lightning.weights.gradient_sink import Wanted
 from sp_lightning.weights.layer import Kind, StreamedLayer
 
 
 class Updating(Part):
-    """The engine's side of updates: :class:`~sp_lightning.optim.background.Updatable`.
+    """The engine's side of updates: what :class:`~sp_lightning.engine.layerwise.LayerwiseStep` calls.
 
     Args:
         turns: how the ranks take turns; None on one device.
 
     Attributes:
+        backward: its ``on_complete`` is called in the backward that was announced, for each layer whose gradients are all in
+            ``param.grad``. Its ``wanted`` says whether that would begin a layer's update: several devices agree on it before.
         several: whether there are several devices.
         step_seconds: seconds that optimizers' steps took on the host while the device had nothing to do.
     """
@@ -33,31 +34,13 @@ class Updating(Part):
     def __init__(self, below: Below, step: Step, backward: Backward, turns: Turns | None) -> None:
         super().__init__(below)
         self._step = step
-        self._backward = backward
+        self.backward = backward
         self.step_seconds = 0.0
         self._turns = turns
         self.several = turns is not None
         self._place_of = {
             id(p): (layer, index) for layer in self._layers for index, p in enumerate(layer.block.parameters)
         }
-
-    @property
-    def on_complete(self) -> Callable[[StreamedLayer], None] | None:
-        """Called in the backward that was announced, for each layer whose gradients are all in ``param.grad``."""
-        return self._backward.on_complete
-
-    @on_complete.setter
-    def on_complete(self, call: Callable[[StreamedLayer], None] | None) -> None:
-        self._backward.on_complete = call
-
-    @property
-    def wanted(self) -> Wanted | None:
-        """Says whether :attr:`on_complete` would begin a layer's update. Several devices have to agree on that before."""
-        return self._backward.wanted
-
-    @wanted.setter
-    def wanted(self, ask: Wanted | None) -> None:
-        self._backward.wanted = ask
 
     def layer_of(self, parameter: nn.Parameter) -> StreamedLayer | None:
         """The layer that a host parameter is updated with; None if the parameter is not one of the module's."""
@@ -81,7 +64,7 @@ class Updating(Part):
             self.updates.finish()
         with self._lock:
             self._step.take_back_writes()
-            if not self._backward.tasks:  # in backward each weight may have a step of its own, and all are exchanged
+            if not self.backward.tasks:  # in backward each weight may have a step of its own, and all are exchanged
                 self._step.hold_host()
             self._step.compare_writes()
             self._source.synchronize()
@@ -107,18 +90,6 @@ class Updating(Part):
                     self._lent.take_back(member)
                 member.parameters.exposed.clear()  # otherwise the device's values would overwrite the update later
 
-    def casts(self, layer: StreamedLayer) -> Mapping[int, Tensor]:
-        """Where the update of a layer may put the casts of its masters, by the master's ``id``."""
-        return layer.casts.places(Stream.UPDATE)
-
-    def after(self, layer: StreamedLayer, updated: Collection[int]) -> None:
-        """Casts what the update of a layer has not cast, in the background, before anybody waits for the layer."""
-        layer.casts.refresh(by=Stream.UPDATE, but=updated)
-
-    def keep_narrow(self, keep: bool) -> None:
-        """Sets whether gradients that come in a lower dtype than their parameter's keep it until somebody reads them."""
-        self.gradients.keep_narrow = keep
-
     def step_of(self, optimizer: Optimizer) -> str:
         """An optimizer's step, in words that tell it from other optimizers' by its first parameter."""
         first: Any = next((p for group in optimizer.param_groups for p in group["params"]), None)
@@ -136,7 +107,7 @@ class Updating(Part):
 
     def over(self) -> None:
         """Allows uses of layers that backward has updated, because the step has submitted all updates."""
-        self._backward.clear_early_updates()
+        self.backward.clear_early_updates()
         if self._turns is not None and self._turns.ranks.primary:
             self._turns.ranks.say(FINISHED)
 

@@ -10,16 +10,15 @@ import copy
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import Elsewhere
@@ -27,7 +26,6 @@ from sp_lightning.device.metadata import UNCHANGED_BY_UPDATES
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.block_memory import merge
-from sp_lightning.weights.gradient_sink import Wanted
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.reduced_gradients import ReducedGradients
 from sp_lightning.weights.roles import Role, leave, take
@@ -308,47 +306,3 @@ class SharedUpdates(BackgroundUpdates):
                 then()
 
         super().submit(layer, update, after)
-
-
-class Updatable(Protocol):
-    """The engine as a step that is taken apart sees it: which layers there are, and when each may be updated."""
-
-    device: Device
-    updates: BackgroundUpdates
-    on_complete: Callable[[StreamedLayer], None] | None
-    """Called in the backward that was announced, for each layer whose gradients are all in ``param.grad``."""
-
-    wanted: Wanted | None
-    """Says whether the step would update a layer at once when ``on_complete`` is called for it."""
-    several: bool
-    """Whether there are several devices, each of which runs the step."""
-
-    def layer_of(self, parameter: nn.Parameter) -> StreamedLayer | None:
-        """The layer of a host parameter; None if the parameter is not one of the module's."""
-
-    def order(self) -> Iterator[StreamedLayer]:
-        """All layers, in the order in which the next forward needs them."""
-
-    def before(self, *, deferred: bool) -> None:
-        """Called before the step writes host weights; returns once nothing reads them any more."""
-
-    def before_early(self, layer: StreamedLayer) -> None:
-        """Called before a layer is updated in the middle of backward."""
-
-    def casts(self, layer: StreamedLayer) -> Mapping[int, Tensor]:
-        """Called in the background before a layer's update. Returns, by ``id``, where it may put parameters' casts."""
-
-    def after(self, layer: StreamedLayer, updated: Collection[int]) -> None:
-        """Called in the background after the update of these of a layer's parameters, and of their casts."""
-
-    def keep_narrow(self, keep: bool) -> None:
-        """Sets whether gradients keep the dtype in which they come until somebody reads them."""
-
-    def gather(self, optimizer: Optimizer) -> None:
-        """Called before the step submits its first update after backward; returns once all ranks have come there."""
-
-    def over(self) -> None:
-        """Called when the step has submitted all updates."""
-
-    def release_gradients(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> None:
-        """Called when nobody needs the gradients of these parameters of a layer any more."""

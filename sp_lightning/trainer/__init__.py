@@ -2,7 +2,7 @@
 
 ``strategy`` hands Lightning's calls on, and shows users what is known; ``host_strategy`` is what a trainer hands to it.
 ``run`` owns the engine of one run and knows no trainer; ``loops`` says what it does around Lightning's batches and in their
-steps, ``optimizer_steps`` what it does in those of optimizers (in the background where ``update_policy`` allows it).
+steps, ``optimizer_steps`` what it does in those of optimizers (in the background where ``user_hooks`` allows it), and ``step_hooks`` around all.
 ``user_hooks`` says where user code could write weights. ``callback`` logs, and records timelines. Checkpoints are in
 ``checkpoint_io`` and ``frozen_weights``, those that all ranks write together in ``checkpoint_folder`` (read by
 ``folder_reader``); both write to ``part_files`` first. ``given_values`` of modules on the meta device come from them or from

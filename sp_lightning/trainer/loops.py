@@ -53,10 +53,6 @@ class Loops:
 
     # ------------------------------------------------------------------ loops begin and end
 
-    def fuse_optimizers(self) -> None:
-        """There are optimizers now: they run fused if they can and are to."""
-        self._steps.fuse(self._module.trainer.optimizers)
-
     def fitting_begins(self) -> None:
         """Set-up for training is over but for loading a checkpoint.
 
@@ -142,9 +138,12 @@ class Loops:
                 with streamer.saving():
                     output = step(*args, **kwargs)
                     if training and not manual and output is not None and not skips_backward(self._module.trainer):
-                        streamer.await_backward(seen=self._hooks.may_look_at_gradients_before_backward())
+                        streamer.await_backward(seen=self._hooks.run_at("zero_grad"))
                     else:
-                        streamer.end(writes_follow=training or self._hooks.may_write_after(phase))
+                        follows = any(
+                            map(self._hooks.may_write_weights, (phase, "train"))
+                        )  # the batch may be the last one
+                        streamer.end(writes_follow=training or follows)
                     return output
         except torch.OutOfMemoryError as error:
             self._run.make_room(error)

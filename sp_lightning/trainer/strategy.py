@@ -197,11 +197,6 @@ class StreamingStrategy(Readings):
         self._run = Run(self.lightning_module, self._options, device, autocast, self.ranks, self.log, trains)
         self._loops = Loops(self._run, self.lightning_module, self._options, self.log)
 
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
-        if self._loops is not None:
-            self._loops.fuse_optimizers()
-
     def remarks(self) -> list[str]:
         """What a user should know about this run beside the plan, in sentences."""
         return self._remarks if self._loops is None else self._loops.remarks()
