@@ -21,7 +21,7 @@ The parts, from below; each imports those before it only:
 - ``turns``: with several devices, the bytes that this rank's user code has written, and the primary's turn
   to change the weights of all ranks. ``placement`` says which parts one device has and which several have.
 - ``assembly``, ``streamer``: build the parts, and hand every call to one of them. A call of Lightning comes from
-  ``trainer.strategy`` by way of ``trainer.loops``.
+  ``trainer.loops``.
 
 What comes in: a module, its layers (``model``), a plan, a device; then the calls of ``trainer``. What goes out: the module
 with the host's parameters after every step, gradients in ``param.grad``, counters. It may import every wing below it

@@ -279,14 +279,17 @@ class Recording:
         self._seen += 1
         if self._seen > 1 and (self._seen - 2) % self._every == 0:
             self._running = self._seen - 1
-            self._intervals = self._intervals or partner.make_timeline()
-            partner.record(self._intervals, on=True)
+            assert partner.computing_device is not None
+            self._intervals = self._intervals or partner.computing_device.make_timeline()
+            partner.computing_device.timelines.append(self._intervals)
 
     def stop(self, partner: StreamingStrategy) -> None:
         """What follows belongs to no batch, or to the next one."""
         if self._intervals is None:
             return
-        partner.record(self._intervals, on=False)
+        device = partner.computing_device  # another one, where the engine was built anew meanwhile
+        if device is not None and self._intervals in device.timelines:
+            device.timelines.remove(self._intervals)
         if self._running is not None:
             if self._timeline is None:  # the picture shows the last batch only
                 self.batches.clear()

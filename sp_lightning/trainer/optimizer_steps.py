@@ -279,8 +279,10 @@ class OptimizerSteps:
         if self.disk is not None:
             self.disk.count_step(self._run.placement)
         outer = self._step_hooks.deferring  # an optimizer may step inside another one's closure
+        # A manual step may catch an error. If it does not, the step of the batch makes room.
+        make_room = self._trainer.lightning_module.automatic_optimization
         try:
-            with self._run.whole_after_failure(), ExitStack() as around:
+            with self._run.whole_after_failure(make_room=make_room), ExitStack() as around:
                 if layerwise is not None:
                     around.enter_context(in_place_of(plugin, self._clips_layerwise(layerwise, plugin)))
                     around.enter_context(layerwise.deferring())
@@ -288,11 +290,6 @@ class OptimizerSteps:
                 if self._ranks is not None and (layerwise is None or self.overlap == "off"):
                     around.enter_context(self._ranks.clipping(plugin))
                 return step(closed)
-        except torch.OutOfMemoryError as error:
-            # Not told yet: it came from backward or from the optimizer. A manual step may catch it, and tells it otherwise.
-            if not hasattr(error, "__notes__") and self._trainer.lightning_module.automatic_optimization:
-                self._run.make_room(error)
-            raise
         finally:
             self._step_hooks.give_back_groups()
             self._step_hooks.deferring = outer

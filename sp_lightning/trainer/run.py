@@ -20,7 +20,6 @@ from torch.utils.checkpoint import CheckpointError
 from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.device import Device
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.device.timeline import Timeline
 from sp_lightning.engine.placement import ONE_DEVICE, OnRanks, Placement
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.model.checks import refuse_cuda_graphs
@@ -263,7 +262,7 @@ class Run:
                 self.streamer.updates.finish()
                 self.placement.settle()
 
-    def make_room(self, error: torch.OutOfMemoryError) -> None:
+    def _make_room(self, error: torch.OutOfMemoryError) -> None:
         """Shrinks the window after an error that ended a step, and has the error say what to do."""
         plan, modes = self.plan, self.results.activations
         if self.tuner is not None:
@@ -297,8 +296,12 @@ class Run:
             self.streamer.invalidate()
 
     @contextmanager
-    def whole_after_failure(self) -> Generator[None, None, None]:
-        """Whatever is raised inside, the module has the host's parameters again when it gets out."""
+    def whole_after_failure(self, *, make_room: bool = False) -> Generator[None, None, None]:
+        """Whatever is raised inside, the module has the host's parameters again when it gets out.
+
+        Args:
+            make_room: whether the window is smaller after an error that says that the device has no memory left.
+        """
         try:
             yield
         except BaseException as error:
@@ -310,6 +313,8 @@ class Run:
             note_devices(error)
             if isinstance(error, CheckpointError) and self.streamer is not None and self.streamer.run_again:
                 error.add_note(RUN_AGAIN_DIFFERED.format(unit=self.streamer.run_again))
+            if make_room and isinstance(error, torch.OutOfMemoryError) and not hasattr(error, "__notes__"):
+                self._make_room(error)  # a step within the optimizer's may have made it already
             raise
 
     def abort(self) -> None:
@@ -320,21 +325,6 @@ class Run:
                 self.streamer.allow_writes()  # whoever catches the error may write weights
         except Exception:
             self._log.exception("Superpipeline could not put the host's parameters back after the error that follows.")
-
-    # ------------------------------------------------------------------ timelines
-
-    def make_timeline(self) -> Timeline:
-        """Returns a timeline of the run's device, for which it waits once."""
-        assert self.streamer is not None
-        return self.streamer.device.make_timeline()
-
-    def record(self, timeline: Timeline, *, on: bool) -> None:
-        """Switches a timeline on or off. An interval that has begun before is kept when it ends."""
-        timelines = [] if self.streamer is None else self.streamer.device.timelines
-        if on and timeline not in timelines:
-            timelines.append(timeline)
-        elif not on and timeline in timelines:
-            timelines.remove(timeline)
 
 
 def _absorbing(plan: Plan) -> dict[str, int]:
