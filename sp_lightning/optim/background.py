@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -246,63 +245,47 @@ class SharedUpdates(BackgroundUpdates):
         self._landed = ranks.share(8 * len(layers) * ranks.size, "landings").words("q")
 
     def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
+        ranks, common = self._ranks, ExitStack()
         with self._lock:
             self._finish(layer, Wait.READ_AFTER_UPDATE)
             self._submitted[layer] += 1
-            number = self._submitted[layer]
-            landing = self._gradients.landing(layer)
-            if not self._ranks.primary:
-                super().submit(layer, partial(self._follow, layer, number, landing), then)
-            elif landing is None:
-                self._lead(layer, number, work, then)
-            else:
-                self._lead(layer, number, partial(self._update, layer, number, landing, work), then)
+            number, landing = self._submitted[layer], self._gradients.landing(layer)
+            landed = [rank * len(self._layers) + layer.index for rank in range(ranks.size)]  # where each rank says so
+            if ranks.primary:
+                # Until somebody waits for the update, the layer's parameters and gradients are those that all ranks see.
+                for member in layer.family:
+                    common.enter_context(member.block.written_in_common())
+                common.enter_context(self._gradients.written_in_common(layer))
+
+            def update() -> None:
+                if landing is not None:
+                    landing()
+                    ranks.publish(self._landed, landed[ranks.rank], number)
+                if not ranks.primary:
+                    ranks.until(lambda: self._done[layer.index] >= number, Wait.READ_AFTER_SHARED_UPDATE)
+                    return
+                if landing is not None:
+                    ranks.until(lambda: all(self._landed[each] >= number for each in landed), Wait.UPDATE_AFTER_LANDING)
+                    # What this rank's user code has written counts. What others' has, they drop in the step's turn.
+                    merge(member.block.memory for member in layer.family)
+                work()
+                ranks.publish(self._done, layer.index, number)
+
+            def failing_for_all() -> None:
+                try:
+                    update()
+                except BaseException as error:
+                    if ranks.primary:
+                        ranks.fail(error)
+                    raise
+
+            def after() -> None:
+                common.close()
+                if then is not None:
+                    then()
+
+            super().submit(layer, failing_for_all, after)
 
     def bound(self, most: int) -> None:
         """Waits for as many updates as leave a slot for the next layer's gradients. Those of all others may be on their way."""
         super().bound(max(most, self._gradients.slots - 1))
-
-    def _follow(self, layer: StreamedLayer, number: int, landing: Callable[[], None] | None) -> None:
-        """Waits for the primary's update of a layer, on another rank."""
-        if landing is not None:
-            self._land(layer, number, landing)
-        self._ranks.until(lambda: self._done[layer.index] >= number, Wait.READ_AFTER_SHARED_UPDATE)
-
-    def _land(self, layer: StreamedLayer, number: int, landing: Callable[[], None]) -> list[int]:
-        """Says when this rank's part of a layer's gradients has landed. Returns where on the board each rank says so."""
-        words = [rank * len(self._layers) + layer.index for rank in range(self._ranks.size)]
-        landing()
-        self._ranks.publish(self._landed, words[self._ranks.rank], number)
-        return words
-
-    def _update(self, layer: StreamedLayer, number: int, landing: Callable[[], None], work: Callable[[], None]) -> None:
-        """Updates a layer in backward, on the primary, once the parts of all ranks are there."""
-        words = self._land(layer, number, landing)
-        self._ranks.until(lambda: all(self._landed[each] >= number for each in words), Wait.UPDATE_AFTER_LANDING)
-        # What this rank's user code has written counts. What others' has, they drop in the step's turn.
-        merge(member.block.memory for member in layer.family)
-        work()
-
-    def _lead(
-        self, layer: StreamedLayer, number: int, work: Callable[[], None], then: Callable[[], None] | None
-    ) -> None:
-        # Until somebody waits for the update, the layer's parameters and gradients are those that all ranks see.
-        common = ExitStack()
-        for member in layer.family:
-            common.enter_context(member.block.written_in_common())
-        common.enter_context(self._gradients.written_in_common(layer))
-
-        def update() -> None:
-            try:
-                work()
-            except BaseException as error:
-                self._ranks.fail(error)
-                raise
-            self._ranks.publish(self._done, layer.index, number)
-
-        def after() -> None:
-            common.close()
-            if then is not None:
-                then()
-
-        super().submit(layer, update, after)

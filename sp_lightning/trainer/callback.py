@@ -16,7 +16,7 @@ from sp_lightning.device.timeline import Interval, Timeline, chrome_trace
 from sp_lightning.observe.messages import say_once
 from sp_lightning.observe.plot import draw_timeline, supported_formats
 from sp_lightning.observe.stats import Stats, bottleneck, counters_line
-from sp_lightning.trainer.compat import accumulates, attach_callback, logged_step
+from sp_lightning.trainer.compat import accumulates, logged_step
 from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
 
 if TYPE_CHECKING:
@@ -100,8 +100,7 @@ class SuperpipelineCallback(Callback):
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin()
 
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin()
+    on_predict_start = on_test_start
 
     def _begin(self, *, training: bool = False) -> None:
         if self._running:
@@ -165,8 +164,7 @@ class SuperpipelineCallback(Callback):
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._end()
 
-    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end()
+    on_predict_end = on_test_end
 
     def _end(self) -> None:
         stats, plan, log = self._strategy.stats(), self._strategy.plan, self._strategy.log
@@ -193,21 +191,6 @@ class SuperpipelineCallback(Callback):
 
 
 WRITE_NO_WEIGHTS.add(SuperpipelineCallback)
-
-
-def attach(trainer: Any, kind: type[SuperpipelineCallback]) -> SuperpipelineCallback | None:
-    """Gives a trainer the callback that it lacks. Returns it; None if the user has given the trainer one."""
-    if any(isinstance(callback, SuperpipelineCallback) for callback in trainer.callbacks):
-        return None
-    callback = kind()
-    attach_callback(trainer, callback)
-    return callback
-
-
-def detach(trainer: Any, attached: SuperpipelineCallback | None) -> None:
-    """Leaves a trainer with the callbacks of its user, however the run has ended."""
-    if trainer is not None and attached is not None:
-        trainer.callbacks = [callback for callback in trainer.callbacks if callback is not attached]
 
 
 # ---------------------------------------------------------------------- timelines

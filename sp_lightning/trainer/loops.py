@@ -154,7 +154,9 @@ class LoopStrategy(HostStrategy):
 
     def _results(self, what: str) -> Results:
         if self._run is None:
-            raise RuntimeError(f"This strategy has no {what} yet: a run begins in trainer.fit (validate, test, predict).")
+            raise RuntimeError(
+                f"This strategy has no {what} yet: a run begins in trainer.fit (validate, test, predict)."
+            )
         return self._run.results
 
     def remarks(self) -> list[str]:

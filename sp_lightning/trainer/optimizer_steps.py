@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -148,22 +147,18 @@ class OptimizerSteps:
 
         With several devices the primary decides, whose optimizers have the state. What all processes of the node take counts.
         """
-        options, ranks = self._options, self._run.ranks
-        assert self._ledger is not None
-        if options.disk is None:
-            return self._ledger.state or 0
-        if ranks is None:
-            return self._place_on(options.disk)
-        free_garbage()
-        taken = ranks.told(anonymous_bytes(), "what processes have taken of host memory")
-        in_memory = self._place_on(options.disk, sum(taken[1:])) if ranks.primary else 0
-        return ranks.told(in_memory, "where optimizers' state is")[0]
-
-    def _place_on(self, disk: Path, elsewhere: int = 0) -> int:
-        """As :meth:`place_state`, where state is. ``elsewhere`` are bytes that the node's other processes have taken."""
+        disk, ranks, elsewhere = self._options.disk, self._run.ranks, 0
         streamer, ledger = self._run.streamer, self._ledger
         assert streamer is not None
         assert ledger is not None
+        if disk is None:
+            return ledger.state or 0
+        if ranks is not None:
+            free_garbage()
+            taken = ranks.told(anonymous_bytes(), "what processes have taken of host memory")
+            if not ranks.primary:
+                return ranks.told(0, "where optimizers' state is")[0]
+            elsewhere = sum(taken[1:])
         self.disk = DiskTier(disk, self._options.host_memory, self._still, self._log)
         self._run.placement.leave()  # the memory that is counted next has none of them; those of a window come
         on_host = streamer.plan.allocated_bytes * ledger.ranks * streamer.device.computes_on_host
@@ -172,7 +167,8 @@ class OptimizerSteps:
         placement = self.disk.place(self._trainer.optimizers, streamer.updating.layer_of, others, elsewhere, beside)
         self.arrange(self._trainer)
         self.absorb_state()
-        return placement.memory_bytes
+        in_memory = placement.memory_bytes
+        return in_memory if ranks is None else ranks.told(in_memory, "where optimizers' state is")[0]
 
     def absorb_state(self) -> None:
         """Optimizers have state that did not come from their steps. What belongs on the disk goes there."""

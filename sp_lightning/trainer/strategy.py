@@ -19,10 +19,10 @@ from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.model.without_values import named_tensors
 from sp_lightning.plan.activation_policy import Activations
 from sp_lightning.plan.options import Count, Fused, Overlap, Transfer, by_name
-from sp_lightning.trainer.callback import SuperpipelineCallback, attach, detach
+from sp_lightning.trainer.callback import SuperpipelineCallback
 from sp_lightning.trainer.checkpoint_folder import common_tensors, write
-from sp_lightning.trainer.checkpoint_io import folder_for
-from sp_lightning.trainer.compat import forget_module, trainer_of
+from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO, folder_for
+from sp_lightning.trainer.compat import attach_callback, forget_module, trainer_of
 from sp_lightning.trainer.frozen_weights import (
     FROZEN,
     FrozenWeights,
@@ -33,7 +33,7 @@ from sp_lightning.trainer.frozen_weights import (
 )
 from sp_lightning.trainer.given_values import GivenValues
 from sp_lightning.trainer.loops import LoopStrategy
-from sp_lightning.trainer.options import Options, refuse_checkpoint_io
+from sp_lightning.trainer.options import Options
 
 
 class StreamingStrategy(LoopStrategy):
@@ -150,8 +150,11 @@ class StreamingStrategy(LoopStrategy):
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
         trainer = trainer_of(model)  # none yet, where it is connected by hand; the trainer does it again
-        if trainer is not None and self._options.callback:
-            self._attached = attach(trainer, self.callback_class) or self._attached
+        if trainer is None or not self._options.callback:
+            return
+        if not any(isinstance(callback, SuperpipelineCallback) for callback in trainer.callbacks):
+            self._attached = self.callback_class()
+            attach_callback(trainer, self._attached)
 
     def setup(self, trainer: pl.Trainer) -> None:
         # As the base class, but optimizer state stays where the parameters are: on the host.
@@ -160,8 +163,11 @@ class StreamingStrategy(LoopStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         trains = trainer.state.fn == TrainerFn.FITTING
-        if self._options.save_distributed_checkpoint:
-            refuse_checkpoint_io(self.checkpoint_io)
+        if self._options.save_distributed_checkpoint and type(self.checkpoint_io) is not AtomicCheckpointIO:
+            raise ValueError(
+                "With save_distributed_checkpoint=True all ranks write checkpoints by torch.distributed.checkpoint, and not by a "
+                f"{type(self.checkpoint_io).__name__}. Leave one of them out."
+            )
         self._given.complete(self.lightning_module, training=trains)
         if trains and self.layer_sync is not None:
             self.model = self.layer_sync.apply(self.model)
@@ -178,7 +184,9 @@ class StreamingStrategy(LoopStrategy):
 
     def teardown(self) -> None:
         if self.lightning_module is not None:
-            detach(trainer_of(self.lightning_module), self._attached)
+            trainer = trainer_of(self.lightning_module)
+            if trainer is not None:  # it has the callbacks of its user afterwards, however the run has ended
+                trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self._attached]
         self._attached = None
         self._close()
         if self.lightning_module is not None and any(each.is_meta for _, each in named_tensors(self.lightning_module)):
