@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -245,38 +246,23 @@ class SharedUpdates(BackgroundUpdates):
         self._landed = ranks.share(8 * len(layers) * ranks.size, "landings").words("q")
 
     def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
-        ranks, common = self._ranks, ExitStack()
+        common = ExitStack()
         with self._lock:
             self._finish(layer, Wait.READ_AFTER_UPDATE)
             self._submitted[layer] += 1
-            number, landing = self._submitted[layer], self._gradients.landing(layer)
-            landed = [rank * len(self._layers) + layer.index for rank in range(ranks.size)]  # where each rank says so
-            if ranks.primary:
+            shared = partial(self._update, layer, self._submitted[layer], self._gradients.landing(layer), work)
+            if self._ranks.primary:
                 # Until somebody waits for the update, the layer's parameters and gradients are those that all ranks see.
                 for member in layer.family:
                     common.enter_context(member.block.written_in_common())
                 common.enter_context(self._gradients.written_in_common(layer))
 
             def update() -> None:
-                if landing is not None:
-                    landing()
-                    ranks.publish(self._landed, landed[ranks.rank], number)
-                if not ranks.primary:
-                    ranks.until(lambda: self._done[layer.index] >= number, Wait.READ_AFTER_SHARED_UPDATE)
-                    return
-                if landing is not None:
-                    ranks.until(lambda: all(self._landed[each] >= number for each in landed), Wait.UPDATE_AFTER_LANDING)
-                    # What this rank's user code has written counts. What others' has, they drop in the step's turn.
-                    merge(member.block.memory for member in layer.family)
-                work()
-                ranks.publish(self._done, layer.index, number)
-
-            def failing_for_all() -> None:
                 try:
-                    update()
+                    shared()
                 except BaseException as error:
-                    if ranks.primary:
-                        ranks.fail(error)
+                    if self._ranks.primary:
+                        self._ranks.fail(error)
                     raise
 
             def after() -> None:
@@ -284,7 +270,26 @@ class SharedUpdates(BackgroundUpdates):
                 if then is not None:
                     then()
 
-            super().submit(layer, failing_for_all, after)
+            super().submit(layer, update, after)
+
+    def _update(
+        self, layer: StreamedLayer, number: int, landing: Callable[[], None] | None, work: Callable[[], None]
+    ) -> None:
+        """Updates a layer on the primary, in backward once the parts of all ranks are there. The others wait for it."""
+        ranks = self._ranks
+        landed = [rank * len(self._layers) + layer.index for rank in range(ranks.size)]  # where each rank says so
+        if landing is not None:
+            landing()
+            ranks.publish(self._landed, landed[ranks.rank], number)
+        if not ranks.primary:
+            ranks.until(lambda: self._done[layer.index] >= number, Wait.READ_AFTER_SHARED_UPDATE)
+            return
+        if landing is not None:
+            ranks.until(lambda: all(self._landed[each] >= number for each in landed), Wait.UPDATE_AFTER_LANDING)
+            # What this rank's user code has written counts. What others' has, they drop in the step's turn.
+            merge(member.block.memory for member in layer.family)
+        work()
+        ranks.publish(self._done, layer.index, number)
 
     def bound(self, most: int) -> None:
         """Waits for as many updates as leave a slot for the next layer's gradients. Those of all others may be on their way."""

@@ -276,7 +276,7 @@ class OptimizerSteps:
             self.disk.count_step(self._run.placement)
         outer = self._step_hooks.deferring  # an optimizer may step inside another one's closure
         # A manual step may catch an error. If it does not, the step of the batch makes room.
-        make_room = self._trainer.lightning_module.automatic_optimization
+        make_room = self._trainer is not None and self._trainer.lightning_module.automatic_optimization
         try:
             with self._run.whole_after_failure(make_room=make_room), ExitStack() as around:
                 if layerwise is not None:

@@ -314,8 +314,9 @@ class Run:
             note_devices(error)
             if isinstance(error, CheckpointError) and self.streamer is not None and self.streamer.run_again:
                 error.add_note(RUN_AGAIN_DIFFERED.format(unit=self.streamer.run_again))
-            if make_room and isinstance(error, torch.OutOfMemoryError) and not hasattr(error, "__notes__"):
-                self._make_room(error)  # a step within the optimizer's may have made it already
+            if make_room and isinstance(error, torch.OutOfMemoryError) and "made_room" not in vars(error):
+                vars(error)["made_room"] = True  # the optimizer's step may be around this one
+                self._make_room(error)
             raise
 
     def abort(self) -> None:
