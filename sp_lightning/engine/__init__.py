@@ -16,11 +16,12 @@ The parts, from below; each imports those before it only:
 - ``step``, ``backward``: from the first fetch to the last; graph tasks, and gradients that arrive in them (7) (8) (9).
   Each part from here on is a ``step.Part``: it has the parts so far, of which there is one record.
 - ``saved_tensors``, ``module_hooks``, ``access``: the doors by which somebody asks for a layer (4) (6).
-- ``updating``: the engine as an optimizer's step sees it.
+- ``updating``: the engine as an optimizer's step sees it. ``layerwise`` takes such a step apart by layers, and ``clipping``
+  measures norms while backward goes on, and leaves the multiplication to the updates.
 - ``turns``: with several devices, the bytes that this rank's user code has written, and the primary's turn
   to change the weights of all ranks. ``placement`` says which parts one device has and which several have.
 - ``assembly``, ``streamer``: build the parts, and hand every call to one of them. A call of Lightning comes from
-  ``trainer.strategy`` by way of ``trainer.loops``.
+  ``trainer.loops``.
 
 What comes in: a module, its layers (``model``), a plan, a device; then the calls of ``trainer``. What goes out: the module
 with the host's parameters after every step, gradients in ``param.grad``, counters. It may import every wing below it

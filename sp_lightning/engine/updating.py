@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,17 +14,18 @@ from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.step import Part, Step
 from sp_lightning.engine.turns import Turns
 from sp_lightning.weights.device_parameter import Untouched
-from sp_lightning.weights.gradient_sink import Wanted
 from sp_lightning.weights.layer import Kind, StreamedLayer
 
 
 class Updating(Part):
-    """The engine's side of updates: :class:`~sp_lightning.optim.background.Updatable`.
+    """The engine's side of updates: what :class:`~sp_lightning.engine.layerwise.LayerwiseStep` calls.
 
     Args:
         turns: how the ranks take turns; None on one device.
 
     Attributes:
+        backward: its ``on_complete`` is called in the backward that was announced, for each layer whose gradients are all in
+            ``param.grad``. Its ``wanted`` says whether that would begin a layer's update: several devices agree on it before.
         several: whether there are several devices.
         step_seconds: seconds that optimizers' steps took on the host while the device had nothing to do.
     """
@@ -32,22 +33,13 @@ class Updating(Part):
     def __init__(self, below: Part, step: Step, backward: Backward, turns: Turns | None) -> None:
         super().__init__(**vars(below))
         self._step = step
-        self._backward = backward
+        self.backward = backward
         self.step_seconds = 0.0
         self._turns = turns
         self.several = turns is not None
         self._place_of = {
             id(p): (layer, index) for layer in self.layers for index, p in enumerate(layer.block.parameters)
         }
-
-    def call_when_complete(self, call: Callable[[StreamedLayer], None] | None, wanted: Wanted | None = None) -> None:
-        """Has a function called in the backward that was announced, for each layer whose gradients are all in ``param.grad``.
-
-        Args:
-            call: the function; None for none.
-            wanted: says whether it would begin a layer's update, on which several devices have to agree before.
-        """
-        self._backward.on_complete, self._backward.wanted = call, wanted
 
     def layer_of(self, parameter: nn.Parameter) -> StreamedLayer | None:
         """The layer that a host parameter is updated with; None if the parameter is not one of the module's."""
@@ -71,7 +63,7 @@ class Updating(Part):
             self.updates.finish()
         with self.lock:
             self._step.take_back_writes()
-            if not self._backward.tasks:  # in backward each weight may have a step of its own, and all are exchanged
+            if not self.backward.tasks:  # in backward each weight may have a step of its own, and all are exchanged
                 self._step.hold_host()
             self._step.compare_writes()
             self.source.synchronize()
@@ -97,10 +89,6 @@ class Updating(Part):
                     self.lent.take_back(member)
                 member.parameters.exposed.clear()  # otherwise the device's values would overwrite the update later
 
-    def keep_narrow(self, keep: bool) -> None:
-        """Sets whether gradients that come in a lower dtype than their parameter's keep it until somebody reads them."""
-        self.gradients.keep_narrow = keep
-
     def step_of(self, optimizer: Optimizer) -> str:
         """An optimizer's step, in words that tell it from other optimizers' by its first parameter."""
         first: Any = next((p for group in optimizer.param_groups for p in group["params"]), None)
@@ -118,7 +106,7 @@ class Updating(Part):
 
     def over(self) -> None:
         """Allows uses of layers that backward has updated, because the step has submitted all updates."""
-        self._backward.clear_early_updates()
+        self.backward.clear_early_updates()
 
     def release_gradients(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> None:
         """Frees the gradients of these parameters of a layer, which are updated."""

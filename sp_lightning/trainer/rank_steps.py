@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from sp_lightning.device.patched import own_step
+from sp_lightning.device.patched import in_place_of, own_step
 from sp_lightning.engine.turns import Turns
-from sp_lightning.optim.layerwise import in_place_of
 from sp_lightning.optim.scaler import Found, HostGradScaler
 from sp_lightning.trainer.run import Run
 from sp_lightning.trainer.user_hooks import calls_closure_first

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from sp_lightning.activations import offload, recompute
 from sp_lightning.device.torch_private import top_saved_tensors_hooks
+from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.engine.step import Step
-from sp_lightning.optim.layerwise import LayerwiseStep
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from sp_lightning.weights.lent_weights import LentWeights
 from sp_lightning.weights.residents import Residents

@@ -31,7 +31,7 @@ WINGS = (
     "pytorch_lightning", "__init__", "cli", "__main__",
 )  # fmt: skip
 MAY_IMPORT_LIGHTNING = {"trainer", "pytorch_lightning", "__init__", "cli", "__main__"}
-BUDGET = {"lines of code": 18_956, "files": 161, "classes": 241}
+BUDGET = {"lines of code": 17_590, "files": 148, "classes": 226}
 """What the whole package may have: what it had when this was last lowered. A feature that needs more says here why."""
 MOST_LINES = {"file": 400, "class": 300, "function": 40}
 EXCEPTIONS: dict[str, str] = {}
