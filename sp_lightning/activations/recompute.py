@@ -289,12 +289,12 @@ class FirstRun:
         )
 
 
-class _OfThread(threading.local):
+class _RunsOfThread(threading.local):
     def __init__(self) -> None:
         self.first_runs: list[FirstRun] = []
 
 
-_of_thread = _OfThread()
+_of_thread = _RunsOfThread()
 
 
 def first_runs() -> list[FirstRun]:

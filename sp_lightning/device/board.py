@@ -261,26 +261,33 @@ class NodeNews:
 
     Attributes:
         failure: the first one, or an empty string.
+        lost: why no more is heard, or an empty string.
     """
 
     def __init__(self, name: str, pause: float) -> None:
         self._key = f"superpipeline/{name}/failure"
         self._pause = pause
-        self.failure = ""
+        self.failure = self.lost = ""
         where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # A connection of its own: what waits on the process group's does not hold up the news.
         self._store: Any = dist.TCPStore(*where, is_master=False, wait_for_workers=False)
         self._over = Event()
-        Thread(target=self._look, name="superpipeline-nodes", daemon=True).start()
+        self.begin()
 
-    def _look(self) -> None:
+    def begin(self) -> None:
+        """A run begins: a thread looks for news until :meth:`end`."""
+        self._over.set()
+        self._over = Event()
+        Thread(target=self._look, args=(self._over,), name="superpipeline-nodes", daemon=True).start()
+
+    def _look(self, over: Event) -> None:
         try:
-            while not self._over.wait(self._pause):
+            while not over.wait(self._pause):
                 if self._store.check([self._key]):
                     self.failure = self._store.get(self._key).decode(errors="replace")
                     return
-        except RuntimeError:
-            self.failure = "the process of rank 0 (node 0) has ended, or cannot be reached"
+        except RuntimeError:  # in order, perhaps: a rank that still needs rank 0 loses another connection, too
+            self.lost = "the process of rank 0 (node 0) has ended, or cannot be reached"
 
     def tell(self, failure: str) -> None:
         """Tells all nodes of a failure, and gives them the time to hear of it: the store may go with this process."""
@@ -293,8 +300,8 @@ class NodeNews:
             self._store.compare_set(self._key, "", failure)
             sleep(2 * self._pause)
 
-    def close(self) -> None:
-        """Ends the thread at its next look."""
+    def end(self) -> None:
+        """A run ends, and with it the thread."""
         self._over.set()
 
 

@@ -13,13 +13,13 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
-from operator import and_
+from operator import and_, attrgetter
 from typing import Any
 from uuid import uuid4
 
 import torch
 
-from sp_lightning.device.board import Board, NodeNews, board_bytes
+from sp_lightning.device.board import Board, NodeNews, RankError, board_bytes
 from sp_lightning.device.collectives import Collectives
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.shared_memory import SharedMemory, create, hand_out, receive, supported
@@ -49,9 +49,9 @@ class Ranks(Collectives):
                 f"superpipeline shares host memory between the processes of several devices, and cannot do so here: {why}. "
                 "Pass Trainer(devices=1)."
             )
-        for each in [
-            each for each in _open if each.over
-        ]:  # here, where all processes are: not when Python collects them
+        for each in filter(
+            attrgetter("over"), list(_open)
+        ):  # here, where all processes are: not when Python collects them
             each.close()
         super().__init__(device, per_node)
         self.over: bool = False
@@ -62,8 +62,12 @@ class Ranks(Collectives):
         self._news: NodeNews | None = None
         self._board = Board(memory, self.rank, self._pids, names, lambda: self._news.failure if self._news else "")
         if self.nodes > 1:
-            name = self._gather_objects(uuid4().hex, "the first meeting of all nodes")[0]
-            self._news = NodeNews(name, 0.2 * max(1, self.world // 32))
+            try:
+                name = self._gather_objects(uuid4().hex, "the first meeting of all nodes")[0]
+                self._news = NodeNews(name, 0.2 * max(1, self.world // 32))
+            except BaseException as error:
+                self._board.fail(error)  # no other code has this object yet that would tell of it
+                raise
         _open.append(self)
 
     # ------------------------------------------------------------------ memory
@@ -194,9 +198,22 @@ class Ranks(Collectives):
         if self._news is not None:
             self._news.tell(f"{self.name}: {self.failure}")
 
+    def lost(self, why: Wait | str, error: BaseException) -> RankError:
+        """As the base class. If news of other nodes are out of reach, that is said, too."""
+        found = super().lost(why, error)
+        return RankError(f"{found}; {self._news.lost}") if self._news is not None and self._news.lost else found
+
+    def run_begins(self) -> None:
+        """Says that another run of the same processes begins."""
+        if self._news is not None and self.over:
+            self._news.begin()
+        self.over = False
+
     def run_ends(self) -> None:
         """Says that this rank is at the end of its run: it comes to no more meetings of it."""
         self.over = True
+        if self._news is not None:
+            self._news.end()
         self.board.run_ends()
 
     def close(self) -> None:
@@ -204,7 +221,7 @@ class Ranks(Collectives):
         self.closed = True
         _open.remove(self)
         if self._news is not None:
-            self._news.close()
+            self._news.end()
         self.board.close()
         if not self.failure:  # else others may be in the midst of a collective
             self.end_groups()

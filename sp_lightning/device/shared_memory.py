@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from uuid import uuid4
+from weakref import WeakSet
 from zlib import crc32
 
 import torch
@@ -61,6 +62,7 @@ class SharedMemory:
             self.bytes.madvise(mmap.MADV_DONTFORK)  # workers of a DataLoader do not write it
         # A file of its own to lock: descriptors that were sent to processes are one open file.
         self._lock = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+        _lockable.add(self)
         self.common = _tensor(self.bytes)
         self.own = OwnView(self._descriptor, self.common)
 
@@ -69,16 +71,27 @@ class SharedMemory:
         return memoryview(self.bytes).cast(kind)  # type: ignore[call-overload]
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, until: Callable[[Callable[[], bool], str], None]) -> Iterator[None]:
         """While this is active no other process is here, nor another object for the same memory. It is not for two threads.
 
         The system gives the lock back for a process that ends. What was written under it the next one sees.
+
+        Args:
+            until: waits for a process that has the lock and stands still, as :meth:`sp_lightning.device.ranks.Ranks.until`.
         """
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        if not self._lock_now():
+            until(self._lock_now, "memory that another process has locked")
         try:
             yield
         finally:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def _lock_now(self) -> bool:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def view_anew(self, begin: int, end: int) -> OwnView:
         """Returns another view of a part of the memory, as :attr:`own` is one of all of it."""
@@ -88,6 +101,20 @@ class SharedMemory:
         with suppress(OSError, AttributeError):
             os.close(self._descriptor)
             os.close(self._lock)
+
+
+_lockable: WeakSet[SharedMemory] = WeakSet()
+
+
+def _forget_locks() -> None:
+    """A forked process has the same open files: with them it would keep a lock whose process has ended."""
+    for memory in list(_lockable):
+        os.close(memory._lock)
+        memory._lock = -1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)
 
 
 class OwnView:

@@ -83,6 +83,7 @@ class LayerwiseStep:
         self.begun: set[StreamedLayer] = set()
         self._class = type(optimizer)
         self._groups = self._none = Groups()  # the user's groups while the optimizer has none
+        self._cut = True  # whether the last step was taken apart: gradients that were sparse then may come so again
         self._ordered = False  # whether state that this step makes will have the order in which torch's makes it
 
     @contextmanager
@@ -125,7 +126,7 @@ class LayerwiseStep:
         """The groups of the layers that are updated as soon as their gradients are complete, and have not been yet."""
         if self._armed is None:
             try:
-                self._armed = self._groups_by_layer()
+                self._armed = self._groups_by_layer() if self._cut else {}
             except _UndividedError:
                 self._armed = {}
         return self._armed
@@ -145,8 +146,9 @@ class LayerwiseStep:
         except _UndividedError as undivided:
             self._refuse(undivided)
             self.clipping.finish()
-            by_layer = {}
+            self._cut = False
         else:
+            self._cut = True
             self._updates.partially_updated = "the optimizer's step was interrupted, and may have updated some layers"
             for layer in self._engine.order():
                 if layer in by_layer:
@@ -226,6 +228,9 @@ class LayerwiseStep:
             self._ordered, state = True, state_of(self._optimizer)
             for parameter in [p for group in self._optimizer.param_groups for p in group["params"]]:
                 dict.setdefault(state, parameter, {})
+        for parameter in parameters:  # torch makes the state of one without a gradient in a later step, behind others'
+            if stored(parameter) is None and dict.get(state_of(self._optimizer), parameter) == {}:
+                dict.pop(state_of(self._optimizer), parameter)
         part = object.__new__(self._class)
         vars(part).update(vars(self._optimizer), param_groups=groups)
         clip, engine = self.clipping.pending, self._engine

@@ -77,7 +77,7 @@ class RunningCalls:
 
     def __init__(self) -> None:
         self.depth = 0
-        self._here = _OfThread()
+        self._here = _CallsOfThread()
 
     def begin(self, make_hooks: Callable[[], AbstractContextManager[None]] | None) -> None:
         """Packs what autograd saves in the outermost call of a thread that builds a graph, and in those inside it.
@@ -123,7 +123,7 @@ class RunningCalls:
             )
 
 
-class _OfThread(threading.local):
+class _CallsOfThread(threading.local):
     """The calls of a thread: how many, and the hooks that one of them has pushed when there were so many."""
 
     depth = 0

@@ -84,9 +84,14 @@ class Updating(Part):
         layer.updated_early = True
         for member in layer.family:
             self.residency.slots.synchronize(Wait.UPDATE_AFTER_FETCH, member)
-            if member.parameters.exposed:
+            slot, group = member.slot, member.parameters
+            own = len(group.all) if group.attached else 0
+            viewed = slot if slot is not None and slot.kept is None and slot.lease.in_use_beside(own) else None
+            if group.exposed or viewed is not None:
                 with held(self.lock):
                     self.lent.take_back(member)
+                    if viewed is not None:
+                        self.lent.keep(viewed)  # a view that user code has may be written from now on, too
                 member.parameters.exposed.clear()  # otherwise the device's values would overwrite the update later
 
     def step_of(self, optimizer: Optimizer) -> str:

@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import PAGE, bytes_of, whole_pages
+from sp_lightning.device.layout import PAGE, addresses, bytes_of, whole_pages
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.model.found import Layer
 from sp_lightning.plan.plan import PlannedLayer
@@ -222,30 +223,30 @@ class FileBlock(HostBlock):
         pin: bool,
     ) -> None:
         self._places = {index: place for index, place in enumerate(places) if place is not None}
-        self._mapped = set(self._places)
+        # Kept: graphs may ask for values that a user has replaced, and an address says nothing of memory that is gone.
+        with no_inference_mode(), torch.DisableTorchFunctionSubclass():
+            self._mapped = {index: layer.parameters[index][1].data for index in self._places}
         self.in_file = set(self._places)
         self.pin = pin
         self._reader = reader
         super().__init__(layer, planned, device, staging, lambda nbytes, _: SparseMemory(nbytes), pin=pin)
         for index, place in self._places.items():
             parameter = self.parameters[index]
-            _left_in_files[parameter] = place, parameter.data_ptr()
+            _left_in_files[parameter] = place, parameter.data_ptr(), StorageWeakRef(parameter.untyped_storage())
             let_go(parameter.data_ptr(), parameter.nbytes)
 
     def _take(self, index: int, into: Tensor | None) -> None:
-        if index not in self._mapped:
+        mapped = self._mapped.get(index)
+        if mapped is None or addresses([self.parameters[index]]) != [mapped.data_ptr()]:
             super()._take(index, into)
-
-    def adopt(self) -> None:
-        for given in (self._mapped, self.in_file):
-            given.difference_update(self.displaced)
-        super().adopt()
+            self._mapped.pop(index, None)
+            self.in_file.discard(index)
 
     def present(self, index: int) -> Tensor:
         if index not in self._mapped:
             return super().present(index)
-        with no_inference_mode(), torch.DisableTorchFunctionSubclass():
-            return self.parameters[index].detach().reshape(-1).view(torch.uint8)
+        with no_inference_mode():
+            return self._mapped[index].reshape(-1).view(torch.uint8)
 
     def read(self, memory: Tensor) -> Transfer:
         """Begins to read what is in files to memory of the block's size, each weight to its place."""
@@ -267,12 +268,18 @@ class FileBlock(HostBlock):
 
 
 _left_in_files: Any = WeakIdKeyDictionary()
-"""The places of parameters that runs have left in files, and their addresses."""
+"""The places of parameters that runs have left in files, their addresses and their memory."""
 
 
 def place_of(tensor: Tensor) -> FilePlace | None:
     """The place of a parameter that a run has left in its file, and that has the file's values still."""
-    place, address = _left_in_files.get(tensor, (None, 0))
+    if (left := _left_in_files.get(tensor)) is None:
+        return None
+    place, address, memory = left
     with torch.DisableTorchFunctionSubclass():
-        there = place is not None and tensor.data_ptr() == address
-        return place if there and _pages_in_memory(address, tensor.nbytes) is not None else None
+        # Other memory may have the address of memory that is gone; and the same memory may be seen in another order.
+        same = (
+            not memory.expired() and memory == StorageWeakRef(tensor.untyped_storage()) and tensor.data_ptr() == address
+        )
+        unchanged = same and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        return place if unchanged and _pages_in_memory(address, tensor.nbytes) is not None else None

@@ -191,7 +191,7 @@ class HostStrategy(_Base):
         super().setup_environment()
         ranks = self.ranks
         if ranks is not None and self.lightning_module is not None:
-            ranks.over = False
+            ranks.run_begins()
             meet_before_batches(self.lightning_module.trainer, lambda: ranks.meet("the beginning of the next batch"))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

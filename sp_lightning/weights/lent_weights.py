@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from sp_lightning.weights.device_parameter import same_place
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.parameter_group import ParameterGroup
 from sp_lightning.weights.slots import Slot, Slots
-from sp_lightning.weights.writes import KeptMemory, WeightWatch
+from sp_lightning.weights.writes import KeptMemory, WeightWatch, digest
 
 
 class Tenants:
@@ -50,6 +51,15 @@ class Tenants:
         return False
 
 
+class _Left(NamedTuple):
+    """A slot that a layer has left although somebody views it, and the digests of the weights that go on elsewhere."""
+
+    layer: StreamedLayer
+    slot: Slot
+    values: Sequence[Tensor]
+    others: dict[int, str]
+
+
 class LentWeights(Tenants):
     """The tenants of a real model's slots: its device parameters. The caller holds the engine's lock.
 
@@ -74,6 +84,7 @@ class LentWeights(Tenants):
         self._given: set[int] = set()  # addresses of the memory that weights were given in this step
         self._kept: set[StreamedLayer] = set()  # released layers of which somebody may keep device parameters
         self._outside: set[StreamedLayer] = set()  # released layers with weights in memory that somebody else holds
+        self._left: list[_Left] = []
         self.write_backs = 0
         self.refuses = True
 
@@ -139,6 +150,7 @@ class LentWeights(Tenants):
             if not group.let_go():
                 self._kept.add(layer)
         if outside:  # param.data = other: the slot does not have these values
+            self.leave_views(slot, outside)
             layer.leave_slot()
             self._keep_outside(layer, outside)
 
@@ -191,6 +203,7 @@ class LentWeights(Tenants):
 
     def take_back_late(self, slots: Iterable[Slot]) -> None:
         """Takes back what was written since their layers' release through views that outlived it."""
+        self._refuse_lost_writes()
         for slot in slots:
             if slot.escaped and not slot.lent:
                 self._take_back_escaped(slot)
@@ -214,9 +227,12 @@ class LentWeights(Tenants):
             Whether anything may have been written, and by index the weights that were given other memory than the slot's
             (``param.data = other``) while their layer is in use.
         """
+        self._refuse_lost_writes()
         layer = slot.layer
         assert layer is not None
         group, written = layer.parameters, set(layer.parameters.take_written())
+        if slot.kept is not None:  # any of them; an early update has them no longer among those that may be written
+            written.update(range(len(group.all)))
         if not written:
             return False, {}
         places = self._slots.views(layer, slot)
@@ -277,13 +293,31 @@ class LentWeights(Tenants):
         """
         group = layer.parameters
         _refuse_other_order(group.spans[index], value)
-        self._given |= {
-            value.untyped_storage().data_ptr()
-        } - self.resident_storages  # a weight may get its own memory back
+        address = value.untyped_storage().data_ptr()
+        if address not in self.resident_storages:  # a weight may get its own memory back
+            self._given.add(address)
         self.resident_storages |= self._given
         if group.present_values[index].saved:
             self.write_back(layer, [(index, group.value(index))])  # the graphs see earlier writes through .data, too
             keep_saved(layer, index)
+
+    def leave_views(self, slot: Slot, outside: Collection[int]) -> None:
+        """Remembers the views of a slot that its layer leaves: what they show of other weights must not be written."""
+        if slot.lease.in_use and slot.layer is not None:
+            values = self._values(slot)
+            others = {i: digest(value) for i, value in enumerate(values) if i not in outside}
+            self._left.append(_Left(slot.layer, slot, values, others))
+
+    def _refuse_lost_writes(self) -> None:
+        """Raises an error if a weight was written through a view of memory that its layer has left."""
+        before, self._left = self._left, [left for left in self._left if left.slot.lease.in_use]
+        for left in before if self.refuses else ():
+            self.device.access(left.slot.memory, Stream.COMPUTE, write=False)
+            self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
+            for index, value in left.others.items():
+                if digest(left.values[index]) != value:
+                    self._left.clear()
+                    raise RuntimeError(_left_behind(left.layer.parameters.spans[index].name))
 
     def _keep_outside(self, layer: StreamedLayer, outside: Mapping[int, Tensor]) -> None:
         """Remembers the other memory of weights as long as somebody else holds it, who may write it later."""
@@ -333,3 +367,11 @@ def _refuse_other_order(span: Span, value: Tensor) -> None:
             "(param.data = other, module.to(memory_format=…)); kernels choose by them. Give it the same order, param.data = "
             "torch.empty_like(param).copy_(other), or exchange it between two batches or before trainer.fit."
         )
+
+
+def _left_behind(name: str) -> str:
+    return (
+        f"Parameter {name!r} was written through a view of it (.data, .detach(), weight[0]) that was taken before another weight "
+        "of its layer was given other memory in a step (param.data = other); the write would be lost. Take the view anew, from "
+        "its module, or write the other weight in place: param.data.copy_(other)."
+    )

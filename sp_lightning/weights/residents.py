@@ -83,7 +83,9 @@ class Residents:
         if outside:
             # A parameter was given other memory on the device (param.data = other). A graph that has saved a view
             # keeps the values that it saw, as with plain autograd.
+            left = self._slot
             self._take_memory()
+            self._lent.leave_views(left, outside)
         if written:
             self._attach()
             self._current = False

@@ -22,6 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -92,11 +93,7 @@ class Uploads:
         """Issues what can be issued by now of the layers on their way."""
 
     def finish(self, last: OnItsWay | None = None) -> None:
-        """Issues all layers up to this one, or all that are on their way.
-
-        Raises:
-            RankError: another rank has failed.
-        """
+        """Issues all layers up to this one, or all that are on their way. A rank that has failed is a ``RankError``."""
 
     def end_round(self) -> None:
         """Issues all that are on their way: what comes next may be other weights. The errors are those of :meth:`finish`."""
@@ -305,7 +302,7 @@ class GatherLog:
     def __init__(
         self, memory: SharedMemory, rank: int, size: int, until: Callable[[Callable[[], bool], str], None]
     ) -> None:
-        self._locked = memory.locked
+        self._locked = partial(memory.locked, until)
         self._words: Any = memory.words("q")
         self._active = _RANKS + rank  # whether the rank has gathers of the round that it may not have resolved
         self._count = _RANKS + size + rank  # how many it has announced

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +279,11 @@ def _exchanges(module: Any) -> None:
     module.net.blocks[1].inner.weight = nn.Parameter(torch.full((32, 16), 0.1))
 
 
+def _swaps(module: Any) -> None:
+    one, other = (module.net.blocks[index].inner.weight for index in (1, 3))
+    one.data, other.data = other.data, one.data
+
+
 def _adds_a_module(module: Any) -> None:
     module.net.extra = nn.Linear(2, 2)  # the engine is built anew
 
@@ -286,7 +292,7 @@ TOUCHES = {
     touch.__name__.strip("_"): touch
     for touch in (
         _thaws_within_a_step, _gives_a_gradient, _writes, _writes_what_was_detached, _writes_its_state, _replaces_its_data,
-        _loads_its_own_state, _loads_a_copy, _copies, _converts_and_back, _moves, _exchanges, _adds_a_module,
+        _loads_its_own_state, _loads_a_copy, _copies, _converts_and_back, _moves, _exchanges, _adds_a_module, _swaps,
     )
 }  # fmt: skip
 FREE = ("thaws_within_a_step", "gives_a_gradient", "loads_its_own_state", "copies", "moves", "adds_a_module")
@@ -317,6 +323,102 @@ def test_user_code_finds_the_weights(touch: str, moment: str, backbone: Callable
     mine, theirs = same_with(Touches, backbone, tmp_path, recorded="losses")
     assert mine.held == theirs.held
     assert (mine.in_memory == []) == (touch in FREE)
+
+
+def test_weights_that_are_swapped_between_forward_and_backward(backbone: Callable[[], Module], tmp_path: Path) -> None:
+    """The graph's values are those of forward: what the block had to hand out then was the new memory's."""
+
+    class Swaps(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.weights = [pl_module.net.blocks[index].inner.weight for index in (1, 3)]
+
+        def on_before_backward(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                one, other = self.weights
+                one.data, other.data = other.data, one.data
+
+    same_with(Swaps, backbone, tmp_path, recorded="losses")
+
+
+class _LoadsAnother(Callback):
+    """Frees the mapped memory of a file and maps another file, to which the system gives the same addresses."""
+
+    def __init__(self, other: Path) -> None:
+        self.other = other
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            named = [(name[4:], p) for name, p in pl_module.named_parameters() if ".blocks." in name]
+            for _, parameter in named:
+                parameter.data = torch.empty(0)
+            values = load_file(self.other)
+            for name, parameter in named:
+                parameter.data = values[name]
+
+
+def test_another_file_at_the_same_addresses(backbone: Callable[[], Module], tmp_path: Path) -> None:
+    torch.manual_seed(99)
+    save_file(dict(Stack().state_dict()), tmp_path / "other.safetensors")
+    same_with(lambda: _LoadsAnother(tmp_path / "other.safetensors"), backbone, tmp_path, recorded="losses")
+
+
+class _TakesADtypeBack(Module):
+    automatic_optimization = False
+
+    def on_train_start(self) -> None:
+        self.held = [self.net.blocks[1].inner.weight]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        if batch_idx == 2:
+            weight, before = self.held[0], self.held[0].data
+            with suppress(RuntimeError):
+                weight.data = before.double()
+                self.manual_backward(loss)
+            weight.data = before
+            return loss
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+def test_a_dtype_that_was_refused_and_taken_back(tmp_path: Path) -> None:
+    """The layer came as zeros from then on: its weight counted as one in memory before the new one was looked at."""
+    torch.manual_seed(5)
+    save_file(dict(Stack().state_dict()), tmp_path / "stack.safetensors")
+
+    def make() -> Module:
+        module = _TakesADtypeBack(Stack())
+        module.net.load_state_dict(load_file(tmp_path / "stack.safetensors"), assign=True)
+        module.net.blocks.requires_grad_(False)
+        return module
+
+    same_with(Callback, make, tmp_path, recorded="losses")
+
+
+def test_a_weight_in_another_order_is_saved(tmp_path: Path) -> None:
+    """With the same memory and the same shape it counted as the file's, and was left out."""
+
+    def net() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)), nn.Linear(16, 16))
+
+    class Transposes(Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            weight = pl_module.net[1][0].weight
+            weight.data = weight.data.t()
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    save_file(dict(net().state_dict()), tmp_path / "net.safetensors")
+    module = Module(net())
+    module.net.load_state_dict(load_file(tmp_path / "net.safetensors"), assign=True)
+    module.net[:3].requires_grad_(False)
+    strategy = in_place(tmp_path, save_frozen=False)
+    trainer_for(strategy, callbacks=[Transposes()]).fit(module, loader(vectors()))
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=False)["state_dict"]
+    assert "net.1.0.weight" in saved
+    assert "net.2.0.weight" not in saved
 
 
 def test_averages(backbone: Callable[[], Module], tmp_path: Path) -> None:
