@@ -128,7 +128,7 @@ class SlicedUploads(Uploads):
         self._log = log or logging.getLogger("lightning.pytorch")
         memory = ranks.share(gather_log_bytes(ranks.size), "the log of gathers")
         self._group: Any = ranks.uploads
-        self._gathers = GatherLog(memory, ranks.rank, ranks.size, ranks.until)
+        self._gathers = GatherLog(memory, ranks.rank, ranks.size, ranks.until, ranks.board.until)
         self._pending: deque[OnItsWay] = deque()
         self._issuing = False
         self._over = threading.Event()
@@ -283,6 +283,9 @@ def gather_log_bytes(size: int) -> int:
     return 8 * (_RANKS + 2 * size + _KEPT)
 
 
+Until = Callable[[Callable[[], bool], str], None]
+
+
 class GatherLog:
     """The gathers of one round, in the order in which all ranks announce them. A round is a step of the model.
 
@@ -294,15 +297,14 @@ class GatherLog:
         rank: this process's number on its node.
         size: how many ranks the node has.
         until: waits for something that other ranks bring about, as :meth:`sp_lightning.device.ranks.Ranks.until`.
+        until_free: waits for the lock of the log, which may not issue gathers meanwhile: that asks the log.
 
     Attributes:
         parted: whether ranks have not agreed in this round, as far as this rank has seen.
     """
 
-    def __init__(
-        self, memory: SharedMemory, rank: int, size: int, until: Callable[[Callable[[], bool], str], None]
-    ) -> None:
-        self._locked = partial(memory.locked, until)
+    def __init__(self, memory: SharedMemory, rank: int, size: int, until: Until, until_free: Until) -> None:
+        self._locked = partial(memory.locked, until_free)
         self._words: Any = memory.words("q")
         self._active = _RANKS + rank  # whether the rank has gathers of the round that it may not have resolved
         self._count = _RANKS + size + rank  # how many it has announced

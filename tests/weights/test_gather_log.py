@@ -35,7 +35,7 @@ def logs(size: int = 2) -> tuple[Others, list[GatherLog]]:
     nbytes = whole_pages(gather_log_bytes(size))
     descriptor = create(nbytes, "log")
     others = Others()
-    made = [GatherLog(SharedMemory(descriptor, nbytes), rank, size, others.until) for rank in range(size)]
+    made = [GatherLog(SharedMemory(descriptor, nbytes), rank, size, others.until, others.until) for rank in range(size)]
     os.close(descriptor)
     for each in made:
         each.begin(1)
