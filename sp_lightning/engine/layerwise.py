@@ -83,12 +83,13 @@ class LayerwiseStep:
         self.begun: set[StreamedLayer] = set()
         self._class = type(optimizer)
         self._groups = self._none = Groups()  # the user's groups while the optimizer has none
-        self._cut = True  # whether the last step was taken apart: gradients that were sparse then may come so again
         self._ordered = False  # whether state that this step makes will have the order in which torch's makes it
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
         """A context for a step of the optimizer whose updates :meth:`submit` submits."""
+        # The last step's gradients are there still: where one was sparse, no layer is updated before all gradients are known.
+        self._armed = None if not self._early or all(map(self._cuts, self._optimizer.param_groups)) else {}
         self._engine.backward.on_complete = self._on_complete
         self._engine.backward.wanted = (lambda layer: layer in self._early_groups()) if self._early else None
         self._engine.gradients.keep_narrow = self._narrow
@@ -99,7 +100,7 @@ class LayerwiseStep:
         finally:
             self._engine.backward.on_complete = self._engine.backward.wanted = None
             self._engine.gradients.keep_narrow = False
-            self._armed, self._ordered = None, False
+            self._ordered = False
             self.give_back_groups()
             self.clipping.end()
 
@@ -126,7 +127,7 @@ class LayerwiseStep:
         """The groups of the layers that are updated as soon as their gradients are complete, and have not been yet."""
         if self._armed is None:
             try:
-                self._armed = self._groups_by_layer() if self._cut else {}
+                self._armed = self._groups_by_layer()
             except _UndividedError:
                 self._armed = {}
         return self._armed
@@ -146,9 +147,8 @@ class LayerwiseStep:
         except _UndividedError as undivided:
             self._refuse(undivided)
             self.clipping.finish()
-            self._cut = False
+            by_layer = {}
         else:
-            self._cut = True
             self._updates.partially_updated = "the optimizer's step was interrupted, and may have updated some layers"
             for layer in self._engine.order():
                 if layer in by_layer:
@@ -177,6 +177,10 @@ class LayerwiseStep:
                     f"{name} updates layers one by one, but {what}. {instead}, or {without}pass optimizer_overlap='off'."
                 ) from undivided
 
+    def _cuts(self, group: dict[str, Any]) -> bool:
+        """Whether the step of a group can be taken apart."""
+        return self._separable or runs_fused(self._optimizer, group, fuse=self._fuse)
+
     def give_back_groups(self) -> None:
         """The step is over: the optimizer has its groups again."""
         if self._optimizer.param_groups is self._none:  # otherwise the user has replaced them
@@ -195,11 +199,10 @@ class LayerwiseStep:
             raise _UndividedError("two parameters share a state", "Give each parameter a state of its own")
         for group in self._optimizer.param_groups:
             # What was fused when the first layer was updated is fused for the others, whose state may lack buffers of those.
-            fused = bool(self.begun) or runs_fused(self._optimizer, group, fuse=self._fuse)
-            if not fused and not self._separable:
+            if not self.begun and not self._cuts(group):
                 raise _UndividedError("a group of parameters is not fused", "Make the optimizer with fused=True")
             settings = tree_map(_snapshot, {key: value for key, value in group.items() if key != "params"})
-            if fused:
+            if self.begun or runs_fused(self._optimizer, group, fuse=self._fuse):
                 settings["fused"] = True
             trained = [p for p in group["params"] if p.requires_grad]
             if self._early and not self.begun and lacks_buffers(group, state, trained):
@@ -221,16 +224,16 @@ class LayerwiseStep:
 
     def _submit(self, layer: StreamedLayer, groups: Groups) -> None:
         parameters = [parameter for group in groups for parameter in group["params"]]
+        if not self._ordered:
+            self._ordered, state = True, state_of(self._optimizer)
+            everything = [p for group in self._optimizer.param_groups for p in group["params"]]
+            if not all(dict.get(state, parameter) for parameter in everything):
+                self._updates.finish()  # those of the step before, whose new state comes first
+                for parameter in everything:
+                    dict.setdefault(state, parameter, {})
         if type(self._optimizer) is self._class:
             self._optimizer.__class__ = _waiting(self._class, self._updates.finish)
             self._updates.afterwards(self._updated)
-        if not self._ordered:
-            self._ordered, state = True, state_of(self._optimizer)
-            for parameter in [p for group in self._optimizer.param_groups for p in group["params"]]:
-                dict.setdefault(state, parameter, {})
-        for parameter in parameters:  # torch makes the state of one without a gradient in a later step, behind others'
-            if stored(parameter) is None and dict.get(state_of(self._optimizer), parameter) == {}:
-                dict.pop(state_of(self._optimizer), parameter)
         part = object.__new__(self._class)
         vars(part).update(vars(self._optimizer), param_groups=groups)
         clip, engine = self.clipping.pending, self._engine
