@@ -248,6 +248,11 @@ class LayerwiseStep:
             else:
                 self._state.bring(layer, part)
             trained = [parameter for parameter in parameters if parameter.grad is not None]
+            for (
+                parameter
+            ) in parameters:  # torch makes the state of one without a gradient in a later step, behind others'
+                if parameter.grad is None and dict.get(state_of(part), parameter) == {}:
+                    dict.pop(state_of(part), parameter)
             for parameter in trained:
                 engine.device.access(as_it_came(parameter.grad), Stream.UPDATE, write=id(parameter) in clips)
             self._step_layer(layer, part, trained, clips)
@@ -276,8 +281,9 @@ class LayerwiseStep:
         """All updates are done, and may be looked at."""
         self._optimizer.__class__ = self._class
         state = self._optimizer.state
-        for parameter in [each for each, values in state.items() if not values]:
-            del state[parameter]
+        if not self.begun:  # else the step goes on, and other layers' state is to have its place
+            for parameter in [each for each, values in state.items() if not values]:
+                del state[parameter]
 
 
 def _zero_grad(optimizer: Optimizer, users: Callable[..., None], set_to_none: bool = True) -> None:
