@@ -152,9 +152,9 @@ class Activations:
 
     def run_kept(self, call: UnitCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What is saved stays on the device."""
-        return (
-            self.recompute.try_out(call, forward, args, kwargs) if self.recompute.in_trial else forward(*args, **kwargs)
-        )
+        if self.recompute.in_trial:
+            return self.recompute.try_out(call, forward, args, kwargs)
+        return forward(*args, **kwargs)
 
     def run_recomputed(self, call: UnitCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What is saved is given up, and computed again in backward from the unit's inputs.
