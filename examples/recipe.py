@@ -134,7 +134,7 @@ def make_trainer(
 
 
 def plain_trainer(options: argparse.Namespace, **more: Any) -> pl.Trainer:
-    """For some batches under plain Lightning, which nobody is to see."""
+    """For some batches under plain Lightning, which print nothing."""
     quiet: dict[str, Any] = dict.fromkeys(
         ("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )

@@ -35,7 +35,7 @@ WIDTH = 2048
 
 
 class Net(pl.LightningModule):
-    """Linear layers, which nobody has to wait for."""
+    """Linear layers, which are ready at once."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()

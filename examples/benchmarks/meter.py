@@ -20,7 +20,7 @@ from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
 class Clock:
     """Moments between steps.
 
-    On a GPU they are events on the compute stream: they say when the device came there and nobody waits for them, so
+    On a GPU they are events on the compute stream: they say when the device came there and the host does not wait for them, so
     a host that runs ahead of its device stays ahead. The host waits twice: where measuring starts and where it ends.
     """
 
@@ -124,7 +124,7 @@ def deltas(counters: Sequence[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def registered_bytes(module: nn.Module) -> int:
-    """Bytes of pinned host memory under parameters and gradients, whoever pinned it; torch counts its own only."""
+    """Bytes of pinned host memory under parameters and gradients, by torch or by this package; torch counts its own only."""
     found = {}
     for parameter in module.parameters():
         for tensor in (parameter, parameter.grad):

@@ -336,7 +336,7 @@ def _pinned(row: Row) -> str:
 
 
 def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table; columns that nobody filled are left out."""
+    """A table; columns without values are left out."""
     filled = [index for index in range(len(head)) if any(line[index] not in ("", NONE) for line in lines)]
     table = [head, ["---"] * len(head), *lines]
     return "\n".join("| " + " | ".join(line[index] for index in filled) + " |" for line in table)
