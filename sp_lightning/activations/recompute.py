@@ -67,7 +67,8 @@ class Recompute:
         self._rerun = rerun
         self._outside = outside
         self._anchor = anchor
-        self._volatile: defaultdict[str, set[str]] = defaultdict(set)  # by unit, tensors that it writes out of sight
+        # By unit, the tensors that it writes where no version shows it.
+        self._volatile: defaultdict[str, set[str]] = defaultdict(set)
         self.in_trial = False
         self._unfit: dict[str, str] = {}
         self._watched: list[FirstRun] = []
