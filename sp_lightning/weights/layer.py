@@ -49,6 +49,7 @@ class StreamedLayer:
         spans: where each parameter, then each cast, lies in a slot.
         casts: what travels in place of its masters: :class:`NoCasts` unless it has any.
         masters: the layer of those masters; None if it has none.
+        family: the layer and its masters, which are updated together.
         owner: the layer that it is updated with, and whose gradients leave together with its own. Of masters this is the
             layer that they belong to, otherwise the layer itself.
         rows: which rows come if something asks for the layer. Those of a table and of stacked experts set it to their own.
@@ -78,6 +79,7 @@ class StreamedLayer:
         self.parameters = parameters
         self.casts = NoCasts()
         self.masters: StreamedLayer | None = None
+        self.family: tuple[StreamedLayer, ...] = (self,)
         self.expert = expert
         self.owner = self
         self.spans = (*planned.spans, *planned.casts)
@@ -95,11 +97,6 @@ class StreamedLayer:
     def name(self) -> str:
         """The name of the layer's module, or of its parameter if that belongs to no layer's module."""
         return self.planned.name
-
-    @property
-    def family(self) -> tuple[StreamedLayer, ...]:
-        """The layer and its masters, which are updated together."""
-        return (self,) if self.masters is None else (self, self.masters)
 
     def use_gradients(self) -> bool:
         """Has the gradients of the layer and of its masters in memory. Returns whether any of them were on a disk."""

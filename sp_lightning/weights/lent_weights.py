@@ -310,6 +310,8 @@ class LentWeights(Tenants):
 
     def _refuse_lost_writes(self) -> None:
         """Raises an error if a weight was written through a view of memory that its layer has left."""
+        if not self._left:  # nearly always; it is asked several times for each layer
+            return
         before, self._left = self._left, [left for left in self._left if left.slot.lease.in_use]
         for left in before if self.refuses else ():
             self.device.access(left.slot.memory, Stream.COMPUTE, write=False)

@@ -61,12 +61,26 @@ class Together:
         self.lock = threading.Lock()
 
 
+class FakeBoard:
+    """What a rank waits at, without anything else to do meanwhile."""
+
+    def __init__(self, rank: int, together: Together) -> None:
+        self.rank, self.together = rank, together
+
+    def until(self, reached: Callable[[], bool], why: Any) -> None:
+        began = monotonic()
+        while not reached():
+            if monotonic() - began > SECONDS or self.together.barrier.broken:
+                raise Hang(f"rank {self.rank} waits for {why}")
+            sleep(1e-4)
+
+
 class FakeRanks:
     """One rank, as :class:`SlicedUploads` sees it."""
 
     def __init__(self, rank: int, together: Together) -> None:
         self.rank, self.size = rank, together.size
-        self.together = together
+        self.together, self.board = together, FakeBoard(rank, together)
         self.sums = self.gathers = 0
         self.meanwhile: Callable[[], None] = lambda: None
         self.uploads = None
@@ -75,13 +89,14 @@ class FakeRanks:
         return self.together.memories[self.rank]
 
     def until(self, reached: Callable[[], bool], why: Any) -> None:
-        began = monotonic()
-        self.meanwhile()
-        while not reached():
+        def look() -> bool:
+            if reached():
+                return True
             self.meanwhile()
-            if monotonic() - began > SECONDS or self.together.barrier.broken:
-                raise Hang(f"rank {self.rank} waits for {why}")
-            sleep(1e-4)
+            return False
+
+        self.meanwhile()
+        self.board.until(look, why)
 
     def gather(self, everybody: Tensor, group: Any, what: str) -> None:
         together, number = self.together, self.gathers
