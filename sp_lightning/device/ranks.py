@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
-from operator import and_, attrgetter
+from operator import and_
 from typing import Any
 from uuid import uuid4
 
@@ -49,10 +49,9 @@ class Ranks(Collectives):
                 f"superpipeline shares host memory between the processes of several devices, and cannot do so here: {why}. "
                 "Pass Trainer(devices=1)."
             )
-        for each in filter(
-            attrgetter("over"), list(_open)
-        ):  # here, where all processes are: not when Python collects them
-            each.close()
+        for each in list(_open):  # here, where all processes are: not when Python collects them
+            if each.over:
+                each.close()
         super().__init__(device, per_node)
         self.over: bool = False
         self.closed = False
