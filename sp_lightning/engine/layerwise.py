@@ -156,6 +156,8 @@ class LayerwiseStep:
             self.clipping.pending = None
             self._groups, self._optimizer.param_groups = self._optimizer.param_groups, self._none
         self.begun.clear()
+        if type(self._optimizer) is self._class:  # all updates were waited for in backward
+            self._drop_places()
         self._engine.over()
         self._updates.partially_updated = None
         if self._waits:
@@ -248,9 +250,8 @@ class LayerwiseStep:
             else:
                 self._state.bring(layer, part)
             trained = [parameter for parameter in parameters if parameter.grad is not None]
-            for (
-                parameter
-            ) in parameters:  # torch makes the state of one without a gradient in a later step, behind others'
+            # torch makes the state of a parameter without a gradient in a later step, behind that of others.
+            for parameter in parameters:
                 if parameter.grad is None and dict.get(state_of(part), parameter) == {}:
                     dict.pop(state_of(part), parameter)
             for parameter in trained:
@@ -280,10 +281,14 @@ class LayerwiseStep:
     def _updated(self) -> None:
         """All updates are done, and may be looked at."""
         self._optimizer.__class__ = self._class
-        state = self._optimizer.state
         if not self.begun:  # else the step goes on, and other layers' state is to have its place
-            for parameter in [each for each, values in state.items() if not values]:
-                del state[parameter]
+            self._drop_places()
+
+    def _drop_places(self) -> None:
+        """No update makes new state any more: what has got none has no entry, as after torch's own step."""
+        state = self._optimizer.state
+        for parameter in [each for each, values in state.items() if not values]:
+            del state[parameter]
 
 
 def _zero_grad(optimizer: Optimizer, users: Callable[..., None], set_to_none: bool = True) -> None:
