@@ -5,19 +5,30 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from sp_lightning.cli.arguments import LIGHTNING
+from sp_lightning.cli.arguments import LIGHTNING, Question, make_parser
 from sp_lightning.cli.commands import run_convert, run_lightning, run_plan
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command that the arguments name; by default those of the process."""
+    """Runs the command that the arguments name; by default those of the process.
+
+    Raises:
+        SystemExit: with status 1 if a model does not fit, with status 2 if a command cannot do what it is asked to do. The
+            message says why.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in LIGHTNING:
         run_lightning(arguments)
-    elif arguments and arguments[0] == "convert":
-        run_convert(arguments[1:])
-    else:
-        run_plan(arguments)
+        return
+    parser = make_parser()
+    given = parser.parse_args(arguments, namespace=Question())
+    try:
+        if given.command == "convert":
+            run_convert(given.source, given.target, trust=given.trust)
+        else:
+            run_plan(given)
+    except (ValueError, ImportError, OSError) as error:
+        parser.exit(2, f"{parser.prog} {given.command}: {error}\n")
 
 
 if __name__ == "__main__":

@@ -36,10 +36,11 @@ class Watch(meter.Meter):
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if self._batches == WARM_UP:
-            self._timeline = trainer.strategy.make_timeline()
-            trainer.strategy.record(self._timeline, on=True)
+            device = trainer.strategy.computing_device
+            self._timeline = device.make_timeline()
+            device.timelines.append(self._timeline)
         elif self._batches == WARM_UP + 1:
-            trainer.strategy.record(self._timeline, on=False)
+            trainer.strategy.computing_device.timelines.remove(self._timeline)
         self._batches += 1
         super().on_train_batch_start(trainer)
 

@@ -92,7 +92,7 @@ class Layers:
                     cast.copy_(part)
 
     def pieces(self, *, half: bool, clips: bool) -> None:
-        """As :class:`~sp_lightning.optim.layerwise.LayerwiseStep` does."""
+        """As :class:`~sp_lightning.engine.layerwise.LayerwiseStep` does."""
         for weight, came, widened in zip(self.weights, self.came, self.wide, strict=True):
             weight.grad = None if half else widened
             if half:

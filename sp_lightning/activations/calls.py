@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.activations.forward_state import OutsideWatch, first_runs
-from sp_lightning.activations.offload import Offload
-from sp_lightning.activations.recompute import Recompute, Rerun, is_checkpointed
-from sp_lightning.activations.unit_calls import CallRecord, UnitCall
+from sp_lightning.activations.offload import Offload, UnitCall
+from sp_lightning.activations.recompute import OutsideWatch, Recompute, Rerun, first_runs, is_checkpointed
 from sp_lightning.device.device import Device
 from sp_lightning.device.modes import never_compiled
 from sp_lightning.device.torch_private import (
@@ -30,7 +28,7 @@ from sp_lightning.device.torch_private import (
     interpreter_stack,
     tree_leaves,
 )
-from sp_lightning.plan.activation_policy import Call, Mode
+from sp_lightning.plan.activation_policy import EXEMPT, Call, Mode
 from sp_lightning.store.host_ring import HostRing
 
 
@@ -52,6 +50,8 @@ class Activations:
 
     Attributes:
         modes: the mode of each unit now; :meth:`choose` changes it.
+        idle: whether every unit keeps what it saves, so that nothing is to be done.
+        calls: the unit calls of the last step's forward. If it ran several, those of the one that saved the most bytes.
         offload: stores saved tensors on the host.
         recompute: runs forwards again in backward.
     """
@@ -70,30 +70,29 @@ class Activations:
         log: logging.Logger | None = None,
     ) -> None:
         stays |= {buffer.untyped_storage().data_ptr() for buffer in module.buffers() if buffer.layout is torch.strided}
-        self.offload = Offload(device, ring, stays, log)
         self.ring = ring
-        self.choose(modes)
+        self.offload = Offload(device, ring, stays, log)
         self.recompute = Recompute(rerun, outside, device.empty(0))
-        self._record = CallRecord(len(units))
+        self.choose(modes)
+        self.calls: tuple[Call, ...] = ()
         self._rows = rows
         self._units = units
         self._installed: list[UnitForward] = []
-
-    @property
-    def calls(self) -> tuple[Call, ...]:
-        """The unit calls of the last step's forward. If it ran several, those of the one that saved the most bytes."""
-        return self._record.calls
+        self._forward: list[UnitCall] = []  # the calls of the forward under way
+        self._in_backward = False  # whether that forward's backward has begun
+        self._counts: list[int] = []  # the calls of each forward of this step
+        self._expected = [len(units)]  # the calls of each forward of the last step
 
     def choose(self, modes: Mapping[str, Mode]) -> None:
         """Takes other modes, for the calls from now on. To be called between two steps."""
         self.modes = dict(modes)
         self.idle = all(mode == "keep" for mode in modes.values())
-        """Whether every unit keeps what it saves, so that nothing is to be done."""
 
     def begin(self) -> None:
         """A training step begins."""
         if not self.idle:
-            self._record.begin_step()
+            self._expected, self._counts = self._counts or self._expected, []
+            self._forward, self._in_backward = [], False
             self.install()
 
     def install(self) -> None:
@@ -112,7 +111,7 @@ class Activations:
     def flush(self) -> None:
         """A step or its backward is over: afterwards nothing is on its way."""
         if not self.idle:
-            self._record.end_forward()
+            self._end_forward()
             self.recompute.backward_ended()
             self.offload.flush()
 
@@ -120,22 +119,20 @@ class Activations:
 
     def call(self, unit: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a unit's forward in its mode."""
-        if _is_transformed():
-            return forward(*args, **kwargs)
-        for running in first_runs():
-            running.calls(unit, self._units[unit])
+        if interpreter_stack() is not None or forward_mode_level() >= 0:
+            return forward(*args, **kwargs)  # checkpoints cannot repeat torch.vmap and forward-mode differentiation
+        for first in first_runs():
+            first.before.add(unit, self._units[unit])  # its state is put back, too
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        run = MODES[self.modes[unit]]
         if current_graph_task() != -1:
             # A checkpoint of the user's around the unit runs it again in backward, which needs at once what is saved.
-            again = UnitCall(unit, self._units[unit], self._rows[unit], at_once=True)
-            return run(self, again, forward, args, kwargs)
-        call = self._record.add(unit, self._units[unit], self._rows[unit])
+            return self._run(UnitCall(unit, self._rows[unit], at_once=True), forward, args, kwargs)
+        call = self._begin_call(unit)
         outer = self.offload.enter(call, tree_leaves((args, kwargs)))
         output = None
         try:
-            output = run(self, call, forward, args, kwargs)
+            output = self._run(call, forward, args, kwargs)
         finally:
             self.offload.leave(outer)
             pre_backward = partial(self._pre_backward, call)
@@ -144,51 +141,47 @@ class Activations:
                     tensor.register_hook(pre_backward)
         return output
 
-    def _pre_backward(self, call: UnitCall, gradient: Tensor) -> None:
-        self._record.begin_backward()
-        self.offload.pre_backward(call)
-
-    # ------------------------------------------------------------------ the modes
-
-    def run_kept(self, call: UnitCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What is saved stays on the device."""
+    def _run(self, call: UnitCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a forward once, inside the hooks that autograd saves tensors with."""
+        unit, mode = call.unit, self.modes[call.unit]
+        if mode == "offload" and not call.at_once:
+            room = self.ring.free_bytes
+            call.leaves = all(each.saved <= room for each in self.calls if each.unit == unit)
+            if not call.leaves:
+                self.offload.warn(unit, "are computed again in backward")
+                mode = "recompute"
+        # A checkpoint of the user's around the unit computes it again by itself, and shows twice what the forward changes.
+        if mode == "recompute" and not is_checkpointed():
+            return self.recompute.run(unit, self._units[unit], forward, args, kwargs)
         if self.recompute.in_trial:
-            return self.recompute.try_out(call, forward, args, kwargs)
+            return self.recompute.try_out(unit, self._units[unit], forward, args, kwargs)
         return forward(*args, **kwargs)
 
-    def run_recomputed(self, call: UnitCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What is saved is given up, and computed again in backward from the unit's inputs.
+    def _pre_backward(self, call: UnitCall, gradient: Tensor) -> None:
+        self._in_backward = True
+        self.offload.pre_backward(call)
 
-        A checkpoint of the user's around the unit does just that, and shows twice what the forward changes.
-        """
-        return (self.run_kept if is_checkpointed() else self.recompute.run)(call, forward, args, kwargs)
+    # ------------------------------------------------------------------ the calls of a forward
 
-    def run_offloaded(self, call: UnitCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What is saved goes to the host and comes back before backward needs it.
+    def _begin_call(self, unit: str) -> UnitCall:
+        if self._in_backward:
+            self._end_forward()
+            self._in_backward = False
+        # The last calls of the forward, if it has as many as in the last step: backward needs at once what they save.
+        expected = self._expected[min(len(self._counts), len(self._expected) - 1)]
+        at_once = expected - EXEMPT <= len(self._forward) < expected
+        previous = self._forward[-1] if self._forward else None
+        self._forward.append(UnitCall(unit, self._rows[unit], previous, at_once))
+        return self._forward[-1]
 
-        What backward needs at once stays. Where the host has no room for what the unit saved in the last step, the unit is
-        recomputed.
-        """
-        if not call.at_once:
-            if any(saved > self.ring.free_bytes for saved in self._record.saved_by(call.unit)):
-                self.offload.warn(call.unit, "are computed again in backward")
-                return self.run_recomputed(call, forward, args, kwargs)
-            call.leaves = True
-        return self.run_kept(call, forward, args, kwargs)
-
-
-MODES: dict[str, Callable[[Activations, UnitCall, Callable[..., Any], Any, Any], Any]] = {
-    "keep": Activations.run_kept,
-    "recompute": Activations.run_recomputed,
-    "offload": Activations.run_offloaded,
-}
-"""What runs a call's forward once and returns its output, by the name that users give to ``activations=``. It is called
-inside the hooks that autograd saves tensors with; with ``call.leaves``, they store on the host what is saved."""
-
-
-def _is_transformed() -> bool:
-    """Whether ``torch.vmap`` or forward-mode differentiation runs, which checkpoints cannot repeat."""
-    return interpreter_stack() is not None or forward_mode_level() >= 0
+    def _end_forward(self) -> None:
+        """Notes what the calls of a forward have saved: a unit is called after its backward has begun, or the step ends."""
+        if self._forward:
+            calls = tuple(Call(call.unit, call.saved, call.inputs) for call in self._forward)
+            if not self._counts or sum(call.saved for call in calls) > sum(call.saved for call in self.calls):
+                self.calls = calls
+            self._counts.append(len(self._forward))
+            self._forward = []
 
 
 class UnitForward:

@@ -19,24 +19,124 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence, Set
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sp_lightning.activations.offloaded_storage import OffloadedStorage, SavedReference
-from sp_lightning.activations.unit_calls import UnitCall
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import strided
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
-from sp_lightning.device.torch_private import storage_id
+from sp_lightning.device.torch_private import preserve_version_counter, storage_id
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.store.host_ring import HostRing
+from sp_lightning.store.host_ring import HostBuffer, HostRing
 
 # Storages of fewer bytes stay: they are not worth the host's time.
 WORTH_MOVING = 2**18
+
+
+@dataclass(eq=False)
+class OffloadedStorage:
+    """What one storage held at one version: on the device until it is stored, on the host, and on the device again.
+
+    Attributes:
+        counter: a tensor that shares the version counter of the saved one, and no memory with it.
+        source: the whole storage on the device, ``uint8``; None as soon as compute may use the memory for something else.
+        buffer: where it goes on the host.
+        ring: takes the buffer back when no graph needs this object any more.
+        row: the row of the timeline in which its copies are noted.
+        identity: a weak reference to the storage: while it lives, no other storage gets the same number.
+        nbytes: bytes of the storage.
+        stored: the event of the copy to the host.
+        returned: the storage on the device again, ``uint8``, while backward is about to need it.
+        arrived: the event of the copy from the host.
+    """
+
+    counter: Tensor
+    source: Tensor | None
+    buffer: HostBuffer
+    ring: HostRing
+    row: int
+    identity: StorageWeakRef
+    nbytes: int
+    stored: Any = None
+    returned: Tensor | None = None
+    arrived: Any = None
+
+    @property
+    def on_host(self) -> Tensor:
+        """The whole storage on the host, ``uint8``."""
+        return self.buffer.memory.bytes[: self.nbytes]
+
+    @property
+    def version(self) -> int:
+        """The version of the saved tensor now, in-place writes since then included."""
+        return self.counter._version
+
+    def counts_with(self, tensor: Tensor) -> bool:
+        """Whether a write of a tensor shows in :attr:`version`.
+
+        Not all views of one storage share a counter: each result of ``unsafe_chunk`` has its own.
+        """
+        with preserve_version_counter(tensor):
+            before = self.version
+            increment_version(tensor)
+            return self.version != before
+
+    def __del__(self) -> None:
+        # The graph has let go of it. That may happen in any thread.
+        self.ring.give_back(self.buffer)
+
+
+class SavedReference(NamedTuple):
+    """What the graph holds in place of a saved tensor: where the tensor lies in its storage, and its version then.
+
+    Attributes:
+        storage: what the tensor is a view of.
+        version: the tensor's version when it was saved.
+        offset: bytes from the start of the storage.
+        stride: in elements.
+    """
+
+    storage: OffloadedStorage
+    version: int
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class UnitCall:
+    """One call of a unit, and what autograd saves in it.
+
+    Attributes:
+        unit: the unit's name.
+        row: the row of the timeline: the index of the unit's layer.
+        previous: the call before this one in the same forward, whose backward comes after this one's.
+        at_once: whether backward needs at once what is saved here, so that it is not worth to send it away.
+        leaves: whether what is saved here leaves the device; the unit's mode says so.
+        storages: the storages that have left, in that order.
+        saved: bytes of the storages that were saved here first, whether they have left or not.
+        inputs: bytes of the storages that this call was the first to be given.
+    """
+
+    unit: str
+    row: int
+    previous: UnitCall | None = None
+    at_once: bool = False
+    leaves: bool = False
+    storages: list[weakref.ref[OffloadedStorage]] = field(default_factory=list)
+    saved: int = 0
+    inputs: int = 0
+
+    def needed(self) -> list[OffloadedStorage]:
+        """The storages that the graph still holds, in the order in which backward needs them."""
+        return [storage for reference in reversed(self.storages) if (storage := reference()) is not None]
 
 
 class Offload:
@@ -136,7 +236,10 @@ class Offload:
         if buffer is None:
             self.warn(call.unit, "stay on the device")
             return None
-        storage, device = OffloadedStorage(saved, source, buffer, self.ring, call.row), self._device
+        counter = saved.detach()
+        counter.data = saved.new_empty(0)
+        identity, device = StorageWeakRef(source.untyped_storage()), self._device
+        storage = OffloadedStorage(counter, source, buffer, self.ring, call.row, identity, source.nbytes)
         earlier = self._latest.get(storage.identity.cdata)
         if earlier is not None:
             # The storage was written since it was sent, and nobody may read what it held before.

@@ -12,23 +12,40 @@ run writes it once more.
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 from weakref import WeakSet
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.activations.forward_state import ForwardState, OutsideWatch, Unrepeatable, first_run
-from sp_lightning.activations.unit_calls import UnitCall
-from sp_lightning.device.torch_private import checkpoint_hook, tree_flatten, tree_leaves, tree_unflatten
+from sp_lightning.activations.snapshot import Snapshot, host_of, put
+from sp_lightning.device.torch_private import (
+    TORCHSCRIPT,
+    checkpoint_hook,
+    preserve_version_counter,
+    top_saved_tensors_hooks,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 
 Rerun = Callable[[str, Any], AbstractContextManager[None]]
 """A context for the second run of a unit's forward, in backward. It takes the unit's name and its positional arguments."""
 
+OutsideWatch = Callable[[str], Callable[[], str | None]]
+"""Takes a unit's name. What it returns says what was done to weights outside of the unit since; None if nothing was."""
+
 _our_hooks: WeakSet[Callable[..., Any]] = WeakSet()
+
+
+class Unrepeatable(RuntimeError):
+    """A forward that cannot be run a second time as if it were the first."""
 
 
 class Recompute:
@@ -54,9 +71,9 @@ class Recompute:
         self._volatile: defaultdict[str, set[str]] = defaultdict(set)
         self.in_trial = False
         self._unfit: dict[str, str] = {}
-        self._watched: list[tuple[str, ForwardState]] = []
+        self._watched: list[FirstRun] = []
 
-    def run(self, call: UnitCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, unit: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a unit's forward, of which autograd keeps the inputs only.
 
         The second run is seen by everything outside of the module and its arguments: hooks on inner modules, prints, files
@@ -71,29 +88,26 @@ class Recompute:
         once = {id(leaf): leaf for leaf in leaves}
         position = {identity: number for number, identity in enumerate(once)}
         positions = [position[id(leaf)] for leaf in leaves]
-        state: ForwardState | None = None
+        first: FirstRun | None = None
 
         def run(anchor: Tensor, *once: Any) -> Any:
-            nonlocal state, given
+            nonlocal first, given
             if hook := checkpoint_hook():
                 _our_hooks.add(hook)
-            if state is None:
-                state = self._look(call, once)
+            if first is None:
+                first = FirstRun(unit, module, once, self._volatile[unit])
                 (args, kwargs), given = given, None
-                with first_run(state):
+                with first.running():
                     output = forward(*args, **kwargs)
-                state.forward_ended()
+                first.ended()
                 return output
             # Lists and dicts are made anew, as they were given: what the forward has added to them stays in those of the
             # first run.
             args, kwargs = tree_unflatten([once[position] for position in positions], structure)
-            with self._rerun(call.unit, args), state.restored():
-                return state.context.copy().run(forward, *args, **kwargs)
+            with self._rerun(unit, args), first.restored(self._outside(unit)):
+                return first.before.context.copy().run(forward, *args, **kwargs)
 
         return checkpoint(run, self._anchor, *once.values(), use_reentrant=False)
-
-    def _look(self, call: UnitCall, given: Sequence[Any]) -> ForwardState:
-        return ForwardState(call.unit, call.module, given, self._volatile[call.unit], self._outside)
 
     # ------------------------------------------------------------------ the trial
 
@@ -106,34 +120,34 @@ class Recompute:
         unfit, self._unfit, self.in_trial = self._unfit, {}, False
         return unfit
 
-    def try_out(self, call: UnitCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def try_out(self, unit: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a unit's forward once and looks at what it changes."""
-        state = None
         try:
-            state = self._look(call, tree_leaves((args, kwargs)))
+            first = FirstRun(unit, module, tree_leaves((args, kwargs)), self._volatile[unit])
         except Exception as error:  # an object of the user's may raise anything when it is looked at
-            self._unfit[call.unit] = str(error)
-        done = self._outside(call.unit)
-        with nullcontext() if state is None else first_run(state):
+            self._unfit[unit] = str(error)
+            return forward(*args, **kwargs)
+        done = self._outside(unit)
+        with first.running():
             output = forward(*args, **kwargs)
         try:
-            if state is not None:
-                state.forward_ended()
-                state.refuse(done())
-                state.drop_values()
-                self._watched.append((call.unit, state))
+            first.ended()
+            first.refuse(done())
         except Unrepeatable as error:
-            self._unfit[call.unit] = str(error)
+            self._unfit[unit] = str(error)
+        else:
+            first.drop_values()
+            self._watched.append(first)
         return output
 
     def backward_ended(self) -> None:
         """Looks at what was written since the forwards, which a second forward in backward could not put back."""
         watched, self._watched = self._watched, []
-        for unit, state in watched if self.in_trial else ():
+        for first in watched if self.in_trial else ():
             try:
-                state.check()
+                first.check()
             except Unrepeatable as error:
-                self._unfit[unit] = str(error)
+                self._unfit[first.unit] = str(error)
 
 
 def is_checkpointed() -> bool:
@@ -145,3 +159,170 @@ def is_checkpointed() -> bool:
 def _is_leaf(value: Any) -> bool:
     """Whether checkpoint keeps a value as it is. Objects are not taken apart, even if torch was told how to do that."""
     return type(value) not in (tuple, list, dict) and not (isinstance(value, tuple) and hasattr(value, "_fields"))
+
+
+class FirstRun:
+    """The first run of a forward: what it finds when this object is made, and what it changes until :meth:`ended`.
+
+    Args:
+        unit: the module's name.
+        module: it and the modules inside it are looked at.
+        given: the forward's arguments. Objects among them that are no tensors are looked at, and what they hold.
+        volatile: the names of tensors that the unit was seen to write where no version shows it; more are added.
+    """
+
+    def __init__(self, unit: str, module: nn.Module, given: Sequence[Any], volatile: set[str]) -> None:
+        self.unit = unit
+        self.before = Snapshot(module, given)
+        self._volatile = volatile
+        self._unchanged: list[tuple[str, Tensor, int]] = []  # tensors that the forward has not changed
+        self.scripted: str | None = None
+        """The function of TorchScript that has saved something for backward in the forward."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While this is active, the forward runs."""
+        _watch_torchscript()
+        first_runs().append(self)
+        try:
+            yield
+        finally:
+            first_runs().remove(self)
+
+    def ended(self) -> None:
+        """Forgets the values of large tensors that the forward has not changed.
+
+        Raises:
+            Unrepeatable: it has written what cannot be put back, or has saved something in TorchScript.
+        """
+        before = self.before
+        if self.scripted is not None:
+            # Its first call is profiled and runs operator by operator. A later one runs an optimized graph, which saves other
+            # tensors, in another order: gradients were wrong where their shapes were the same. torch's own checkpoint has
+            # this defect, and the exception that ends its second run early cannot pass through TorchScript's interpreter.
+            self.refuse(
+                f"calls {self.scripted!r} in TorchScript, which saves other tensors for backward once it is optimized"
+            )
+        for weight in before.weights:
+            if weight.is_written:
+                self.refuse(f"writes its parameter {weight.name!r}")
+            if weight.has_other_gradient:
+                self.refuse(f"runs a backward that gives its parameter {weight.name!r} a gradient")
+        for tensor, version in before.inputs:
+            if tensor._version != version:
+                self.refuse(f"writes a tensor of shape {tuple(tensor.shape)} that it is given")
+        before.inputs.clear()  # a weight among them would keep its layer on the device
+        for name, copied in list(before.tensors.items()):
+            if copied.kept or copied.tensor._version != copied.version:
+                continue
+            if not copied.trusted and not copied.same_bits:
+                self._volatile.add(name)  # it was written through .data, or in NumPy
+            elif name not in self._volatile:
+                del before.tensors[name]
+                self._unchanged.append((name, copied.tensor, copied.version))
+
+    def drop_values(self) -> None:
+        """Forgets all but what :meth:`check` needs. There is no second run."""
+        self.before.states.clear()
+        self.before.tensors.clear()
+
+    def check(self) -> None:
+        """Checks that what was written since can be put back.
+
+        Raises:
+            Unrepeatable: it cannot.
+        """
+        changed = [
+            (weight.name, "modified by an inplace operation") for weight in self.before.weights if weight.is_written
+        ]
+        changed += [
+            (name, "exchanged") for name, place, key, held in self.before.held if host_of(place.get(key)) is not held
+        ]
+        # Another call of the unit may have written a tensor where no version shows it.
+        changed += [
+            (name, "modified by an inplace operation")
+            for name, tensor, version in self._unchanged
+            if tensor._version != version or name in self._volatile
+        ]
+        for name, how in changed:
+            raise Unrepeatable(
+                f"{name!r} of {self.unit!r} has been {how} between forward and backward, which was to compute the forward "
+                f"again. {self._remedy}"
+            )
+
+    @contextmanager
+    def restored(self, done: Callable[[], str | None]) -> Iterator[None]:
+        """While this is active, everything is as it was before the forward. Afterwards it is as it is now.
+
+        Args:
+            done: says what the second run has done to weights outside of the unit.
+
+        Raises:
+            Unrepeatable: something was written since that cannot be put back, or the second run has written a weight
+                outside of the unit once more, or has given it another gradient.
+        """
+        self.check()
+        tensors = self.before.tensors.values()
+        states = [*(copied.state for copied in tensors), *self.before.states]
+        now = [state.read() for state in states]
+        with preserve_version_counter(tuple(copied.tensor for copied in tensors)):
+            try:
+                put(states, (state.before for state in states))
+                yield
+            finally:  # torch stops the second run by an exception once it has computed what backward needs
+                put(states, now)
+                self.refuse(done())
+
+    def refuse(self, done: str | None) -> None:
+        """Refuses a forward for what it has done.
+
+        Raises:
+            Unrepeatable: it has done anything.
+        """
+        if done is not None:
+            raise Unrepeatable(f"The forward of {self.unit!r} {done}, and cannot be run again. {self._remedy}")
+
+    @property
+    def _remedy(self) -> str:
+        return (
+            'This is under activations="recompute". Keep or offload what it saves: '
+            f'SuperpipelineStrategy(activations={{"{self.unit}": "offload", "**": "recompute"}}).'
+        )
+
+
+class _RunsOfThread(threading.local):
+    def __init__(self) -> None:
+        self.first_runs: list[FirstRun] = []
+
+
+_of_thread = _RunsOfThread()
+
+
+def first_runs() -> list[FirstRun]:
+    """The forwards of this thread that run for the first time, of which a second one may come."""
+    return _of_thread.first_runs
+
+
+@cache
+def _watch_torchscript() -> None:
+    """From now on, forwards are told which calls of TorchScript save for backward. torch has no hooks around such calls."""
+    for kind in TORCHSCRIPT:
+        kind.__call__ = _watched(kind.__call__)
+
+
+def _watched(call: Callable[..., Any]) -> Callable[..., Any]:
+    def run(function: Any, *args: Any, **kwargs: Any) -> Any:
+        hooks = top_saved_tensors_hooks() if first_runs() else None
+        if hooks is None:
+            return call(function, *args, **kwargs)
+        pack, unpack = hooks
+
+        def noted(tensor: Tensor) -> Any:
+            for first in first_runs():
+                first.scripted = function.name
+            return pack(tensor)
+
+        with saved_tensors_hooks(noted, unpack):
+            return call(function, *args, **kwargs)
+
+    return run

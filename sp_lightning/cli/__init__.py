@@ -1,8 +1,8 @@
 """The command line, ``python -m sp_lightning``.
 
-``commands`` runs ``plan``, ``convert``, and those of Lightning's CLI. ``plan`` reads ``arguments``, loads a model without
-memory (``model_source``), runs one batch of it without values (``model_estimate``, with ``host_step`` and
-``below_memory`` for the host), predicts a range of windows (``answer``) and writes text or JSON (``report``).
+``commands`` runs ``plan``, ``convert``, and those of Lightning's CLI. ``plan`` goes one way: ``arguments`` are a question;
+``model_source`` makes a model without memory; ``estimate`` runs a batch of it without values and keeps what that shows in a
+frozen record, with what ``host`` counts; ``answer`` predicts a range of windows; ``verdict`` and ``report`` put it into words.
 
 In comes a list of arguments. Out go text and an exit status. This wing may import every wing; no wing imports it.
 """

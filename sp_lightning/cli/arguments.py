@@ -1,10 +1,11 @@
-"""The arguments of ``plan``, as a :class:`Question`."""
+"""The arguments of the command line; those of ``plan`` are a :class:`Question`."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -13,10 +14,6 @@ import torch
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.units import parse_bytes
 
-_DESCRIPTION = (
-    "``python -m sp_lightning plan MODEL``: does it fit, with which k, and how fast? And Lightning's CLI, the name "
-    "registered."
-)
 LIGHTNING = ("fit", "validate", "test", "predict")
 """The commands of Lightning's CLI."""
 WANTED = (
@@ -34,26 +31,21 @@ PRECISIONS = {
 """By Lightning's name: the dtype of the parameters, and the dtype of autocast, if there is one."""
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-
 _GENERATE = (
     "predict N tokens for each of --batch sequences (those times beams) after prompts of --tokens: times are of the last "
     "token, memory has the cache of keys and values"
 )
-_SHAPE = "shape of what a factory's module takes"
-_ACCUMULATE = "as Trainer(accumulate_grad_batches=N): times are of one of these batches, on average (%(default)s)"
-_CLIP = "as Trainer(gradient_clip_algorithm=…) (no clipping)"
 _LOSS_TOKENS = "the loss is computed from so many tokens' logits at a time, by sp_lightning.chunk_loss(model, tokens=N)"
 _STEP_SECONDS = (
     "what the optimizer's step takes on the host, if it is none of torch's fused ones (8-bit states, Shampoo): measure a "
     "smaller one, it grows with the parameters"
 )
-_PCIE = "between host and each device, each way, GB/s (%(default)s)"
-_TRANSFER = "how the devices of a node upload layers, as SuperpipelineStrategy(transfer=…) (whole)"
-_NETWORK = "from each node to the others, each way, in bytes or, as 200Gb/s, in bits (25GB/s)"
-_DISK = "of a drive below --host-memory, for example 7GB/s (7 is the same), as SuperpipelineStrategy(disk=…) (no disk)"
-_MEASURE_HOST = (
-    "measure what Python takes of this machine's processor for each visit of a layer, in some seconds (assumed)"
-)
+_PCIE = "between host and each device, each way (%(default)s)"
+_LINKS = "from each device to the others, and back (%(default)s)"
+_TRANSFER = "how the devices of a node upload layers, as SuperpipelineStrategy(transfer=…) (%(default)s)"
+_NETWORK = "from each node to the others, each way (%(default)s); in bits, as 200Gb/s, too"
+_DISK = "of a drive below --host-memory, for example 7GB/s, as SuperpipelineStrategy(disk=…) (no disk)"
+_MEASURE_HOST = "measure what Python takes of this machine's processor for each visit of a layer, in some seconds"
 
 
 def _size(text: str) -> int:
@@ -63,27 +55,14 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _bytes_rate(text: str) -> float:
+def _rate(text: str) -> float:
     """Bytes per second, from ``7GB/s``, from ``56Gb/s`` or ``56Gbit/s``, as networks are sold, or from a number of GB/s."""
-    bits = re.fullmatch(r"([\d.]+) *([kMGT]?)(b|bit)(/s|ps)", text)
-    if bits is not None:
-        return _number(bits[1]) * 1000 ** " kMGT".index(bits[2] or " ") / 8
-    try:
-        return float(parse_bytes("it", text.removesuffix("/s")))
-    except ValueError:
-        return _number(text) * 1e9
-
-
-def _gigabytes(text: str) -> float:
-    """GB/s, from what :func:`_bytes_rate` reads."""
-    return _bytes_rate(text) / 1e9
-
-
-def _number(text: str) -> float:
-    try:
-        return _rate(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}; give GB/s, such as 25, 25GB/s or 200Gb/s") from error
+    match = re.fullmatch(r"(\d*\.?\d+(?:e[+-]?\d+)?) *(?:([kMGT]?)(i?)(B|b|bit)(?:/s|ps)?)?", text)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate; give GB/s, such as 25, 25GB/s or 200Gb/s")
+    number, prefix, binary, unit = match.groups(default="")
+    scale = (1024 if binary else 1000) ** " kMGT".index(prefix or " ") if unit else 1e9
+    return float(number) * scale / (8 if unit in ("b", "bit") else 1)
 
 
 def _count(text: str) -> int:
@@ -92,14 +71,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _rate(text: str) -> float:
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = -1.0
-    if not 0 < rate < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
-    return rate
+def positive_number(text: str) -> float:
+    """A number. argparse names this function where it raises a ValueError."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise ValueError
+    return number
 
 
 def _option(meaning: str, **how: Any) -> dict[str, Any]:
@@ -108,7 +85,7 @@ def _option(meaning: str, **how: Any) -> dict[str, Any]:
 
 
 class Question(argparse.Namespace):
-    """What ``plan`` is asked: each attribute is an argument of the command line. Memory is in bytes."""
+    """What ``plan`` is asked: each attribute is an argument of the command line. Memory is in bytes, rates in bytes/s."""
 
     # The model, its batch, and what is done with it.
     model: Annotated[str, _option(WANTED)]
@@ -118,10 +95,10 @@ class Question(argparse.Namespace):
     batch: Annotated[int, _option("sequences or images at once on a device (%(default)s)", type=_count, default=1)]
     tokens: Annotated[int, _option("per sequence (%(default)s)", type=_count, default=2048)]
     image: Annotated[int | None, _option("pixels on each side (what the model is made for)", type=_count)]
-    input: Annotated[list[int] | None, _option(_SHAPE, type=_count, nargs="+", metavar="SIZE")]
+    input: Annotated[list[int] | None, _option("shape of what a factory's module takes", type=_count, nargs="+")]
     checkpointing: Annotated[bool, _option("gradient checkpointing, of transformers' models", action="store_true")]
-    accumulate: Annotated[int, _option(_ACCUMULATE, type=_count, metavar="N", default=1)]
-    clip: Annotated[Literal["norm", "value"] | None, _option(_CLIP, choices=("norm", "value"))]
+    accumulate: Annotated[int, _option("as Trainer(accumulate_grad_batches=…) (%(default)s)", type=_count, default=1)]
+    clip: Annotated[str | None, _option("as Trainer(gradient_clip_algorithm=…)", choices=("norm", "value"))]
     loss_tokens: Annotated[int | None, _option(_LOSS_TOKENS, type=_count, metavar="N")]
     keep_logits: Annotated[bool, _option("with --loss-tokens: chunk_loss(…, keep_logits=True)", action="store_true")]
     # The options of the strategy.
@@ -132,11 +109,8 @@ class Question(argparse.Namespace):
         Literal["off", "forward", "backward"],
         _option("optimizer_overlap (%(default)s)", choices=("off", "forward", "backward"), default="forward"),
     ]
-    optimizer: Annotated[
-        Literal["adamw", "adamw8bit", "sgd", "muon"],
-        _option("(%(default)s)", choices=("adamw", "adamw8bit", "sgd", "muon"), default="adamw"),
-    ]
-    step_seconds: Annotated[float | None, _option(_STEP_SECONDS, type=_rate, metavar="S")]
+    optimizer: Annotated[str, _option("(%(default)s)", choices=("adamw", "adamw8bit", "sgd", "muon"), default="adamw")]
+    step_seconds: Annotated[float | None, _option(_STEP_SECONDS, type=positive_number, metavar="S")]
     layers: Annotated[list[str] | None, _option("as SuperpipelineStrategy(layers=…)", nargs="+")]
     resident: Annotated[list[str] | None, _option("as SuperpipelineStrategy(resident=…)", nargs="+")]
     k: Annotated[list[int] | None, _option("(a range)", type=_count, nargs="+")]
@@ -146,56 +120,54 @@ class Question(argparse.Namespace):
     nodes: Annotated[int, _option("as Trainer(num_nodes=…) (%(default)s)", type=_count, default=1)]
     gpu_memory: Annotated[int | None, _option("of each device, for example 24GiB (no limit)", type=_size)]
     host_memory: Annotated[int | None, _option("of the node, for example 512GiB (no limit)", type=_size)]
-    tflops: Annotated[float, _option("of the device, TFLOP/s (%(default)s)", type=_rate, default=100)]
-    device_bandwidth: Annotated[float, _option("of its memory, GB/s (%(default)s)", type=_gigabytes, default=1000)]
-    pcie: Annotated[float, _option(_PCIE, type=_gigabytes, default=25)]
-    links: Annotated[float, _option("from each device to the others, and back, GB/s (200)", type=_gigabytes)]
-    transfer: Annotated[Literal["whole", "sliced"], _option(_TRANSFER, choices=("whole", "sliced"))]
-    network: Annotated[float, _option(_NETWORK, type=_bytes_rate, metavar="SPEED")]
-    host_tflops: Annotated[float, _option("of the host, for Muon (%(default)s)", type=_rate, default=1)]
-    disk: Annotated[float | None, _option(_DISK, type=_bytes_rate, metavar="SPEED")]
-    dram: Annotated[float, _option("of host memory, GB/s (%(default)s)", type=_gigabytes, default=60)]
+    tflops: Annotated[float, _option("of the device, TFLOP/s (%(default)s)", type=positive_number, default=100)]
+    device_bandwidth: Annotated[float, _option("of its memory (%(default)s)", type=_rate, default="1000GB/s")]
+    pcie: Annotated[float, _option(_PCIE, type=_rate, default="25GB/s")]
+    links: Annotated[float, _option(_LINKS, type=_rate, default="200GB/s")]
+    transfer: Annotated[str, _option(_TRANSFER, choices=("whole", "sliced"), default="whole")]
+    network: Annotated[float, _option(_NETWORK, type=_rate, default="25GB/s")]
+    host_tflops: Annotated[float, _option("of the host, for Muon (%(default)s)", type=positive_number, default=1)]
+    disk: Annotated[float | None, _option(_DISK, type=_rate)]
+    dram: Annotated[float, _option("of host memory (%(default)s)", type=_rate, default="60GB/s")]
     measure_host: Annotated[bool, _option(_MEASURE_HOST, action="store_true")]
     json: Annotated[bool, _option("for programs", action="store_true")]
     plot: Annotated[Path | None, _option("seconds against memory; needs matplotlib", type=Path, metavar="FILE.png")]
 
 
-_OF_SEVERAL: dict[str, tuple[str, Any]] = {
-    "links": ("devices", 200.0),
-    "transfer": ("devices", "whole"),
-    "network": ("nodes", 25e9),
-}
-"""Arguments that say something about several devices of a node, or about several nodes, and what holds without them."""
-
-
-def complete(question: Question) -> None:
-    """Fills in what was not asked.
-
-    Raises:
-        ValueError: an argument says nothing about this question.
-    """
-    for name, (several, default) in _OF_SEVERAL.items():
-        given = getattr(question, name)
-        if given is None:
-            setattr(question, name, default)
-        elif given != default and getattr(question, several) == 1:
-            raise ValueError(
-                f"--{name} counts with several {several} alone. Pass --{several} 2 or more too, or leave it out."
-            )
+def contradictions(question: Question) -> Iterator[str]:
+    """Why a question cannot be answered, whatever the model: arguments that exclude each other, or need others."""
+    usual = make_parser().parse_args(["plan", question.model])
+    for name, several in (("links", "devices"), ("transfer", "devices"), ("network", "nodes")):
+        if getattr(question, several) == 1 and getattr(question, name) != getattr(usual, name):
+            yield f"--{name} counts with several {several} alone. Pass --{several} 2 or more too, or leave it out."
+    if question.predict and (question.accumulate > 1 or question.clip or question.loss_tokens):
+        yield "--accumulate, --clip and --loss-tokens are for training, and nothing is trained here; leave them out."
+    if question.keep_logits and question.loss_tokens is None:
+        yield "--keep-logits says what becomes of logits with --loss-tokens N; give that, too."
+    if question.clip and question.overlap == "backward":
+        yield "--overlap backward updates layers before all gradients are there, and --clip needs them. Leave one out."
+    if question.disk is not None and question.predict and question.devices * question.nodes > 1:
+        yield "--disk with --predict is for one device: with several, all weights are in memory. Leave out one."
+    if question.activations == "auto" and (question.gpu_memory is None or question.predict):
+        why = "nothing is trained here, so none are saved" if question.predict else "give that limit, too"
+        yield f"--activations auto: what becomes of activations is chosen within --gpu-memory; {why}."
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line. Lightning's own commands are in it for ``--help`` alone."""
-    parser = argparse.ArgumentParser(prog="python -m sp_lightning", description=_DESCRIPTION)
+    parser = argparse.ArgumentParser(prog="python -m sp_lightning")
     commands = parser.add_subparsers(dest="command", required=True)
     for name in LIGHTNING:
-        commands.add_parser(
-            name, help=f"Lightning's CLI with this strategy registered: {name} --config FILE", add_help=False
-        )
-    commands.add_parser(
-        "convert",
-        help="a checkpoint that is a folder becomes a file, or the other way round: convert SOURCE TARGET",
-        add_help=False,
+        commands.add_parser(name, help=f"Lightning's CLI, with this strategy registered: {name} --config FILE")
+    convert = commands.add_parser(
+        "convert", help="a checkpoint that is a folder becomes a file, or the other way round"
+    )
+    convert.add_argument(
+        "source", type=Path, help="a folder of save_distributed_checkpoint=True, or a file of Lightning's"
+    )
+    convert.add_argument("target", type=Path, help="what it becomes, a file or a folder; it must not be there")
+    convert.add_argument(
+        "--trust", action="store_true", help="read a checkpoint that holds other objects than tensors and plain values"
     )
     plan = commands.add_parser(
         "plan", help="does a model fit, with which k, and how fast? (exit status 1: it does not fit)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import pickle
@@ -10,7 +9,7 @@ import sys
 from pathlib import Path
 
 from sp_lightning.cli.answer import answer
-from sp_lightning.cli.arguments import Question, complete, make_parser
+from sp_lightning.cli.arguments import Question
 from sp_lightning.cli.report import as_json, as_text
 from sp_lightning.device.torch_private import FAKE_TENSOR_LOGGER
 from sp_lightning.observe.plot import Point, draw_windows, require_matplotlib
@@ -18,14 +17,13 @@ from sp_lightning.trainer.checkpoint_folder import write
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 
 
-def run_plan(arguments: list[str]) -> None:
+def run_plan(question: Question) -> None:
     """Answers on the standard output.
 
     Raises:
-        SystemExit: with status 1 if the model does not fit, with status 2 if the question cannot be answered.
+        ValueError, ImportError: the question cannot be answered.
+        SystemExit: with status 1, because the model does not fit.
     """
-    parser = make_parser()
-    question = parser.parse_args(arguments, namespace=Question())
     question.predict = question.predict or question.generate is not None
     logging.getLogger("transformers").setLevel(logging.ERROR)
     # torch logs every error under its FakeTensorMode, and a size that the model cannot take is one.
@@ -33,11 +31,7 @@ def run_plan(arguments: list[str]) -> None:
     if question.plot is not None:
         require_matplotlib()
         question.plot.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        complete(question)
-        answered = answer(question)
-    except (ValueError, ImportError) as error:
-        parser.exit(2, f"python -m sp_lightning plan: {error}\n")
+    answered = answer(question)
     print(as_json(answered) if question.json else as_text(answered), flush=True)
     if question.plot is not None:
         points = [
@@ -72,38 +66,29 @@ def run_lightning(arguments: list[str]) -> None:
         raise SystemExit(f"python -m sp_lightning {arguments[0]}: {' '.join(reasons)}") from error
 
 
-def run_convert(arguments: list[str]) -> None:
-    """Converts a checkpoint.
+def run_convert(source: Path, target: Path, *, trust: bool) -> None:
+    """Converts a checkpoint: a folder becomes a file of plain Lightning's, a file becomes a folder.
+
+    Args:
+        source: the checkpoint.
+        target: what is written; it must not be there.
+        trust: whether the checkpoint may hold other objects than tensors and plain values.
 
     Raises:
-        SystemExit: the arguments are wrong, or the checkpoint cannot be read or written; the message says why.
+        ValueError, OSError: the checkpoint cannot be read, or cannot be written.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m sp_lightning convert",
-        description="A folder that SuperpipelineStrategy(save_distributed_checkpoint=True) has written becomes a file of "
-        "plain Lightning's. A file becomes such a folder.",
-    )
-    parser.add_argument("source", type=Path, help="a checkpoint: a folder or a file")
-    parser.add_argument("target", type=Path, help="what it becomes, a file or a folder; it must not be there")
-    parser.add_argument(
-        "--trust", action="store_true", help="read a checkpoint that holds other objects than tensors and plain values"
-    )
-    given = parser.parse_args(arguments)
-    source, target, io = given.source, given.target, AtomicCheckpointIO()
+    io = AtomicCheckpointIO()
     if os.path.lexists(target):
-        parser.error(f"{target} is there already. Name another target, or remove it.")
+        raise ValueError(f"{target} is there already. Name another target, or remove it.")
     try:
-        checkpoint = io.load_checkpoint(source, weights_only=not given.trust)
-        if not isinstance(checkpoint, dict):
-            raise ValueError(f"{source} holds a {type(checkpoint).__name__}, and no checkpoint.")
-        if source.is_dir():
-            io.save_checkpoint(checkpoint, target)
-        else:
-            write(checkpoint, target, {})
+        checkpoint = io.load_checkpoint(source, weights_only=not trust)
     except pickle.UnpicklingError as error:
-        parser.exit(
-            2,
-            f"{parser.prog}: {source} holds more than tensors and plain values. If you trust it: --trust. ({error})\n",
-        )
-    except (OSError, ValueError) as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
+        raise ValueError(
+            f"{source} holds more than tensors and plain values. If you trust it: --trust. ({error})"
+        ) from error
+    if not isinstance(checkpoint, dict):
+        raise ValueError(f"{source} holds a {type(checkpoint).__name__}, and no checkpoint.")
+    if source.is_dir():
+        io.save_checkpoint(checkpoint, target)
+    else:
+        write(checkpoint, target, {})

@@ -4,9 +4,7 @@
 memory and names streams and waits; back come copies, events, free and peak bytes, and times (``timeline``). ``layout``
 says where a parameter lies in flat memory, ``lease`` whether anybody still holds memory that was handed out. The
 processes of several devices are ``ranks``: they wait for each other, say on a ``board`` where they are, and have
-``shared_memory``. What they do by torch.distributed is in ``collectives``, over the ``groups`` of a node and of all;
-``node_news`` brings what one board says to the others. ``rank_order`` is the order in which they add. On the
-``gather_board`` they agree on what they fetch together.
+``shared_memory``. What they do by torch.distributed is in ``collectives``. ``rank_order`` is the order in which they add.
 ``backward_calls`` tells the engine of a backward that fails.
 
 Only ``accelerator`` touches the accelerator, and only ``torch_private`` uses names of torch that begin with an

@@ -4,8 +4,7 @@ Every word on it has one writer, so looking takes microseconds and needs no lock
 together they do in one order. Each rank numbers and names these *meetings* on the board when it comes to them. So ranks that
 have parted are noticed, instead of waiting for each other or mixing what they send, and the error says where each of them is.
 
-On several nodes each has a board. A board then also has a copy of what the primary of each other node has said on its own
-(:mod:`~sp_lightning.device.node_news` brings it), which is looked at as a rank's is.
+Each node has a board. That a rank of another node has failed comes by :class:`NodeNews`.
 """
 
 from __future__ import annotations
@@ -16,10 +15,12 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from threading import Event, Thread
 from time import monotonic, sleep
 from typing import Any
 from zlib import crc32
 
+import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from sp_lightning.device.layout import PAGE
@@ -28,15 +29,14 @@ from sp_lightning.device.waits import Wait
 
 _WORDS, _KEPT, _ENTRY = 64, 32, 256  # of each rank: words of 8 bytes, meetings that are kept, and bytes of each of them
 _TEXT = _ENTRY - 16
-_FORMAT = f"qq{_TEXT}s"  # of a meeting: a digest of all up to it, a number, and what it is
-# The last ones are the primary's (rank 0's); of them _HEARD is written where a copy is: when it was last another one.
-_CAME, _FAILED, _TURNS, _SAID, _VALUE, _BEAT, _HEARD = range(7)
+_FORMAT = f"qd{_TEXT}s"  # of a meeting: a digest of all up to it, a number, and what it is
+_CAME, _FAILED = range(2)
 _PAGES = _WORDS * 8 + _KEPT * _ENTRY + PAGE  # the last page has the text of an error
 
 
-def board_bytes(size: int, nodes: int = 1) -> int:
-    """Returns how much memory the board takes of so many ranks, on one of so many nodes."""
-    return _PAGES * (size + (nodes if nodes > 1 else 0))
+def board_bytes(size: int) -> int:
+    """Returns how much memory the board takes of so many ranks."""
+    return _PAGES * size
 
 
 class RankError(RuntimeError):
@@ -49,13 +49,11 @@ class Board:
     Args:
         memory: of :func:`board_bytes`, which all ranks of the node have, full of zeros.
         rank: this process's number on its node.
-        size: how many ranks the node has.
         processes: of the other ranks, as far as they are known here.
-        names: what ranks are called, and behind them the nodes, if there are several.
-        node: this node's number.
+        names: what the ranks of the node are called.
+        elsewhere: returns how a rank of another node has failed; an empty string if none has.
 
     Attributes:
-        names: what ranks and nodes are called.
         failure: this rank's own error, in words.
         place: where this rank is in the training, in words.
     """
@@ -64,25 +62,24 @@ class Board:
         self,
         memory: SharedMemory,
         rank: int,
-        size: int,
         processes: Mapping[int, int],
-        names: Sequence[str] = (),
-        node: int = 0,
+        names: Sequence[str],
+        elsewhere: Callable[[], str],
     ) -> None:
-        self.rank, self.size = rank, size
-        self.names = list(names) or [f"rank {each}" for each in range(size)]
-        self._name = self.names[rank]
-        self._nodes = [each for each in range(size, len(self.names)) if each != size + node]
-        self._others = [each for each in range(size) if each != rank] + self._nodes
+        self.rank, self.size = rank, len(names)
+        self._names = names
+        self._others = [each for each in range(self.size) if each != rank]
+        self._elsewhere = elsewhere
         self.failure = self.place = ""
-        self._memory = memory  # the words below are in it
+        self._memory = memory  # the words are in it
         self._words: Any = memory.words("q")
-        self._values: Any = memory.words("d")
         self._came = 0
+        self._processes = select.poll()  # select itself refuses descriptors from 1,024 on
         self._descriptors: dict[int, int] = {}
         for other, pid in processes.items():
             with suppress(OSError):
-                self._descriptors[other] = os.pidfd_open(pid)
+                self._descriptors[descriptor := os.pidfd_open(pid)] = other
+                self._processes.register(descriptor, select.POLLIN)
 
     def publish(self, words: Any, index: int, number: int) -> None:
         """Writes a number for the others, who see whatever was written before once they see it."""
@@ -98,12 +95,12 @@ class Board:
 
     # ------------------------------------------------------------------ meetings
 
-    def come(self, what: str, number: int = 0) -> None:
+    def come(self, what: str, number: float = 0) -> None:
         """Says that this rank comes to the next meeting.
 
         Args:
             what: all ranks do there, in words. It must be the same on all of them, as the place must be.
-            number: for :meth:`numbers`.
+            number: for :meth:`number`. Whole ones are exact up to 2**53.
 
         Raises:
             RankError: another rank has come to another one.
@@ -119,14 +116,18 @@ class Board:
         self._write(_CAME, came)
         self.compare()
 
+    def here(self, rank: int) -> bool:
+        """Returns whether a rank has come to this rank's last meeting."""
+        return self._word(rank, _CAME) >= self._came
+
     def all_here(self) -> bool:
         """Returns whether all ranks have come to this rank's last meeting."""
-        return all(self._word(rank, _CAME) >= self._came for rank in range(self.size))
+        return all(map(self.here, range(self.size)))
 
-    def numbers(self) -> list[int]:
-        """Returns the numbers that all ranks have brought to this rank's last meeting. All of them are here."""
-        entries = (self._entry_at(rank, self._came) for rank in range(self.size))
-        return [struct.unpack_from(_FORMAT, self._memory.bytes, at)[1] for at in entries]
+    def number(self, rank: int) -> float:
+        """Returns the number that a rank has brought to this rank's last meeting. It has come."""
+        number: float = struct.unpack_from(_FORMAT, self._memory.bytes, self._entry_at(rank, self._came))[1]
+        return number
 
     def compare(self) -> None:
         """Compares the meetings of all ranks, as far as both of two have come.
@@ -135,9 +136,8 @@ class Board:
             RankError: they differ.
         """
         for other in self._others:
-            came = self._word(other, _CAME)
-            both = min(self._came, came)
-            if both and self._part(other, both) and (other < self.size or self._word(other, _CAME) == came):
+            both = min(self._came, self._word(other, _CAME))
+            if both and self._part(other, both):
                 raise RankError(self._parted(other, both))
 
     def _part(self, other: int, meeting: int) -> bool:
@@ -152,9 +152,9 @@ class Board:
             first -= 1
         mine, theirs = (self._entry(rank, first)[1] for rank in (self.rank, other))
         return (
-            f"The ranks have parted: {self._name} has come to {mine}, and {self.names[other]} to {theirs}. All ranks need the "
-            "same number of batches, and whatever else they do together (steps, checkpoints, sums over ranks, exchanges of "
-            "parameters or layers) all of them must do, in one order. What it depends on must not depend on the rank."
+            f"The ranks have parted: {self._names[self.rank]} has come to {mine}, and {self._names[other]} to {theirs}. All "
+            "ranks need the same number of batches, and whatever else they do together (steps, checkpoints, sums over ranks, "
+            "exchanges of parameters or layers) all of them must do, in one order. It must not depend on the rank."
         )
 
     def _entry_at(self, rank: int, meeting: int) -> int:
@@ -165,22 +165,6 @@ class Board:
         at = self._entry_at(rank, meeting)
         digest, _, text = struct.unpack_from(_FORMAT, self._memory.bytes, at)
         return digest, text.rstrip(b"\0").decode(errors="replace")
-
-    # ------------------------------------------------------------------ the primary's turns
-
-    def end_turn(self, turns: int, word: int, value: float) -> None:
-        """Says on the primary that so many of its turns are over, and what it has to say."""
-        self._words[_SAID] = word
-        self._values[_VALUE] = value
-        self._write(_TURNS, turns)
-
-    def turn_is_over(self, turns: int) -> bool:
-        """Returns whether so many of the primary's turns are over."""
-        return self._word(0, _TURNS) >= turns
-
-    def said(self) -> tuple[int, float]:
-        """Returns what the primary has said at the end of its last turn."""
-        return self._words[_SAID], self._values[_VALUE]
 
     # ------------------------------------------------------------------ runs and failures
 
@@ -210,32 +194,20 @@ class Board:
         Raises:
             RankError: one has failed, with its own error; or has parted from this one (by the end of its run, say), or ended.
         """
+        waited = f"while {self._names[self.rank]} waited for {why}"
         for other in self._others:
             if self._word(other, _FAILED):
-                raise RankError(
-                    f"{self.names[other]} has failed while {self._name} waited for {why}: {self._error(other)}"
-                )
+                end = (other + 1) * _PAGES
+                error = self._memory.bytes[end - PAGE : end].rstrip(b"\0").decode(errors="replace")
+                raise RankError(f"{self._names[other]} has failed {waited}: {error}")
         self.compare()
-        for rank in self._gone():
+        for descriptor, _ in self._processes.poll(0):
             raise RankError(
-                f"the process of {self.names[rank]} has ended while {self._name} waited for {why}. It was killed, by the "
+                f"the process of {self._names[self._descriptors[descriptor]]} has ended {waited}. It was killed, by the "
                 "system for want of memory, say, or it has left trainer.fit earlier than this one."
             )
-
-    def _error(self, of: int) -> str:
-        end = (of + 1) * _PAGES
-        return self._memory.bytes[end - PAGE : end].rstrip(b"\0").decode(errors="replace")
-
-    def _gone(self) -> Iterator[int]:
-        """The ranks of the node whose processes have ended, as far as they are known here."""
-        for rank, descriptor in self._descriptors.items():
-            process = select.poll()  # select itself refuses descriptors from 1,024 on
-            process.register(descriptor, select.POLLIN)
-            if process.poll(0):
-                yield rank
-
-    def _last(self, rank: int) -> str:
-        return self._entry(rank, self._word(rank, _CAME))[1] or "nothing"
+        if elsewhere := self._elsewhere():
+            raise RankError(f"another node has failed {waited}: {elsewhere}")
 
     def until(self, reached: Callable[[], bool], why: Wait | str) -> None:
         """Waits for something that other ranks bring about.
@@ -252,91 +224,89 @@ class Board:
             try:
                 self.check(said)
                 if waited > late:
-                    raise RankError(f"{self._name} has waited {late:.0f} seconds for {said}. {self._places()}.")
+                    raise RankError(
+                        f"{self._names[self.rank]} has waited {late:.0f} seconds for {said}. {self._places()}."
+                    )
             except RankError:
                 if reached():  # in the last moment before another rank went on, and ended
                     return
                 raise
 
     def _places(self) -> str:
-        """Where everybody was last."""
-        found = [f"{self.names[rank]} was last at {self._last(rank)}" for rank in range(self.size)]
-        for node, seconds in self.silences().items():
-            said = f"{self.names[node]} was last at {self._last(node)}"
-            found.append(
-                f"{said}, and nothing has been heard of it for {seconds:.0f} seconds" if seconds > LATE else said
-            )
-        return "; ".join(found)
-
-    # ------------------------------------------------------------------ nodes
+        """Where the ranks of the node were last."""
+        last = (self._entry(rank, self._word(rank, _CAME))[1] or "nothing" for rank in range(self.size))
+        return "; ".join(f"{name} was last at {what}" for name, what in zip(self._names, last, strict=True))
 
     @property
     def history(self) -> int:
         """A digest of all meetings that this rank has come to. It is the same on all ranks that have come to as many."""
         return self._entry(self.rank, self._came)[0]
 
-    def tell(self) -> bytes:
-        """Returns what the primary has said, for the other nodes; and if another rank of this one has failed, how it has."""
-        self._write(_BEAT, self._word(self.rank, _BEAT) + 1)
-        begin = self.rank * _PAGES
-        said = bytearray(self._memory.bytes[begin : begin + _PAGES])
-        failure = self._first_failure()
-        if failure:
-            struct.pack_into("q", said, _FAILED * 8, 1)
-            said[-PAGE:] = failure.encode(errors="replace")[: PAGE - 1].ljust(PAGE, b"\0")
-        return bytes(said)
-
-    def _first_failure(self) -> str:
-        """The error of a rank of this node that other ranks' errors come from, as far as that can be told."""
-        failed = [(self._error(rank), self.names[rank]) for rank in range(self.size) if self._word(rank, _FAILED)]
-        first = min(failed, key=lambda each: each[0].startswith(RankError.__name__), default=None)
-        if first is not None:
-            return f"{first[1]}: {first[0]}"
-        return next((f"the process of {self.names[rank]} has ended" for rank in self._gone()), "")
-
-    def hear(self, node: int, said: bytes) -> None:
-        """Copies what the primary of another node has said.
-
-        Whoever looks meanwhile sees nothing or all of it: the number of meetings is written last, and is 0 until then.
-        """
-        record, words = self.size + node, _WORDS * 8
-        begin, word = record * _PAGES, record * _PAGES // 8
-        came, beat = (struct.unpack_from("q", said, of * 8)[0] for of in (_CAME, _BEAT))
-        if beat == self._words[word + _BEAT]:
-            return
-        numbers = bytearray(said[:words])
-        struct.pack_into("d", numbers, _HEARD * 8, monotonic())
-        self.publish(self._words, word + _CAME, 0)
-        self._memory.bytes[begin + words : begin + _PAGES] = said[words:]
-        self._memory.bytes[begin + 8 : begin + words] = numbers[8:]
-        self.publish(self._words, word + _CAME, came)
-
-    def silences(self) -> dict[int, float]:
-        """For how many seconds nothing has been heard of each other node."""
-        heard = {node: self._values[node * _PAGES // 8 + _HEARD] for node in self._nodes}
-        return {node: monotonic() - when for node, when in heard.items() if when}
-
-    def silent(self) -> str:
-        """Of which nodes nothing is heard any more, as a further sentence; an empty string if there are none."""
-        late = [
-            f"{self.names[node]} for {seconds:.0f} seconds"
-            for node, seconds in self.silences().items()
-            if seconds > LATE
-        ]
-        return f". Nothing has been heard of {', '.join(late)}: it has ended, or cannot be reached." if late else ""
-
     def close(self) -> None:
         """Frees what this object has open."""
-        for descriptor in self._descriptors.values():
+        while self._descriptors:
+            descriptor, _ = self._descriptors.popitem()
+            self._processes.unregister(descriptor)
             os.close(descriptor)
-        self._descriptors.clear()
+
+
+class NodeNews:
+    """Tells the ranks of all nodes that one has failed, by the store at which their processes have met.
+
+    A thread looks there, because a store that is out of reach may not answer for long.
+
+    Args:
+        name: under which ranks find each other's news. It is the same on all of them and no other run's.
+        pause: seconds between two looks. The store is one process's, and every rank looks.
+
+    Attributes:
+        failure: the first one, or an empty string.
+        lost: why no more is heard, or an empty string.
+    """
+
+    def __init__(self, name: str, pause: float) -> None:
+        self._key = f"superpipeline/{name}/failure"
+        self._pause = pause
+        self.failure = self.lost = ""
+        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # A connection of its own: what waits on the process group's does not hold up the news.
+        self._store: Any = dist.TCPStore(*where, is_master=False, wait_for_workers=False)
+        self._over = Event()
+        self.begin()
+
+    def begin(self) -> None:
+        """A run begins: a thread looks for news until :meth:`end`."""
+        self._over.set()
+        self._over = Event()
+        Thread(target=self._look, args=(self._over,), name="superpipeline-nodes", daemon=True).start()
+
+    def _look(self, over: Event) -> None:
+        try:
+            while not over.wait(self._pause):
+                if self._store.check([self._key]):
+                    self.failure = self._store.get(self._key).decode(errors="replace")
+                    return
+        except RuntimeError:  # in order, perhaps: a rank that still needs rank 0 loses another connection, too
+            self.lost = "the process of rank 0 (node 0) has ended, or cannot be reached"
+
+    def tell(self, failure: str) -> None:
+        """Tells all nodes of a failure, and gives them the time to hear of it: the store may go with this process."""
+        telling = Thread(target=self._set, args=(failure,), daemon=True)
+        telling.start()
+        telling.join(1.0 + 2 * self._pause)
+
+    def _set(self, failure: str) -> None:
+        with suppress(RuntimeError):  # the store is gone
+            self._store.compare_set(self._key, "", failure)
+            sleep(2 * self._pause)
+
+    def end(self) -> None:
+        """A run ends, and with it the thread."""
+        self._over.set()
 
 
 LOOK = 0.05
 """Seconds between two looks for ranks that have failed."""
-
-LATE = 2.0
-"""Seconds after which a node of which nothing was heard is named."""
 
 _TIMEOUT: timedelta = default_pg_timeout
 """How long a rank waits for another one that neither comes nor fails: as long as torch's process groups do."""

@@ -3,74 +3,114 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from time import sleep
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sp_lightning.device.board import LATE, LOOK, Board, RankError, in_words
-from sp_lightning.device.groups import Group, Groups
+from sp_lightning.device.board import LOOK, Board, RankError, in_words
 from sp_lightning.device.waits import Wait
+
+
+class Group(NamedTuple):
+    """The same processes twice.
+
+    Attributes:
+        host: sends what is in host memory.
+        device: sends what is on the devices.
+    """
+
+    host: Any
+    device: Any
 
 
 class Collectives:
     """What this rank does with the others of its node, with its peers on the other nodes, and with everybody. All ranks come to
     the same, in one order.
 
+    Ranks are numbered node by node. The *peers* of a rank are those that have its place on the other nodes. The process groups
+    are this object's own: what the user's code reduces meanwhile, in other threads too, is ordered by itself.
+
     Args:
         device: where this rank computes.
         per_node: how many ranks each node has; None: there is one node.
 
     Attributes:
-        groups: the process groups, which know this rank's number of all and its node.
-        rank: this process's number on its node.
+        number: this rank's, of all.
+        rank: its number on its node.
+        node: that of its node.
         size: how many ranks each node has.
+        nodes, world: how many nodes and ranks there are.
         primary: whether this is the rank that updates its node's weights (rank 0 of the node).
+        first: whether it is the first rank of all: whose buffers, log and files count.
         meanwhile: is called now and then while this rank waits for others.
         sums: how many backwards have ended, after each of which all ranks have come to :meth:`largest`.
     """
 
     def __init__(self, device: torch.device, per_node: int | None = None) -> None:
         self._on_host = device.type == "cpu"
-        self.groups = Groups(device, per_node or dist.get_world_size())
-        self.rank, self.size = self.groups.rank, self.groups.per_node
-        self.primary = self.rank == 0
+        self.number, self.world = dist.get_rank(), dist.get_world_size()
+        self.size = per_node or self.world
+        self.nodes = self.world // self.size
+        self.node, self.rank = divmod(self.number, self.size)
+        self.primary, self.first = self.rank == 0, self.number == 0
         self.sums = 0
         self.meanwhile: Callable[[], None] = lambda: None
         self._board: Board | None = None
+        self._groups: dict[str, Group] = {"everybody": self._group([list(range(self.world))])}
+        self._groups["node"] = self._groups["everybody"]
+        if self.nodes > 1:
+            self._groups["node"] = self._group(self._of_nodes)
+            self._groups["peers"] = self._group([list(each) for each in zip(*self._of_nodes, strict=True)])
 
     @property
-    def nodes(self) -> int:
-        """How many nodes there are."""
-        return self.groups.nodes
+    def _of_nodes(self) -> list[list[int]]:
+        """The numbers of the ranks of each node."""
+        return [list(range(first, first + self.size)) for first in range(0, self.world, self.size)]
+
+    def _group(self, parts: list[list[int]]) -> Group:
+        """Makes groups, in which every process takes part, and returns this rank's."""
+        backends = ("gloo",) if self._on_host else ("gloo", None)
+        made: list[Any] = [dist.new_subgroups_by_enumeration(parts, backend=each)[0] for each in backends]
+        return Group(made[0], made[-1])
 
     @property
-    def world(self) -> int:
-        """How many ranks there are on all nodes."""
-        return self.nodes * self.size
+    def uploads(self) -> Group:
+        """Another group of this node's ranks, for what comes in an order of its own. All ranks ask for it first at one time."""
+        if "uploads" not in self._groups:
+            self._groups["uploads"] = self._group(self._of_nodes)
+        return self._groups["uploads"]
 
-    @property
-    def first(self) -> bool:
-        """Whether this is the first rank of all: whose buffers, log and files count."""
-        return self.groups.number == 0
+    def end_groups(self) -> None:
+        """Ends all groups, which have threads and connections. All ranks do so, though not at the same time."""
+        for group in self._groups.values():
+            for each in group:
+                with suppress(ValueError):  # it has been ended
+                    dist.destroy_process_group(each)
+        self._groups.clear()
+
+    def called(self, number: int) -> str:
+        """What a rank is called."""
+        return f"rank {number}" if self.nodes == 1 else f"rank {number} (node {number // self.size})"
 
     @property
     def name(self) -> str:
         """What this rank is called."""
-        return self.groups.name(self.groups.number)
+        return self.called(self.number)
 
     @property
     def board(self) -> Board:
-        """What the ranks say to each other."""
+        """What the ranks of the node say to each other."""
         assert self._board is not None
         return self._board
 
     # ------------------------------------------------------------------ meetings
 
-    def meet(self, what: str, why: Wait | None = None, number: int = 0) -> None:
+    def meet(self, what: str, why: Wait | None = None, number: float = 0) -> None:
         """Waits until all ranks have come here.
 
         Args:
@@ -113,23 +153,30 @@ class Collectives:
 
     def _broadcast_object(self, value: Any, name: str) -> Any:
         """Returns the primary's value on all ranks of the node."""
-        values = [value]
-        self.meet(f"memory for {name}")
-        try:
-            dist.broadcast_object_list(values, self.groups.first, group=self.groups.on_node.host)
-        except RuntimeError as error:
-            raise self.lost(f"something that rank {self.groups.first} sends") from error
+        values, first = [value], self.node * self.size
+        with self.together(f"memory for {name}", self.meet):
+            dist.broadcast_object_list(values, first, group=self._groups["node"].host)
         return values[0]
 
     def _gather_objects(self, value: Any, what: str) -> list[Any]:
         """Returns the values of all ranks, in their order, on all of them."""
         values: list[Any] = [None] * self.world
-        self.meet_everybody(f"a comparison of {what}")
-        try:
-            dist.all_gather_object(values, value, group=self.groups.everybody.host)
-        except RuntimeError as error:
-            raise self.lost("what the others have, to compare it") from error
+        with self.together(what, self.meet_everybody):
+            dist.all_gather_object(values, value, group=self._groups["everybody"].host)
         return values
+
+    @contextmanager
+    def together(self, what: str, meet: Callable[[str], None]) -> Iterator[None]:
+        """Around a collective: it begins once all ranks have come to it.
+
+        Raises:
+            RankError: another rank has failed meanwhile, or left it.
+        """
+        meet(what)
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.lost(what, error) from error
 
     # ------------------------------------------------------------------ tensors
 
@@ -143,12 +190,10 @@ class Collectives:
         """As :meth:`largest`. Between nodes this also shows whether all ranks have come the same way here."""
         history = 0 if self.nodes == 1 else self.board.history
         words = torch.cat([values.to(torch.int64), torch.tensor([history, -history])])
-        group = self.groups.everybody.host
+        group = self._groups["everybody"].host
         self._wait_for(dist.all_reduce(words, dist.ReduceOp.MAX, group=group, async_op=True), why)
         if words[-2] != -words[-1]:
-            raise self._without_news(
-                f"{self.name} and a rank of another node have come different ways to {in_words(why)}", why
-            )
+            raise RankError(f"{self.name} and a rank of another node have come different ways to {in_words(why)}")
         values.copy_(words[:-2])
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
@@ -159,7 +204,7 @@ class Collectives:
         for (device, _), each in alike.items():
             host = self._on_host or device.type == "cpu"
             flat = torch.cat([tensor.reshape(-1) for tensor in each])
-            group = self.groups.everybody.host if host else self.groups.everybody.device
+            group = self._groups["everybody"][not host]
             self.board.come(f"the buffers of rank 0, {flat.nbytes} bytes")
             self._wait_for(dist.broadcast(flat, 0, group=group, async_op=True), "the buffers of rank 0", host=host)
             if not self.first:
@@ -175,23 +220,23 @@ class Collectives:
             what: what is sent, in words.
         """
         self.board.come(what)
-        group = self.groups.on_node.device
+        group = self._groups["node"].device
         self._wait_for(dist.all_to_all_single(received, sent, group=group, async_op=True), what, host=self._on_host)
 
     def exchange_between_nodes(self, received: Tensor, sent: Tensor, what: str) -> None:
         """As :meth:`exchange`, between the peers on all nodes, in the order of nodes."""
-        work = dist.all_to_all_single(received, sent, group=self._peers.device, async_op=True)
+        work = dist.all_to_all_single(received, sent, group=self._groups["peers"].device, async_op=True)
         self._wait_for(work, f"{what} of other nodes", host=self._on_host)
 
     def gather_between_nodes(self, everybody: Tensor, own: Tensor, what: str) -> None:
         """Puts the flat tensors of all peers one behind the other, in the order of nodes."""
-        work = dist.all_gather_into_tensor(everybody, own, group=self._peers.device, async_op=True)
+        work = dist.all_gather_into_tensor(everybody, own, group=self._groups["peers"].device, async_op=True)
         self._wait_for(work, f"{what} of other nodes", host=self._on_host)
 
     def gather(self, everybody: Tensor, group: Group, what: str) -> None:
         """Fills flat memory on the device, of which each rank of the node has its own of as many equal parts.
 
-        It is no meeting: the ranks have agreed on it elsewhere (:mod:`~sp_lightning.device.gather_board`), at a time that may
+        It is no meeting: the ranks have agreed on it elsewhere (:mod:`~sp_lightning.weights.uploads`), at a time that may
         differ between other meetings.
 
         Args:
@@ -203,11 +248,6 @@ class Collectives:
         work = dist.all_gather_into_tensor(everybody, own, group=group.device, async_op=True)
         self._wait_for(work, what, host=self._on_host)
 
-    @property
-    def _peers(self) -> Group:
-        assert self.groups.peers is not None
-        return self.groups.peers
-
     def _wait_for(self, work: Any, why: Wait | str, *, host: bool = True) -> None:
         """Waits for a collective: the host by looking at it now and then, a stream of an accelerator by itself."""
         if host:
@@ -215,22 +255,16 @@ class Collectives:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self.lost(why) from error
+            raise self.lost(why, error) from error
 
-    def lost(self, why: Wait | str) -> RankError:
-        """Returns the error for a collective that has failed, because another rank has left it.
+    def lost(self, why: Wait | str, error: BaseException) -> RankError:
+        """Returns what to raise for a collective that has failed, because another rank has left it.
 
         Raises:
-            RankError: the other rank has said why.
+            RankError: the other rank has said why, for which it is given some time.
         """
-        return self._without_news(f"{self.name} has lost the others while it waited for {in_words(why)}", why)
-
-    def _without_news(self, what: str, why: Wait | str) -> RankError:
-        """Returns an error that says what has happened, unless another rank or node says why, which it is given time for."""
-        if self._board is None:
-            return RankError(what)
-        seconds = 1.0 if self.nodes == 1 else 2 * LATE
+        seconds = 0 if self._board is None else min(self.nodes, 3)
         for _ in range(int(seconds / LOOK)):
-            self._board.check(in_words(why))
+            self.board.check(in_words(why))
             sleep(LOOK)
-        return RankError(f"{what}{self._board.silent()}")
+        return RankError(f"{self.name} has lost the others while it waited for {in_words(why)}: {error}")

@@ -45,20 +45,6 @@ class Span:
     dtype: torch.dtype
 
 
-class Elsewhere:
-    """Marks tensors whose values are in no memory, but in a file: their address says nothing, their ``span`` has the strides."""
-
-    __slots__ = ()
-    span: Span
-    attributes = frozenset({"_home"})
-    """What such a tensor's ``__dict__`` has beside what the user has put there."""
-
-
-def strides(tensor: Tensor) -> tuple[int, ...]:
-    """A tensor's strides, or those that it has when it is in memory."""
-    return tensor.span.stride if isinstance(tensor, Elsewhere) else tensor.stride()
-
-
 def aligned(nbytes: int) -> int:
     """``nbytes`` rounded up to a multiple of :data:`ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -142,7 +128,7 @@ def absent(like: Span | Tensor, device: torch.device, why: str) -> Tensor:
     torch hides a tensor's class from some functions (transforms, TorchScript, C++ extensions). They read its memory, and would
     compute with anything that was there.
     """
-    stride = like.stride if isinstance(like, Span) else strides(like)
+    stride = like.stride if isinstance(like, Span) else like.stride()
     last = sum((length - 1) * step for length, step in zip(like.shape, stride, strict=True))
     storage = null_storage(0, device, (last + 1) * like.dtype.itemsize if like.shape.numel() else 0)
     result = torch.empty(0, dtype=like.dtype, device=device).set_(storage, 0, like.shape, stride)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -46,6 +47,20 @@ def is_patched(optimizer: Any, step: Any) -> bool:
             return True
         function = getattr(function, "__wrapped__", None)
     return False
+
+
+@contextmanager
+def in_place_of(owner: Any, methods: Mapping[str, Any]) -> Iterator[None]:
+    """While this is active an object has these in place of its class's methods. What it had of its own before comes back."""
+    own = vars(owner)
+    before = {name: own[name] for name in methods if name in own}
+    own.update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            own.pop(name, None)
+        own.update(before)
 
 
 _OURS_AND_TORCHS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))

@@ -4,7 +4,7 @@ Tensors travel by ``torch.distributed``. Beside it the ranks have a *board* in s
 has failed, with that rank's own error, or has come to something else.
 
 Several nodes are replicas: each has a store and a board of its own, and a primary that updates its weights. What ranks of
-different nodes do together is a collective of torch.distributed; the boards tell them of each other.
+different nodes do together is a collective of torch.distributed.
 """
 
 from __future__ import annotations
@@ -13,21 +13,17 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
-from itertools import count
 from operator import and_
 from typing import Any
+from uuid import uuid4
 
 import torch
 
-from sp_lightning.device.board import Board, board_bytes
+from sp_lightning.device.board import Board, NodeNews, RankError, board_bytes
 from sp_lightning.device.collectives import Collectives
 from sp_lightning.device.layout import whole_pages
-from sp_lightning.device.node_news import NodeNews
 from sp_lightning.device.shared_memory import SharedMemory, create, hand_out, receive, supported
 from sp_lightning.device.waits import Wait
-
-FINISHED, CLOSURE = 0, 1
-"""What the primary says at the end of its turn: that it is over, or that everybody is to run the closure first."""
 
 
 class Ranks(Collectives):
@@ -53,28 +49,25 @@ class Ranks(Collectives):
                 f"superpipeline shares host memory between the processes of several devices, and cannot do so here: {why}. "
                 "Pass Trainer(devices=1)."
             )
-        _close_those_over()  # here, where all processes are: not when Python collects them
+        for each in list(_open):  # here, where all processes are: not when Python collects them
+            if each.over:
+                each.close()
         super().__init__(device, per_node)
         self.over: bool = False
         self.closed = False
         self._pids: dict[int, int] = {}
-        self._turns = 0
-        memory = self.share(board_bytes(self.size, self.nodes), "board")
-        self._board = Board(memory, self.rank, self.size, self._pids, self.groups.names, self.groups.node)
+        memory = self.share(board_bytes(self.size), "board")
+        names = [self.called(self.node * self.size + rank) for rank in range(self.size)]
         self._news: NodeNews | None = None
+        self._board = Board(memory, self.rank, self._pids, names, lambda: self._news.failure if self._news else "")
         if self.nodes > 1:
-            self._meet_other_nodes()
+            try:
+                name = self._gather_objects(uuid4().hex, "the first meeting of all nodes")[0]
+                self._news = NodeNews(name, 0.2 * max(1, self.world // 32))
+            except BaseException as error:
+                self._board.fail(error)  # no other code has this object yet that would tell of it
+                raise
         _open.append(self)
-
-    def _meet_other_nodes(self) -> None:
-        name = f"{next(_MADE)}"
-        try:
-            if self.primary:
-                self._news = NodeNews(self.board, self.groups.node, self.nodes, name)
-            self.meet_everybody("the first meeting of all nodes")  # all have told something by then
-        except BaseException as error:
-            self.board.fail(error)
-            raise
 
     # ------------------------------------------------------------------ memory
 
@@ -127,65 +120,63 @@ class Ranks(Collectives):
         Raises:
             ValueError: some rank has something else than rank 0.
         """
-        everybody = self._gather_objects(dict(mine) if self.primary or not primaries else None, what)
+        everybody = self._gather_objects(
+            dict(mine) if self.primary or not primaries else None, f"a comparison of {what}"
+        )
         for rank, theirs in enumerate(everybody):
             found = None if theirs is None else _first_difference(everybody[0], theirs)
             if found:
                 name, first, other = found
                 raise ValueError(
-                    f"The {what} of {self.groups.name(rank)} are not those of rank 0: {name} is {other} on rank {rank} and "
+                    f"The {what} of {self.called(rank)} are not those of rank 0: {name} is {other} on rank {rank} and "
                     f"{first} on rank 0. {remedy}"
                 )
-
-    # ------------------------------------------------------------------ the primary's turn
-
-    def arrive(self, what: str) -> None:
-        """Says that this rank has come to the primary's next turn. ``what`` it is for must be the same on all ranks."""
-        self._turns += 1
-        self.board.come(what)
-
-    def all_arrived(self, what: str) -> None:
-        """Lets the primary wait until all others have come to its turn, for the same."""
-        self.arrive(what)
-        self.until(self.board.all_here, Wait.STEP_AFTER_ARRIVAL)
-        self.board.compare()
-
-    def say(self, word: int, value: float = 0.0) -> None:
-        """Ends the primary's turn, with a word and a number for the others."""
-        self.board.end_turn(self._turns, word, value)
-
-    def hear(self) -> tuple[int, float]:
-        """Waits for the end of the primary's turn, and returns what it has said."""
-        self.until(lambda: self.board.turn_is_over(self._turns), Wait.USE_AFTER_TURN)
-        return self.board.said()
 
     def told(self, number: int, what: str) -> list[int]:
         """Returns the numbers of all ranks of this node. The arguments are as in :meth:`same`."""
         self.meet(what, number=number)
-        return self.board.numbers()
+        return [int(self.board.number(rank)) for rank in range(self.size)]
 
     def same(self, number: int, what: str) -> bool:
         """Returns whether all ranks of all nodes have come with the same number.
 
         Args:
-            number: this rank's.
+            number: this rank's, from 0 to 2**53.
             what: what begins, in words.
         """
-        everybody = self.told(number, what)
-        if self.nodes == 1:
-            return len(set(everybody)) == 1
-        ends = torch.tensor([number, -number])
-        self._largest(ends, what)
-        return bool(ends[0] == -ends[1])
+        return len(set(self._told_by_all(number, what))) == 1
 
     def all_have(self, bits: int, what: str) -> int:
-        """Returns the bits, of a byte, that all ranks of all nodes have come with. The arguments are as in :meth:`same`."""
-        bits = reduce(and_, self.told(bits, what))
-        if self.nodes > 1:
-            missing = torch.tensor([~bits >> bit & 1 for bit in range(8)])
-            self._largest(missing, what)
-            bits = sum((not missing[bit]) << bit for bit in range(8))
-        return bits
+        """Returns the bits that all ranks of all nodes have come with. The arguments are as in :meth:`same`."""
+        return reduce(and_, self._told_by_all(bits, what))
+
+    def _told_by_all(self, number: int, what: str) -> list[int]:
+        told = self.told(number, what)
+        if self.nodes == 1:
+            return told
+        everybody = torch.zeros(self.world, dtype=torch.int64)
+        everybody[self.number] = number
+        self._largest(everybody, what)
+        return everybody.tolist()
+
+    # ------------------------------------------------------------------ the primary's turn
+
+    def begin_turn(self, what: str) -> None:
+        """Comes to the primary's next turn, on the primary when all others have.
+
+        Args:
+            what: it is for, in words, which must be the same on all ranks.
+        """
+        self.board.come(what)
+        if self.primary:
+            self.until(self.board.all_here, Wait.STEP_AFTER_ARRIVAL)
+            self.board.compare()
+
+    def end_turn(self, number: float = 0.0) -> float:
+        """Comes to the end of the primary's turn, and returns the primary's number, on the others when it has come there."""
+        self.board.come("the end of the primary's turn", number)
+        self.until(lambda: self.board.here(0), Wait.USE_AFTER_TURN)
+        return self.board.number(0)
 
     # ------------------------------------------------------------------ waits
 
@@ -200,24 +191,29 @@ class Ranks(Collectives):
 
     def fail(self, error: BaseException) -> None:
         """As :meth:`sp_lightning.device.board.Board.fail`, for the other nodes, too."""
-        if self._board is None or self._board.failure:
+        if self.board.failure:
             return
-        self._board.fail(error)
+        self.board.fail(error)
         if self._news is not None:
-            self._news.failed()
+            self._news.tell(f"{self.name}: {self.failure}")
+
+    def lost(self, why: Wait | str, error: BaseException) -> RankError:
+        """As the base class. If news of other nodes are out of reach, that is said, too."""
+        found = super().lost(why, error)
+        return RankError(f"{found}; {self._news.lost}") if self._news is not None and self._news.lost else found
 
     def run_begins(self) -> None:
-        """Makes ready for this rank's next run. The news of several nodes begin."""
-        self.over = False
-        if self._news is not None:
+        """Says that another run of the same processes begins."""
+        if self._news is not None and self.over:
             self._news.begin()
+        self.over = False
 
     def run_ends(self) -> None:
         """Says that this rank is at the end of its run: it comes to no more meetings of it."""
         self.over = True
-        self.board.run_ends()
         if self._news is not None:
             self._news.end()
+        self.board.run_ends()
 
     def close(self) -> None:
         """Frees what this object has open. Not collective, but all ranks do so."""
@@ -227,21 +223,11 @@ class Ranks(Collectives):
             self._news.end()
         self.board.close()
         if not self.failure:  # else others may be in the midst of a collective
-            self.groups.close()
+            self.end_groups()
 
 
 _open: list[Ranks] = []
 """What this process has made and not closed. Usually that is one: what is over is closed when the next one is made."""
-
-
-def _close_those_over() -> None:
-    for each in list(_open):
-        if each.over:
-            each.close()
-
-
-_MADE = count()
-"""Numbers what this process makes of :class:`Ranks`. All processes make as many."""
 
 
 def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, Any, Any] | None:

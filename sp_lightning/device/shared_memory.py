@@ -8,7 +8,6 @@ process, and pays for pages that it writes alone.
 
 from __future__ import annotations
 
-import array
 import ctypes
 import mmap
 import os
@@ -16,8 +15,9 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from uuid import uuid4
+from weakref import WeakSet
 from zlib import crc32
 
 import torch
@@ -60,12 +60,38 @@ class SharedMemory:
         self.bytes = mmap.mmap(descriptor, nbytes)
         with suppress(OSError):
             self.bytes.madvise(mmap.MADV_DONTFORK)  # workers of a DataLoader do not write it
+        # A file of its own to lock: descriptors that were sent to processes are one open file.
+        self._lock = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+        _lockable.add(self)
         self.common = _tensor(self.bytes)
         self.own = OwnView(self._descriptor, self.common)
 
     def words(self, kind: str) -> memoryview:
         """The memory that all processes see, as numbers of 8 bytes (``"q"`` or ``"d"``)."""
         return memoryview(self.bytes).cast(kind)  # type: ignore[call-overload]
+
+    @contextmanager
+    def locked(self, until: Callable[[Callable[[], bool], str], None]) -> Iterator[None]:
+        """While this is active no other process is here, nor another object for the same memory. It is not for two threads.
+
+        The system gives the lock back for a process that ends. What was written under it the next one sees.
+
+        Args:
+            until: waits for a process that has the lock and stands still, as :meth:`sp_lightning.device.ranks.Ranks.until`.
+        """
+        if not self._lock_now():
+            until(self._lock_now, "memory that another process has locked")
+        try:
+            yield
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def _lock_now(self) -> bool:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def view_anew(self, begin: int, end: int) -> OwnView:
         """Returns another view of a part of the memory, as :attr:`own` is one of all of it."""
@@ -74,6 +100,21 @@ class SharedMemory:
     def __del__(self) -> None:
         with suppress(OSError, AttributeError):
             os.close(self._descriptor)
+            os.close(self._lock)
+
+
+_lockable: WeakSet[SharedMemory] = WeakSet()
+
+
+def _forget_locks() -> None:
+    """A forked process has the same open files: with them it would keep a lock whose process has ended."""
+    for memory in list(_lockable):
+        os.close(memory._lock)
+        memory._lock = -1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)
 
 
 class OwnView:
@@ -116,22 +157,14 @@ class OwnView:
         return crc32(memoryview(self._memory)[begin : begin + nbytes], before)
 
     def _written_in(self, parts: Sequence[Page]) -> list[Page]:
-        """The runs of written pages within parts that do not overlap, found by one look at all between the first and the last."""
+        """The runs of written pages within parts that do not overlap, by one look at neighbours."""
         if not parts:
             return self.written()
-        parts = sorted(parts)
-        runs = iter(self.written(parts[0][0], parts[-1][1]))
-        run = next(runs, None)
-        found = []
-        for begin, end in parts:
-            while run is not None and run[1] <= begin:
-                run = next(runs, None)
-            while run is not None and run[0] < end:
-                found.append((max(run[0], begin), min(run[1], end)))
-                if run[1] > end:
-                    break
-                run = next(runs, None)
-        return found
+        areas: list[Page] = []
+        for begin, end in sorted(parts):
+            neighbour = bool(areas) and areas[-1][1] == begin
+            areas.append((areas.pop()[0] if neighbour else begin, end))
+        return [run for area in areas for run in self.written(*area)]
 
     def keep(self, begin: int, end: int) -> None:
         """Makes all pages of a part this process's own: whoever holds it keeps its values, whatever others write later."""
@@ -181,7 +214,7 @@ _SCAN = 0xC0606610
 _FILE, _PRESENT, _SWAPPED = 1 << 2, 1 << 3, 1 << 4
 _REGIONS = 512
 # Documentation/admin-guide/mm/pagemap.rst: what a page's entry of 64 bits says.
-_ENTRY_FILE, _ENTRY_SWAPPED, _ENTRY_PRESENT = 1 << 61, 1 << 62, 1 << 63
+_ENTRY_FILE, _ENTRY_SWAPPED, _ENTRY_PRESENT = 1 << 61, 1 << 62, -1 << 63
 
 
 def _written_pages(begin: int, end: int) -> list[Page]:
@@ -213,24 +246,13 @@ def _scan(pagemap: int, begin: int, end: int) -> Iterator[Page]:
 
 
 def _read(pagemap: int, begin: int, end: int) -> Iterator[Page]:
-    first: int | None = None
-    for address, entry in _entries(pagemap, begin, end):
-        private = bool(entry & (_ENTRY_PRESENT | _ENTRY_SWAPPED)) and not entry & _ENTRY_FILE
-        if private and first is None:
-            first = address
-        elif not private and first is not None:
-            yield first, address
-            first = None
-    if first is not None:
-        yield first, end
-
-
-def _entries(pagemap: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    step = PAGE * 65536
-    for address in range(begin, end, step):
-        entries = array.array("Q", os.pread(pagemap, (min(step, end - address) // PAGE) * 8, address // PAGE * 8))
-        for index, entry in enumerate(entries):
-            yield address + index * PAGE, entry
+    for first in range(begin, end, step := PAGE << 20):
+        nbytes = min(step, end - first) // PAGE * 8
+        entries = torch.frombuffer(bytearray(os.pread(pagemap, nbytes, first // PAGE * 8)), dtype=torch.int64)
+        written = ((entries & (_ENTRY_PRESENT | _ENTRY_SWAPPED)) != 0) & ((entries & _ENTRY_FILE) == 0)
+        edges = torch.nn.functional.pad(written.int(), (1, 1)).diff().nonzero().flatten().tolist()
+        for start, stop in zip(edges[::2], edges[1::2], strict=True):
+            yield first + start * PAGE, first + stop * PAGE
 
 
 # ---------------------------------------------------------------------- from one process to the others

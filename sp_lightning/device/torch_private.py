@@ -303,7 +303,8 @@ TENSOR_METADATA = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
 """Attributes of a tensor that can be read without a look at its memory."""
 
 forward_pre_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_pre_hooks")
-"""What ``module.register_forward_pre_hook`` has registered, by number."""
+global_forward_pre_hooks: dict[int, Callable[..., Any]] = torch.nn.modules.module._global_forward_pre_hooks
+"""What ``module.register_forward_pre_hook``, and ``register_module_forward_pre_hook`` for all, have registered, by number."""
 
 
 def loads_in_its_own_way(module: nn.Module) -> bool:

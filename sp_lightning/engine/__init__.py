@@ -11,16 +11,17 @@ The parts, from below; each imports those before it only:
 
 - ``residency``: which layers are on the device and in use (1) (2) (5), and the most memory that weights and gradients took.
   The simulator drives this very class.
-- ``lent_weights``: what modules have of them (3), and what the host takes back of what they wrote there.
+- ``weights.lent_weights``: what modules have of them (3), and what the host takes back of what they wrote there.
 - ``host_source``: the bytes of a layer on the host, updated and cast, as a transfer is to read them; those in files, too.
 - ``step``, ``backward``: from the first fetch to the last; graph tasks, and gradients that arrive in them (7) (8) (9).
-  ``step.Below`` is the one record of the parts so far, which each part from here on is made with.
+  Each part from here on is a ``step.Part``: it has the parts so far, of which there is one record.
 - ``saved_tensors``, ``module_hooks``, ``access``: the doors by which somebody asks for a layer (4) (6).
-- ``updating``: the engine as an optimizer's step sees it.
+- ``updating``: the engine as an optimizer's step sees it. ``layerwise`` takes such a step apart by layers, and ``clipping``
+  measures norms while backward goes on, and leaves the multiplication to the updates.
 - ``turns``: with several devices, the bytes that this rank's user code has written, and the primary's turn
   to change the weights of all ranks. ``placement`` says which parts one device has and which several have.
 - ``assembly``, ``streamer``: build the parts, and hand every call to one of them. A call of Lightning comes from
-  ``trainer.strategy`` by way of ``trainer.loops``.
+  ``trainer.loops``.
 
 What comes in: a module, its layers (``model``), a plan, a device; then the calls of ``trainer``. What goes out: the module
 with the host's parameters after every step, gradients in ``param.grad``, counters. It may import every wing below it

@@ -1,7 +1,7 @@
-"""Access: the four ways in which a layer is asked for at the moment when its weights are needed.
+"""Access: the ways in which a layer is asked for at the moment when its weights are needed.
 
 - a module is called (:meth:`Access.enter`, :meth:`Access.leave`, by way of :mod:`sp_lightning.engine.module_hooks`),
-- autograd unpacks a weight that it saved (:meth:`Access.unpack`, by way of :mod:`sp_lightning.engine.saved_tensors`),
+- autograd unpacks a weight that it saved (:mod:`sp_lightning.engine.saved_tensors`),
 - anything else computes with a weight whose layer is away (:meth:`Access.on_demand`, by way of a stand-in's class),
 - a table's rows are looked up (:meth:`Access.reading_rows`).
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.device.lease import SavedView
 from sp_lightning.device.modes import held
 from sp_lightning.device.torch_private import (
     DIFFERENTIATING,
@@ -34,10 +33,9 @@ from sp_lightning.engine.host_source import tied
 from sp_lightning.engine.module_hooks import Visits
 from sp_lightning.engine.residency import needed_again
 from sp_lightning.engine.saved_tensors import RunningCalls, SavedTensors, packs
-from sp_lightning.engine.step import Below, Part, Step
+from sp_lightning.engine.step import Part, Step
 from sp_lightning.weights.device_parameter import DeviceParameter, hides_stand_ins
 from sp_lightning.weights.layer import Kind, StreamedLayer
-from sp_lightning.weights.rows import Rows
 from sp_lightning.weights.slots import Staged
 
 
@@ -45,37 +43,33 @@ class Access(Part):
     """Brings layers when they are asked for; device parameters know it as their ``Doors``.
 
     Args:
-        offloads: says whether what a graph saves may leave the device.
-        unit: returns the layers of a unit by its name.
+        saved_tensors: the hooks for what autograd saves.
+        units: the layers of each unit by its name.
         around_rerun: a context for a forward that runs again, of which only autograd is to know.
 
     Attributes:
         calls: the calls of modules that are running.
         run_again: the unit whose forward was the last to run again.
-        saved_tensors: the hooks for what autograd saves; set by the streamer, because they ask this object.
     """
-
-    saved_tensors: SavedTensors
 
     def __init__(
         self,
-        below: Below,
+        below: Part,
         step: Step,
         backward: Backward,
-        *,
-        offloads: Callable[[], bool],
-        unit: Callable[[str], Visits],
+        saved_tensors: SavedTensors,
+        units: Mapping[str, Visits],
         around_rerun: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        super().__init__(below)
+        super().__init__(**vars(below))
         self._step = step
         self._backward = backward
-        moving = [layer for layer in self._layers if layer.kind is not Kind.RESIDENTS]
+        moving = [layer for layer in self.layers if layer.kind is not Kind.RESIDENTS]
         self._moves = bool(moving)
         self._casts = any(layer.masters is not None for layer in moving)
         self._first = next((layer for layer in moving if layer.kind is Kind.BLOCK), None)
-        self._offloads = offloads
-        self._unit = unit
+        self._saved_tensors = saved_tensors
+        self._units = units
         self._around_rerun = around_rerun
         self.gradient_arrived = backward.gradient_arrived  # called directly, because it is called for each gradient
         self.gradients_complete, self.at_host = backward.complete, backward.at_host
@@ -93,23 +87,24 @@ class Access(Part):
         if self._casts and hides_stand_ins(inputs):
             visits = (*visits, *(layer.masters for layer in visits if layer.masters is not None))
         step = self._step
-        with held(self._lock):
+        with held(self.lock):
             outside = self._is_outside()
             try:
                 if outside:
                     step.begin_outside()
                 self._notice_thread()
                 step.activate(in_backward=bool(self._backward.tasks))
-                self._residents.group.sync_requires_grad()
+                self.residents.group.sync_requires_grad()
                 entered = [layer for layer in visits if not layer.pins]
-                self._residency.begin_call(visits, backward=bool(self._backward.tasks))
+                self.residency.begin_call(visits, backward=bool(self._backward.tasks))
             except BaseException:  # user code may catch it: no call has begun then
                 if outside:
                     step.end(writes_follow=True)
                 raise
-            self.calls.begin(self.saved_tensors.hooks if self._moves or self._offloads() else None)
+            packs_any = self._moves or "offload" in self.activations.modes.values()
+            self.calls.begin(self._saved_tensors.hooks if packs_any else None)
             if self._backward.tasks and self.calls.depth == 1:
-                self._swap.captured.watch_forward(begins=True)
+                self.swap.captured.watch_forward(begins=True)
             for layer in entered:
                 layer.parameters.watch()
         return visits
@@ -120,28 +115,28 @@ class Access(Part):
 
     def leave(self, visits: Visits, output: Any) -> None:
         """Releases the layers of a module whose call has returned or raised."""
-        with held(self._lock):
+        with held(self.lock):
             try:
                 if torch.is_grad_enabled() and visits:
                     self._watch(visits, output)
                 # The frames of an exception hold the weights as long as it is handled. Checkpoints stop their recompute by
                 # one, so the layers are released later.
-                self._residency.end_call(visits, release=sys.exception() is None)  # (4)
+                self.residency.end_call(visits, release=sys.exception() is None)  # (4)
             finally:  # what was written on the device may be refused
                 self.calls.end()
                 if self._backward.tasks and not self.calls.depth:
-                    self._swap.captured.watch_forward(begins=False)
+                    self.swap.captured.watch_forward(begins=False)
                 if outside := self._is_outside():
                     self._step.end(writes_follow=True)
             if visits and not outside:
-                self._residency.fetch_ahead()
+                self.residency.fetch_ahead()
 
     @contextmanager
     def rerun(self, unit: str, inputs: Any) -> Iterator[None]:
         """A context in which a unit's forward runs again, in backward. No hook of the module tells of that."""
         self._backward.join()
         self.run_again = unit
-        visits = self.enter(self._unit(unit), inputs)
+        visits = self.enter(self._units[unit], inputs)
         try:
             with self._around_rerun():
                 yield
@@ -156,52 +151,26 @@ class Access(Part):
 
     def _pre_backward(self, visits: Visits, gradient: Tensor) -> None:
         """Hook on the outputs of a module: backward has come to its layers, and is done with those above them."""
-        with held(self._lock):
+        with held(self.lock):
             self._backward.join()
             self._step.activate(in_backward=True)
-            self._residency.pre_backward(visits)
+            self.residency.pre_backward(visits)
         self._backward.make_room(visits)
 
-    # ------------------------------------------------------------------ autograd unpacks a weight
+    # ------------------------------------------------------------------ weights are read elsewhere
 
     @contextmanager
     def user_code(self) -> Iterator[None]:
         """A context for the user code of a step: what autograd saves is packed, so that the graph holds no slot."""
-        with self.saved_tensors.hooks() if self._moves else nullcontext():
+        with self._saved_tensors.hooks() if self._moves else nullcontext():
             try:
                 yield
             finally:
                 self.calls.reset()
 
-    def unpack(self, layer: StreamedLayer, at: SavedView | int, rows: Rows) -> Tensor:
-        """Brings a layer, or rows of it, for autograd, which unpacks a weight.
-
-        It returns a tensor that holds the slot: the one at a place, or a weight itself, whose index ``at`` is then.
-        """
-        residency = self._residency
-        with held(self._lock, leaves_inference_mode=True):
-            if current_graph_task() not in self._backward.tasks:
-                self._backward.join()
-            layer.rows.need(rows)
-            slot = residency.used.get(layer)
-            new = slot is None
-            if slot is None or not layer.rows.complete:
-                slot = residency.unpack(layer)
-            if not isinstance(at, int):
-                saved = slot.lease.saved(at)  # (6)
-            elif layer.parameters.attached:  # the weight itself, which may lie outside of the slot
-                saved = layer.parameters.value(at)
-            else:
-                saved = slot.lease.views(layer.layout, layer.spans)[at].detach()
-        if new:
-            self._backward.make_room((layer,))
-        return saved
-
     def saves_raw(self) -> bool:
         """Whether autograd would now save tensors as they are, without the engine's hooks packing them."""
         return torch.is_grad_enabled() and not packs()
-
-    # ------------------------------------------------------------------ weights are read elsewhere
 
     @contextmanager
     def on_demand(self, parameters: Sequence[DeviceParameter], *, casts: bool = False) -> Iterator[None]:
@@ -211,36 +180,40 @@ class Access(Part):
             RuntimeError: the run is over.
         """
         if self._closed:
-            raise RuntimeError(_is_over(parameters[0]._of.spans[parameters[0]._index].name))
+            name = parameters[0]._of.spans[parameters[0]._index].name
+            raise RuntimeError(
+                f"{name!r} was taken within a step of a run that is over, and is used now: it has no memory any more. Take "
+                f"it from its module: dict(module.named_parameters())[{name!r}]."
+            )
         wanted = {parameter._of.layer for parameter in parameters}
-        residents = self._residents.layer in wanted
-        layers = sorted(wanted - {self._residents.layer}, key=lambda layer: layer.index)
+        residents = self.residents.layer in wanted
+        layers = sorted(wanted - {self.residents.layer}, key=lambda layer: layer.index)
         if casts:
             layers = [masters.owner for masters in layers]
-        with held(self._lock):
+        with held(self.lock):
             self._notice_thread()
             for layer in layers:
                 layer.rows.need(None)
-            self._residency.begin_call(layers, backward=bool(self._backward.tasks))
+            self.residency.begin_call(layers, backward=bool(self._backward.tasks))
         try:
             if residents:
-                with held(self._lock):
-                    self._residents.refresh()
-                    self._residents.group.ask(before_use=False)
+                with held(self.lock):
+                    self.residents.refresh()
+                    self.residents.group.ask(before_use=False)
             for layer in layers if torch.is_grad_enabled() else ():
                 layer.rows.read_whole()
             if self._backward.tasks:
                 self._backward.make_room(layers)
             yield
         finally:
-            with held(self._lock):
-                self._residency.end_call(layers, release=False)
-                if residents and not self._swap.on_device:
-                    self._residents.take_back_writes()
-                    self._residents.group.ask(before_use=True)
-                if self.saves_raw() or not self._swap.on_device:
-                    self._residency.release_unpinned()  # so that the next operation asks as well
-                self._residency.fetch_ahead()
+            with held(self.lock):
+                self.residency.end_call(layers, release=False)
+                if residents and not self.swap.on_device:
+                    self.residents.take_back_writes()
+                    self.residents.group.ask(before_use=True)
+                if self.saves_raw() or not self.swap.on_device:
+                    self.residency.release_unpinned()  # so that the next operation asks as well
+                self.residency.fetch_ahead()
 
     @contextmanager
     def reading_rows(self, layer: StreamedLayer) -> Iterator[Staged | None]:
@@ -251,32 +224,32 @@ class Access(Part):
         Raises:
             RuntimeError: the running backward has updated the table already.
         """
-        with held(self._lock):
+        with held(self.lock):
             if layer.owner.updated_early:
                 raise RuntimeError(needed_again(layer, "its weights were needed again"))
             layer.parameters.sync_requires_grad()
             staged = None
             if layer.slot is None:
-                self._residency.release_exchanged(layer)
-                staged = self._source.stage(layer)
+                self.residency.release_exchanged(layer)
+                staged = self.source.stage(layer)
             yield staged
 
     # ------------------------------------------------------------------ weights are written through .data
 
     def take_back_writes(self, layer: StreamedLayer) -> None:
         """Takes what may have been written of a layer through ``.data`` back to the host."""
-        with held(self._lock):
-            self._lent.take_back(layer)
+        with held(self.lock):
+            self.lent.take_back(layer)
 
     def host_is_used(self, layer: StreamedLayer) -> None:
         """Has the host's weights be what the device's are, and read by no transfer, because user code reads or writes them."""
-        with held(self._lock):
-            if self._swap.on_device and layer.parameters.written():
+        with held(self.lock):
+            if self.swap.on_device and layer.parameters.written():
                 self._step.take_back_writes()
-                if layer in self._residency.used:  # user code runs inside of its module's call
-                    self._lent.take_back(layer)
-            if layer is self._residents.layer:  # they are in use all the time: only this has their next use noticed
-                self._residents.group.ask(before_use=True)
+                if layer in self.residency.used:  # user code runs inside of its module's call
+                    self.lent.take_back(layer)
+            if layer is self.residents.layer:  # they are in use all the time: only this has their next use noticed
+                self.residents.group.ask(before_use=True)
             self.device.synchronize(layer.transfer, Wait.UPDATE_AFTER_FETCH)
 
     def replacing(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
@@ -285,16 +258,16 @@ class Access(Part):
         Raises:
             RuntimeError: the value is in the memory of another parameter, or has other strides.
         """
-        with held(self._lock):
+        with held(self.lock):
             self._refuse_tying(layer, index, value)
-            self._lent.replace(layer, index, value)
+            self.lent.replace(layer, index, value)
 
     def _refuse_tying(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
         address = value.untyped_storage().data_ptr()
-        slot = self._residency.slots.by_address.get(address)
+        slot = self.residency.slots.by_address.get(address)
         other = slot.layer if slot is not None else None
-        if slot is None and address == self._residents.address:
-            other = self._residents.layer
+        if slot is None and address == self.residents.address:
+            other = self.residents.layer
         if other is not None:
             at = other.parameters.at(int(value.storage_offset()) * value.element_size())
             if at is not None and (other, at) != (layer, index):
@@ -311,7 +284,7 @@ class Access(Part):
         if self._step.shared or threading.get_ident() == self._step.thread:
             return
         if current_graph_task() == -1:  # autograd's own threads use weights one after the other
-            for layer in self._residency.used:  # uses of these were not noticed, so they stay until the step is over
+            for layer in self.residency.used:  # uses of these were not noticed, so they stay until the step is over
                 layer.pins += 1
             self._step.share(True)
 
@@ -329,10 +302,3 @@ class Access(Part):
                 f"where they cannot be streamed. Use torch.autograd.grad(..., create_graph=True), or keep the layer on "
                 f"the device: SuperpipelineStrategy(resident=[{name!r}])."
             )
-
-
-def _is_over(name: str) -> str:
-    return (
-        f"{name!r} was taken within a step of a run that is over, and is used now: it has no memory any more. Take "
-        f"it from its module: dict(module.named_parameters())[{name!r}]."
-    )

@@ -1,4 +1,4 @@
-"""Assembly: builds a module's layers, with their memory on the host, their device parameters and their rows, and hooks on it."""
+"""Assembly: builds a module's layers, with their memory on the host, their device parameters and their rows."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.device.device import Device
-from sp_lightning.engine.access import Access
-from sp_lightning.engine.module_hooks import ModuleHooks, Visits, attach_module_hooks, hook_on
 from sp_lightning.model.found import Found
 from sp_lightning.model.wrapped import parts, stand_in
-from sp_lightning.observe.messages import say_once
 from sp_lightning.plan.plan import Plan
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import Allocate
@@ -53,32 +48,29 @@ def make_layers(
         pin: whether host memory is page-locked.
     """
     found_layers = (*found.layers, *found.masters, *found.tables, found.residents)
-    blocks = [
-        make_block(
-            layer, planned, device, staging, allocate, pin=pin, fetched_seldom=kind in (Kind.MASTERS, Kind.TABLE)
-        )
-        for layer, planned, kind in zip(found_layers, (*plan.moving, plan.residents), kinds(plan), strict=True)
-    ]
-    if pin:
-        _warn_unpinned(
-            [block for block, kind in zip(blocks, kinds(plan), strict=True) if kind in (Kind.BLOCK, Kind.RESIDENTS)]
-        )
-    layers: dict[int, StreamedLayer] = {}
-    for index, kind in reversed([*enumerate(kinds(plan))]):  # masters have to exist before their owners
-        block = blocks[index]
-        masters = None if block.planned.masters is None else layers[block.planned.masters]
+    layers: list[StreamedLayer] = []
+    for kind, found_layer, planned in zip(kinds(plan), found_layers, (*plan.moving, plan.residents), strict=True):
+        seldom = kind in (Kind.MASTERS, Kind.TABLE)
+        block = make_block(found_layer, planned, device, staging, allocate, pin=pin, fetched_seldom=seldom)
         autocast = found.autocast if kind is Kind.MASTERS else None
-        layers[index] = StreamedLayer(
-            index,
-            kind,
-            block.planned,
-            block,
-            ParameterGroup(block.planned.spans, block.parameters, device.device, autocast=autocast),
-            casts=None if masters is None else Casts(block, masters, device),
-            masters=masters,
-            expert=index in plan.experts,
+        group = ParameterGroup(planned.spans, block.parameters, device.device, autocast=autocast)
+        layers.append(StreamedLayer(len(layers), kind, planned, block, group, expert=len(layers) in plan.experts))
+    for layer in layers:
+        if layer.planned.masters is not None:
+            layer.masters = layers[layer.planned.masters]
+            layer.family = (layer, layer.masters)
+            layer.masters.owner = layer
+            layer.casts = Casts(layer.block, layer.masters, device)
+    blocks = [layer.block for layer in layers if layer.kind in (Kind.BLOCK, Kind.RESIDENTS)]
+    unpinned = sum(block.planned.nbytes for block in blocks if not block.pinned)
+    if pin and unpinned:
+        warnings.warn(
+            f"{unpinned / 2**30:.2f} GiB of host memory could not be page-locked (pinned): copies to the device are then "
+            "synchronous and two to three times slower, results are the same. Raise the limit of locked memory, if there is "
+            "one (ulimit -l), or pass pin_memory=False to go without and without this warning.",
+            stacklevel=2,
         )
-    return [layers[index] for index in range(len(blocks))]
+    return layers
 
 
 def make_rows(
@@ -91,18 +83,9 @@ def make_rows(
         embedding: Any = found.places[found_layer.parameters[0][1]][0].module
         layer.rows = EmbeddingRows(embedding, layer, device, pin=pin)
         embeddings[embedding] = (layer,)
-    said = set[str]()
-
-    def say(layer: StreamedLayer, why: str) -> None:
-        if why not in said:
-            said.add(why)
-            line = f"Superpipeline: all experts of {layer.name!r} come with each call, because {why}. "
-            line += "Other layers for which the same holds are not named."
-            say_once(log or logging.getLogger("lightning.pytorch"), line)
-
     for layer in layers:
         if layer.planned.rows:
-            layer.rows = ExpertRows(layer, device, partial(say, layer))
+            layer.rows = ExpertRows(layer, device, log or logging.getLogger("lightning.pytorch"))
             layer.parameters.come_by_rows(layer.rows.stacks)
     return embeddings
 
@@ -134,57 +117,6 @@ def _expose(members: Sequence[tuple[ParameterGroup, int]]) -> None:
         group.exposed.add(index)
 
 
-class RoutedCalls:
-    """Is told of the calls of one module of stacked experts, and tells its rows of them before the engine.
-
-    Args:
-        access: the engine.
-        module: the module.
-        experts: the rows of its layer.
-
-    Attributes:
-        pre_hooks: return the hooks that see, and may change, what the module's call is given.
-    """
-
-    def __init__(self, access: Access, module: nn.Module, experts: ExpertRows) -> None:
-        self._access = access
-        self._module = module
-        self._experts = experts
-        self.pre_hooks: list[Callable[[], Any]] = []
-
-    def enter(self, visits: Visits, inputs: Any) -> Visits:
-        """Brings what something is routed to. Returns the layers that :meth:`leave` is to release."""
-        hooks = [len(hooks() or ()) for hooks in self.pre_hooks]
-        self._experts.begin_call(self._module, *inputs, hooked=sum(hooks) > 1)
-        try:
-            return self._access.enter(visits, inputs)
-        except BaseException:
-            self._experts.end_call()
-            raise
-
-    def leave(self, visits: Visits, output: Any) -> None:
-        """Releases the layers."""
-        self._experts.end_call()
-        self._access.leave(visits, output)
-
-
-def attach_hooks(access: Access, visits: dict[nn.Module, tuple[StreamedLayer, ...]]) -> list[RemovableHandle]:
-    """Attaches hooks to every module, to those of stacked experts such that see what something is routed to."""
-    routed = {
-        module: each.rows for module, used in visits.items() for each in used if isinstance(each.rows, ExpertRows)
-    }
-    handles = attach_module_hooks(access, {module: used for module, used in visits.items() if module not in routed})
-    for module, experts in routed.items():
-        calls = RoutedCalls(access, module, experts)
-        hooks = ModuleHooks(calls, module, visits[module])
-        handles.append(hook_on(module.register_forward_pre_hook, hooks.before, prepend=True, with_kwargs=True))
-        everywhere = register_module_forward_pre_hook(lambda *_: None)
-        everywhere.remove()
-        calls.pre_hooks += [handles[-1].hooks_dict_ref, everywhere.hooks_dict_ref]
-        handles.append(hook_on(module.register_forward_hook, hooks.after, always_call=True))
-    return handles
-
-
 def kinds(plan: Plan) -> list[Kind]:
     """How each layer comes to the device, in the order of :attr:`Plan.moving`; the residents come last."""
     counts = {
@@ -194,14 +126,3 @@ def kinds(plan: Plan) -> list[Kind]:
         Kind.RESIDENTS: [plan.residents],
     }
     return [kind for kind, layers in counts.items() for _ in layers]
-
-
-def _warn_unpinned(blocks: Sequence[HostBlock]) -> None:
-    unpinned = sum(block.planned.nbytes for block in blocks if not block.pinned)
-    if unpinned:
-        warnings.warn(
-            f"{unpinned / 2**30:.2f} GiB of host memory could not be page-locked (pinned): copies to the device are then "
-            "synchronous and two to three times slower, results are the same. Raise the limit of locked memory, if there is "
-            "one (ulimit -l), or pass pin_memory=False to go without and without this warning.",
-            stacklevel=2,
-        )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sp_lightning.device.torch_private import current_graph_task, queue_callback
 from sp_lightning.engine.residency import needed_again
-from sp_lightning.engine.step import Below, Part, Step, StepKind
+from sp_lightning.engine.step import Part, Step, StepKind
 from sp_lightning.weights.device_parameter import Untouched, tensor_grad
 from sp_lightning.weights.gradient_sink import Wanted
 from sp_lightning.weights.layer import StreamedLayer
@@ -29,10 +29,9 @@ class Backward(Part):
         wanted: says whether a step waits for a layer, to update it in that backward; None if none does.
     """
 
-    def __init__(self, below: Below, step: Step) -> None:
-        super().__init__(below)
+    def __init__(self, below: Part, step: Step) -> None:
+        super().__init__(**vars(below))
         self._step = step
-        self._noted = below.noted
         self.tasks: list[int] = []
         self.on_complete: Callable[[StreamedLayer], None] | None = None
         self.wanted: Wanted | None = None
@@ -43,9 +42,8 @@ class Backward(Part):
         self._nested = False  # whether a graph task has run inside another one
         self._announced = False  # whether the running backward is that of the loss
         self._accumulates = False  # whether gradients are accumulated; torch.autograd.grad only returns them
-        self._given: dict[
-            int, tuple[int, str]
-        ] = {}  # by depth of the graph task: how many gradients, and the last one's name
+        # The weights that gradients have arrived for in nested and manual backwards, with the depths of their graph tasks.
+        self._given: list[tuple[int, str]] = []
         self._closed = False
 
     def at_host(self) -> bool:
@@ -61,7 +59,7 @@ class Backward(Part):
             loss: the tensor that ``backward`` is called on.
             quiet: whether nothing can write weights between forward and backward.
         """
-        with self._lock:
+        with self.lock:
             self._step.resume()
         if loss.requires_grad:
             loss.register_hook(partial(self._begins, quiet))
@@ -71,8 +69,8 @@ class Backward(Part):
         self._announced = True
         self._accumulates = True
         self.gradients.expect(None if self.wanted is None else self._wants)
-        with self._lock:
-            residency = self._residency
+        with self.lock:
+            residency = self.residency
             for layer in [layer for layer in residency.used if not layer.pins and layer.outdated]:
                 residency.release(layer)  # the host's weights were written or given other memory
             self._step.compare_writes()
@@ -88,7 +86,7 @@ class Backward(Part):
         task = current_graph_task()
         if task == -1 or task in self.tasks:
             return
-        with self._lock:
+        with self.lock:
             if task in self.tasks:
                 return
             if self._closed:
@@ -96,9 +94,8 @@ class Backward(Part):
                     "backward was called on a graph of a run that is over: its weights are not on the device any more. "
                     "Call it before trainer.fit (validate, test, predict) returns."
                 )
-            if (
-                task in self._failed
-            ):  # nearly always nobody sees this: of a graph task autograd tells the first error alone
+            if task in self._failed:
+                # Usually this is not seen: of a graph task autograd tells the first error alone.
                 raise RuntimeError(
                     "A backward that ran at the same time in another thread has failed, and this one was given up with it: its "
                     "gradients would be incomplete. Call backward in one thread at a time."
@@ -128,7 +125,7 @@ class Backward(Part):
             return
         if gradient.dtype is not host.dtype:
             # param.data = other: the host's parameter takes the other dtype before the gradient
-            self._lent.take_back(layer)
+            self.lent.take_back(layer)
         if group.autocast is not None and group.lossless(index, gradient):
             gradient = gradient.to(group.autocast)
         with self._arrivals:
@@ -138,9 +135,9 @@ class Backward(Part):
             if layer.owner.updated_early:
                 raise RuntimeError(needed_again(layer, "another gradient arrived for it"))
             if len(self.tasks) > 1 or not self._announced:
-                self._note_given(group.spans[index].name)
+                self._given.append((self.tasks.index(current_graph_task()), group.spans[index].name))
             complete = self.gradients.arrived(layer, index, gradient)  # (7)
-            self._noted()
+            self.noted()
             if complete:
                 self.gradients.drain(layer)
         if complete:
@@ -152,27 +149,14 @@ class Backward(Part):
             self.gradients.make_room(layers)
         self.gradients.land()
 
-    def _note_given(self, name: str) -> None:
-        depth = self.tasks.index(current_graph_task())
-        number, _ = self._given.get(depth, (0, ""))
-        self._given[depth] = number + 1, name
-
     def given_by_nested(self) -> Callable[[], str | None]:
         """Looks at backwards that begin from now on inside of what runs now, a forward or a forward that runs again.
 
         Returns:
             A function that names a weight to which such a backward has given a gradient; None if there is none.
         """
-        depth = len(self.tasks)
-        before = dict(self._given)
-
-        def first() -> str | None:
-            new = (
-                name for at, (number, name) in self._given.items() if at >= depth and (number, name) != before.get(at)
-            )
-            return next(new, None)
-
-        return first
+        depth, before = len(self.tasks), len(self._given)
+        return lambda: next((name for at, name in self._given[before:] if at >= depth), None)
 
     def complete(self, layer: StreamedLayer) -> None:
         """Tells an optimizer's step that all gradients of a layer are in ``param.grad``."""
@@ -189,13 +173,14 @@ class Backward(Part):
     def abandon(self) -> None:
         """Drops a backward that failed, with the gradients that are on their way."""
         self.tasks.clear()
+        self._given.clear()
         self._nested = self._announced = self._accumulates = False
         self.clear_early_updates()
         self.gradients.drop()
 
     def clear_early_updates(self) -> None:
         """Allows uses of the layers that backward has updated, because the step is over."""
-        for layer in self._layers:
+        for layer in self.layers:
             layer.updated_early = False
 
     def close(self) -> None:
@@ -215,11 +200,11 @@ class Backward(Part):
 
     def _ends(self, task: int, *, well: bool = True) -> None:
         """Brings all gradients to the host as a graph task ends, and ends the backward with the outermost one."""
-        with self._arrivals, self._lock:
+        with self._arrivals, self.lock:
             if self._closed or task not in self.tasks:
                 return
             self.tasks = self.tasks[: self.tasks.index(task)]
-            self._residency.release_unpinned()
+            self.residency.release_unpinned()
         try:
             with self._arrivals:
                 self.gradients.end(last=not self.tasks)
@@ -234,12 +219,12 @@ class Backward(Part):
 
     def _outermost_has_ended(self, well: bool) -> None:
         step = self._step
-        with self._lock:
-            self._source.synchronize()
-            self._activations.flush()
+        with self.lock:
+            self.source.synchronize()
+            self.activations.flush()
             accumulated, self._accumulates = self._accumulates, False
             self._nested = self._announced = False
-            for layer in self._layers:
+            for layer in self.layers:
                 layer.rows.compacted = False  # of a backward that has failed on the way
             if not step.running or (accumulated and step.ends_with_backward):
                 step.end(compare=well)  # otherwise there is an error already

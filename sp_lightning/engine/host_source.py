@@ -15,13 +15,13 @@ from torch import Tensor
 from sp_lightning.device.device import Device
 from sp_lightning.device.pinned import PinnedMemory
 from sp_lightning.device.waits import Wait
-from sp_lightning.engine.lent_weights import keep_saved
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.plan.succession import Succession
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.direct_file import Transfer
-from sp_lightning.store.file_block import FileBlock
+from sp_lightning.store.weights_in_files import FileBlock
 from sp_lightning.weights.layer import Kind, StreamedLayer
+from sp_lightning.weights.lent_weights import keep_saved
 from sp_lightning.weights.slots import BlockSource, Slots, Staged
 from sp_lightning.weights.writes import WeightWatch
 
@@ -191,8 +191,6 @@ class FileSource(HostSource):
             if isinstance(layer.block, FileBlock):
                 self._largest = max(self._largest, layer.planned.nbytes)
                 self._pin = layer.block.pin
-                layer.block.leave()
-                layer.parameters.adopted()
 
     def ready(self, layer: StreamedLayer) -> bool:
         if not isinstance(layer.block, FileBlock):
@@ -220,7 +218,6 @@ class FileSource(HostSource):
         self._device.access(layer.block.weights, None, write=False)
         self._device.access(buffer.bytes, None, write=True)
         layer.block.complete(buffer.bytes)
-        layer.parameters.adopted()  # weights may have come to memory, with the values that they had
         buffer.staged = layer.fetches
         for following in islice(self._fetches.coming(itself=True), WINDOW - 1):
             if self._read(following) is None:

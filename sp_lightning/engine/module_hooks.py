@@ -12,6 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.device.modes import never_compiled
+from sp_lightning.weights.expert_rows import ExpertRows
 from sp_lightning.weights.layer import StreamedLayer
 
 Visits = Sequence[StreamedLayer]
@@ -38,13 +39,18 @@ class _Calls(threading.local):
 
 
 class ModuleHooks:
-    """The hooks of one module. They ignore every other module."""
+    """The hooks of one module. They ignore every other module.
 
-    def __init__(self, listener: Listener, module: nn.Module, visits: Visits, calls: _Calls | None = None) -> None:
+    Attributes:
+        experts: the rows of the module's stacked experts, which see what each call is routed to; None if it has none.
+    """
+
+    def __init__(self, listener: Listener, module: nn.Module, visits: Visits, calls: _Calls) -> None:
         self._listener = listener
         self._module = module
         self._visits = visits
-        self._calls = calls or _Calls()
+        self._calls = calls
+        self.experts = next((layer.rows for layer in visits if isinstance(layer.rows, ExpertRows)), None)
 
     @never_compiled  # transfers cannot be part of a compiled graph
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
@@ -52,6 +58,8 @@ class ModuleHooks:
         if module is self._module:
             visits: Visits | None = None
             try:
+                if self.experts is not None:
+                    self.experts.begin_call(module, args, kwargs)
                 visits = self._listener.enter(self._visits, args if kwargs is None else (args, kwargs))
             finally:
                 self._calls.running.append((self, visits))
@@ -70,6 +78,8 @@ class ModuleHooks:
         ended = running[at:]
         del running[at:]
         for hooks, visits in reversed(ended):  # usually one; calls inside this one that have ended in Ctrl-C come first
+            if hooks.experts is not None:
+                hooks.experts.end_call()
             if visits is not None:
                 hooks._listener.leave(visits, output if hooks is self else None)
 
@@ -129,35 +139,29 @@ def attach_module_hooks(
     If there is one among the modules, the hooks are therefore global ones, which it does not see.
     """
     calls = _Calls()
-    hooks_of = {module: ModuleHooks(listener, module, used, calls) for module, used in _peeking(visits).items()}
-    if any(isinstance(module, nn.TransformerEncoderLayer) for root in visits for module in root.modules()):
+    hooks_of: dict[nn.Module, ModuleHooks] = {}
+    for module, used in visits.items():
+        if isinstance(module, nn.TransformerEncoder) and len(module.layers) and module.layers[0] in visits:
+            # It reads the weights of its first layer to choose its path, before it calls that layer.
+            used = tuple(sorted({*used, *visits[module.layers[0]]}, key=lambda layer: layer.index))
+        hooks_of[module] = ModuleHooks(listener, module, used, calls)
+    fast_path = any(isinstance(module, nn.TransformerEncoderLayer) for root in visits for module in root.modules())
+    handles = []
+    for module, hooks in hooks_of.items():
+        if hooks.experts is not None or not fast_path:
+            routed = hooks.experts is not None
+            handles.append(hook_on(module.register_forward_pre_hook, hooks.before, prepend=True, with_kwargs=routed))
+            handles.append(hook_on(module.register_forward_hook, hooks.after, always_call=True))
+    if fast_path:
 
         def dispatch(method: str) -> Callable[..., None]:
             def hook(module: nn.Module, *args: Any) -> None:
                 hooks = hooks_of.get(module)
-                if hooks is not None:
+                if hooks is not None and hooks.experts is None:
                     getattr(hooks, method)(module, *args)
 
             return hook
 
-        return [
-            register_module_forward_pre_hook(dispatch("before")),
-            register_module_forward_hook(dispatch("after"), always_call=True),
-        ]
-    handles = []
-    for module, hooks in hooks_of.items():
-        handles.append(hook_on(module.register_forward_pre_hook, hooks.before, prepend=True))
-        handles.append(hook_on(module.register_forward_hook, hooks.after, always_call=True))
+        handles.append(register_module_forward_pre_hook(dispatch("before")))
+        handles.append(register_module_forward_hook(dispatch("after"), always_call=True))
     return handles
-
-
-def _peeking(visits: dict[nn.Module, tuple[StreamedLayer, ...]]) -> dict[nn.Module, tuple[StreamedLayer, ...]]:
-    """Adds the layers that a module reads before it calls them.
-
-    ``nn.TransformerEncoder`` reads the weights of its first layer to choose its path, before it calls that layer.
-    """
-    peeking = dict(visits)
-    for module in visits:
-        if isinstance(module, nn.TransformerEncoder) and len(module.layers) and module.layers[0] in visits:
-            peeking[module] = tuple(sorted({*visits[module], *visits[module.layers[0]]}, key=lambda layer: layer.index))
-    return peeking

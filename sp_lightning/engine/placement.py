@@ -27,16 +27,14 @@ from sp_lightning.plan.state_placement import OnDisk
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import Allocate, BlockMemory, SharedStore
-from sp_lightning.store.file_block import FileBlock
 from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.store.mapped_file import MappedFile, let_go, note_on_disk
-from sp_lightning.store.weights_in_files import FilePlace, WeightReader
+from sp_lightning.store.weights_in_files import FileBlock, FilePlace, WeightReader
 from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.gradients import Gradients
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.reduced_gradients import ReducedGradients
-from sp_lightning.weights.sliced_uploads import SlicedUploads
-from sp_lightning.weights.uploads import Uploads
+from sp_lightning.weights.uploads import SlicedUploads, Uploads
 
 
 class Placement:

@@ -1,8 +1,9 @@
 """Residency: which layers are on the device, which of them are in use, and when the others come and go.
 
 This file holds the schedule and nothing else. What a slot's memory means to the modules is the concern of its
-:class:`Tenants`; where bytes come from, that of a :class:`~sp_lightning.weights.slots.BlockSource`. The simulator drives
-this very class with a device of clocks. The caller holds the engine's lock.
+:class:`~sp_lightning.weights.lent_weights.Tenants`; where bytes come from, that of a
+:class:`~sp_lightning.weights.slots.BlockSource`. The simulator drives this very class with a device of clocks. The caller
+holds the engine's lock.
 """
 
 from __future__ import annotations
@@ -13,42 +14,10 @@ from sp_lightning.model.found import Found, tensor_bytes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.lent_weights import Tenants
 from sp_lightning.weights.prefetch import Prefetch
 from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.slots import BlockSource, Slot, Slots
-
-
-class Tenants:
-    """The users of a layer's memory while the layer is in use: here there are none, as in a simulation."""
-
-    def before_use(self, layer: StreamedLayer) -> None:
-        """Called before a layer is used. Its weights on the host have to be up to date afterwards."""
-
-    def before_fetch(self, slots: Sequence[Slot]) -> None:
-        """Called before slots are overwritten."""
-
-    def fetched(self, layer: StreamedLayer) -> None:
-        """Called when the transfer of a layer to the device was issued."""
-
-    def move_in(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Called when a call uses a layer: gives the modules its weights on the device."""
-
-    def move_out(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Called when nobody uses a layer any more: takes its memory from the modules."""
-
-    def moved_out(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Called after the slot was released."""
-
-    def rest(self, layer: StreamedLayer) -> None:
-        """Called instead of :meth:`move_out` where nobody uses a layer any more and it keeps its slot."""
-
-    def written(self, layer: StreamedLayer) -> bool:
-        """Whether a layer that rests may have been written on the device, so that something is to be taken back."""
-        return False
-
-    def let_go(self) -> bool:
-        """Takes the memory from device parameters that nobody keeps any more. Returns whether there were any."""
-        return False
 
 
 class Residency:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -17,17 +17,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from sp_lightning.activations.offload import Offload
-from sp_lightning.activations.offloaded_storage import SavedReference
-from sp_lightning.device.device import Device
+from sp_lightning.activations.offload import SavedReference
 from sp_lightning.device.lease import SavedView, SavedViews
-from sp_lightning.device.modes import never_compiled
-from sp_lightning.device.torch_private import top_saved_tensors_hooks
+from sp_lightning.device.modes import held, never_compiled
+from sp_lightning.device.torch_private import current_graph_task, top_saved_tensors_hooks
+from sp_lightning.engine.backward import Backward
+from sp_lightning.engine.step import Part
 from sp_lightning.weights.casts import SavedValues
 from sp_lightning.weights.device_parameter import DeviceParameter
 from sp_lightning.weights.layer import Kind, StreamedLayer
 from sp_lightning.weights.rows import Rows
-from sp_lightning.weights.slots import Slot
 
 
 class _Packed(tuple[StreamedLayer, int | None, int, SavedView | None, SavedValues | None, Rows]):
@@ -78,7 +77,7 @@ class RunningCalls:
 
     def __init__(self) -> None:
         self.depth = 0
-        self._here = _OfThread()
+        self._here = _CallsOfThread()
 
     def begin(self, make_hooks: Callable[[], AbstractContextManager[None]] | None) -> None:
         """Packs what autograd saves in the outermost call of a thread that builds a graph, and in those inside it.
@@ -124,7 +123,7 @@ class RunningCalls:
             )
 
 
-class _OfThread(threading.local):
+class _CallsOfThread(threading.local):
     """The calls of a thread: how many, and the hooks that one of them has pushed when there were so many."""
 
     depth = 0
@@ -132,33 +131,19 @@ class _OfThread(threading.local):
     pushed = 0
 
 
-class SavedTensors:
-    """Makes the pair of hooks for what autograd saves.
+class SavedTensors(Part):
+    """Makes the pair of hooks for what autograd saves."""
 
-    Args:
-        slots: the slots by the address of their memory.
-        offload: stores other saved tensors on the host, if it is active.
-        device: brings kept values back.
-        reach: brings a layer, or rows of it, and returns the view of a place there; of a weight itself the present weight.
-    """
-
-    def __init__(
-        self,
-        slots: Mapping[int, Slot],
-        offload: Offload,
-        device: Device,
-        reach: Callable[[StreamedLayer, SavedView | int, Rows], Tensor],
-    ) -> None:
-        self._slots = slots
-        self._offload = offload
-        self._device = device
-        self._reach = reach
+    def __init__(self, below: Part, backward: Backward) -> None:
+        super().__init__(**vars(below))
+        self._backward = backward
+        self._offload = self.activations.offload
         self._views: defaultdict[int, SavedViews] = defaultdict(SavedViews)  # by the layers' layout
 
     def hooks(self) -> AbstractContextManager[None]:
         """A context that packs what autograd saves. Tensors that are no weights go to the hooks that were active before."""
         outer = top_saved_tensors_hooks()
-        slots, offload = self._slots, self._offload
+        slots, offload = self.residency.slots.by_address, self._offload
 
         def pack(tensor: Tensor) -> _Packed | SavedReference | _Kept | _Outer:
             kind = type(tensor)
@@ -215,12 +200,11 @@ class SavedTensors:
             group = layer.parameters
             if which is not None and (group.exposed or group.apart):
                 group.refuse_exchanged(which)
-            # Of a weight itself there is no place.
-            tensor = self._reach(layer, which if place is None else place, rows)  # type: ignore[arg-type]
+            tensor = self._bring(layer, which, place, rows)
             version = expected if which is None else group.counters[which]._version
             if values is not None and values.kept is not None:  # the layer has other values by now
                 assert place is not None
-                tensor = values.recall(self._device, place)
+                tensor = values.recall(self.device, place)
         elif isinstance(packed, SavedReference):
             tensor, expected, version = self._offload.load(packed), packed.version, packed.storage.version
         else:
@@ -229,6 +213,29 @@ class SavedTensors:
         if version != expected:
             raise RuntimeError(_modified(tensor, expected, version))
         return tensor
+
+    def _bring(self, layer: StreamedLayer, which: int | None, place: SavedView | None, rows: Rows) -> Tensor:
+        """Brings a layer, or rows of it. Returns the view of a place there, or, where there is none, a weight itself."""
+        backward, residency = self._backward, self.residency
+        with held(self.lock, leaves_inference_mode=True):
+            if current_graph_task() not in backward.tasks:
+                backward.join()
+            layer.rows.need(rows)
+            slot = residency.used.get(layer)
+            new = slot is None
+            if slot is None or not layer.rows.complete:
+                slot = residency.unpack(layer)
+            if place is not None:
+                saved = slot.lease.saved(place)  # (6)
+            else:
+                assert which is not None
+                if layer.parameters.attached:  # the weight itself, which may lie outside of the slot
+                    saved = layer.parameters.value(which)
+                else:
+                    saved = slot.lease.views(layer.layout, layer.spans)[which].detach()
+        if new:
+            backward.make_room((layer,))
+        return saved
 
 
 def _modified(tensor: Tensor, expected: int, version: int) -> str:

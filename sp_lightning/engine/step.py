@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from sp_lightning.activations.calls import Activations
 from sp_lightning.device.board import RankError
-from sp_lightning.engine.lent_weights import LentWeights
+from sp_lightning.device.device import Device
 from sp_lightning.engine.residency import Residency
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.layer import Kind, StreamedLayer
+from sp_lightning.weights.lent_weights import LentWeights
 from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.slots import BlockSource
 from sp_lightning.weights.swap import Swap
@@ -31,9 +32,9 @@ class StepKind(enum.Enum):
     """User code calls backward, reads gradients and writes weights within it (manual optimization)."""
 
 
-@dataclass(frozen=True)
-class Below:
-    """The engine's parts below a step, which every part above knows.
+@dataclass(eq=False)
+class Part:
+    """A part of the engine, and the parts below a step, which every part from here on uses.
 
     Attributes:
         lock: the engine's lock. It is never held while user code runs; hooks in backward run on autograd's threads.
@@ -42,6 +43,7 @@ class Below:
     """
 
     lock: threading.RLock
+    device: Device
     layers: list[StreamedLayer]
     residency: Residency
     lent: LentWeights
@@ -52,23 +54,6 @@ class Below:
     updates: BackgroundUpdates
     gradients: GradientSink
     noted: Callable[[], None]
-
-
-class Part:
-    """A part of the engine that uses those below it."""
-
-    def __init__(self, below: Below) -> None:
-        self._lock = below.lock
-        self._layers = below.layers
-        self._residency = below.residency
-        self._lent = below.lent
-        self._source = below.source
-        self._residents = below.residents
-        self._swap = below.swap
-        self._activations = below.activations
-        self.device = below.lent.device
-        self.updates = below.updates
-        self.gradients = below.gradients
 
 
 class Step(Part):
@@ -83,12 +68,13 @@ class Step(Part):
         ends_with_backward: whether the step is over once a backward has ended.
         thread: the identifier of the thread that has begun the step.
         shared: whether other threads use weights in it, too.
+        expected: the phase whose first layers may have come already (:meth:`prefetch_for`); None if there is none.
     """
 
-    def __init__(self, below: Below, watch: WeightWatch | None) -> None:
-        super().__init__(below)
+    def __init__(self, below: Part, watch: WeightWatch | None) -> None:
+        super().__init__(**vars(below))
         self._watch = watch
-        self._expected: str | None = None  # the phase whose first layers may have come already
+        self.expected: str | None = None
         self._held = False  # whether an optimizer steps within a manual step
         self.running = False
         self.kind = StepKind.INFERENCE
@@ -104,7 +90,7 @@ class Step(Part):
     @property
     def on_device(self) -> bool:
         """Whether modules hold device parameters."""
-        return self._swap.on_device
+        return self.swap.on_device
 
     # ------------------------------------------------------------------ it begins
 
@@ -116,56 +102,56 @@ class Step(Part):
             kind: what the step is expected to do.
             quiet: whether nothing can have written weights since the last step or :meth:`prefetch_for`.
         """
-        self._lent.refuses = True
+        self.lent.refuses = True
         if not quiet:
             self.invalidate()
         training = kind is not StepKind.INFERENCE
         # Timelines are made of uses that begin and end, and check_writes takes every weight on the device for written.
-        self._residency.let_rest(not (training or self._residency.slots.timed or self._watch is not None))
-        if self._expected != phase:
-            self._residency.prefetch.start(phase, training=training)
-        self._residency.prefetch.trace.cyclic = quiet and not training
-        self._expected = None
+        self.residency.let_rest(not (training or self.residency.slots.timed or self._watch is not None))
+        if self.expected != phase:
+            self.residency.prefetch.start(phase, training=training)
+        self.residency.prefetch.trace.cyclic = quiet and not training
+        self.expected = None
         self.running = True
         self.kind = kind
         self.thread = threading.get_ident()
         self.ends_with_backward = False
-        self._residency.slots.idle_since = None
-        for layer in self._layers:
+        self.residency.slots.idle_since = None
+        for layer in self.layers:
             layer.visits = 0
             layer.rows.begin_step(training=training)
         if training:
-            self._activations.begin()
+            self.activations.begin()
         self.activate()
-        self._residency.fetch_ahead()
+        self.residency.fetch_ahead()
 
     def prefetch_for(self, phase: str, *, training: bool) -> None:
         """Fetches the first layers of the next step, which is of ``phase``. Nothing writes weights before it begins."""
-        self._residency.prefetch.start(phase, training=training)
-        self._expected = phase
-        self._residency.fetch_ahead()
+        self.residency.prefetch.start(phase, training=training)
+        self.expected = phase
+        self.residency.fetch_ahead()
 
     def begin_outside(self) -> None:
         """Prepares for the call of a module outside any step. Nobody knows what was written since the last step."""
         self.invalidate()
         self.thread = threading.get_ident()
-        self._residency.prefetch.start("outside", training=False)
+        self.residency.prefetch.start("outside", training=False)
 
     def activate(self, *, in_backward: bool = False) -> None:
         """Puts device parameters into the modules, if they are not there."""
         if self._held:  # an optimizer's step has come to its closure, or has raised, and may have written weights
             self._held = False
             self.invalidate_unused()
-            self._residents.invalidate()
-        if self._swap.to_device():
-            self._swap.captured.watch(not in_backward, thread=self.thread)
+            self.residents.invalidate()
+        if self.swap.to_device():
+            self.swap.captured.watch(not in_backward, thread=self.thread)
             self._look_at_weights()
 
     def share(self, shared: bool) -> None:
         """Sets whether several threads use weights. If so, each use is noticed, so that none leaves while it is used."""
         self.shared = shared
-        self._residency.let_rest(False)
-        for layer in self._layers:
+        self.residency.let_rest(False)
+        for layer in self.layers:
             if layer.kind is not Kind.RESIDENTS:  # residents never leave
                 layer.parameters.share(shared)
 
@@ -173,10 +159,10 @@ class Step(Part):
 
     def invalidate(self) -> None:
         """Marks all copies on the device as out of date, because host weights were or may have been written."""
-        self._residency.release_unpinned()
+        self.residency.release_unpinned()
         self.invalidate_unused()
-        self._residents.invalidate()
-        self._expected = None
+        self.residents.invalidate()
+        self.expected = None
         self._held = False
         if self.running and self.kind is StepKind.MANUAL:
             self.activate()  # this step goes on after the optimizer's step
@@ -184,36 +170,36 @@ class Step(Part):
 
     def invalidate_unused(self) -> None:
         """Marks the copies of all layers that are not in use as out of date."""
-        self._residency.let_rest(False)
-        used = self._residency.used
-        self._lent.take_back_late(self._residency.slots.all)
-        self._source.doubt([layer for layer in self._layers if layer.kind is not Kind.RESIDENTS and layer not in used])
-        self._residency.renew()
+        self.residency.let_rest(False)
+        used = self.residency.used
+        self.lent.take_back_late(self.residency.slots.all)
+        self.source.doubt([layer for layer in self.layers if layer.kind is not Kind.RESIDENTS and layer not in used])
+        self.residency.renew()
 
     def allow_writes(self) -> None:
         """Prepares for user code that may write weights between steps: no transfer reads them, and no copy is trusted."""
         if not self.running:
             self.invalidate()
-            self._source.synchronize()
+            self.source.synchronize()
 
     def pause(self) -> None:
         """Prepares for user code that reads gradients and writes weights, after a backward in manual optimization."""
         self.take_back_writes()
-        self._swap.to_host()
-        self._swap.captured.watch(True)  # the graph of a backward may be kept
+        self.swap.to_host()
+        self.swap.captured.watch(True)  # the graph of a backward may be kept
         self.invalidate_unused()
-        self._residents.invalidate()
+        self.residents.invalidate()
 
     def hold_host(self) -> None:
         """Has modules hold the host's parameters while an optimizer steps within a manual step: it may read the weights there."""
-        if self.running and self.kind is StepKind.MANUAL and self._swap.on_device:
-            self._swap.to_host()
+        if self.running and self.kind is StepKind.MANUAL and self.swap.on_device:
+            self.swap.to_host()
             self._held = True
-        self._swap.captured.watch(False)
+        self.swap.captured.watch(False)
 
     def compute_on_host(self, on_host: bool) -> None:
         """Sets whether what is computed with the host's parameters is left to the host: in backward, which adds up gradients."""
-        self._swap.captured.watch(self.running and not on_host)
+        self.swap.captured.watch(self.running and not on_host)
 
     def await_backward(self, *, seen: bool) -> None:
         """Has the step end with the next backward, because user code has returned a loss (automatic optimization).
@@ -225,8 +211,8 @@ class Step(Part):
         self.ends_with_backward = True
         if seen:
             self.take_back_writes()
-            self._swap.to_host()
-            self._source.synchronize()  # user code may write them, too
+            self.swap.to_host()
+            self.source.synchronize()  # user code may write them, too
             self._held = True
 
     def resume(self) -> None:
@@ -237,13 +223,13 @@ class Step(Part):
     def show_host(self) -> None:
         """Has the modules as they are outside a step, even in the midst of one, until :meth:`go_on`."""
         self.take_back_writes()
-        self._swap.to_host()
-        self._activations.remove()
+        self.swap.to_host()
+        self.activations.remove()
 
     def go_on(self, *, on_device: bool) -> None:
         """Has a step go on after :meth:`show_host`. ``on_device`` says whether modules held the device's parameters before."""
         if self.running and self.training:
-            self._activations.install()
+            self.activations.install()
         if self.running and on_device:
             self.activate()
         self.allow_writes()  # user code follows (on_save_checkpoint)
@@ -254,17 +240,13 @@ class Step(Part):
         Args:
             rests: whether layers that rest, and that nobody has written, may go on resting.
         """
-        self._residency.release_unpinned()
-        self._residency.let_rest(rests and self._residency.rests)
-        self._lent.take_back_all()
-        self._residents.take_back_writes()
-        for layer in self._layers:
+        self.residency.release_unpinned()
+        self.residency.let_rest(rests and self.residency.rests)
+        self.lent.take_back_all()
+        self.residents.take_back_writes()
+        for layer in self.layers:
             if layer.kind is not Kind.RESIDENTS and (layer.slot is None or not layer.slot.escaped):
                 layer.parameters.exposed.clear()
-
-    def stop_expecting(self) -> None:
-        """Drops the expectation of :meth:`prefetch_for`, because the window has changed, for example."""
-        self._expected = None
 
     # ------------------------------------------------------------------ it ends
 
@@ -280,36 +262,32 @@ class Step(Part):
         """
         if compare:
             self.compare_writes()
-        self._lent.refuses = compare  # until the next step begins
+        self.lent.refuses = compare  # until the next step begins
         self.running = False
-        for layer in self._layers:
+        for layer in self.layers:
             layer.pins = 0
         try:
             self.take_back_writes(rests=True)
         finally:  # what was written on the device may be refused
-            self._has_ended(compare)
+            self._to_host_for_good(compare)
             if writes_follow:
-                self._source.synchronize()
+                self.source.synchronize()
 
-    def _has_ended(self, well: bool) -> None:
-        self._swap.to_host()
-        self._swap.captured.watch(False)
-        self._activations.remove()
-        self._activations.flush()
+    def _to_host_for_good(self, well: bool) -> None:
+        self.swap.to_host()
+        self.swap.captured.watch(False)
+        self.activations.remove()
+        self.activations.flush()
         if self.training:
             self.invalidate()  # from now on hooks and optimizers may write weights through .data, which no version shows
-        self._end_round(well)
-        self._residency.slots.give_back_extra()
+        try:
+            self.residency.slots.end_round()
+        except RankError:
+            if well:  # otherwise there is an error already
+                raise
+        self.residency.slots.give_back_extra()
         if self.shared:
             self.share(False)
-
-    def _end_round(self, well: bool) -> None:
-        """Has all issued that is on its way from other ranks, of which one may have failed."""
-        try:
-            self._residency.slots.end_round()
-        except RankError:
-            if well:  # else there is an error already
-                raise
 
     # ------------------------------------------------------------------ check_writes
 

@@ -14,14 +14,13 @@ from sp_lightning.device.backward_calls import unwatch, watch
 from sp_lightning.device.device import Device
 from sp_lightning.device.waits import Wait
 from sp_lightning.engine.access import Access
-from sp_lightning.engine.assembly import attach_hooks, make_layers, make_rows, stand_ins_for_wrapped
+from sp_lightning.engine.assembly import make_layers, make_rows, stand_ins_for_wrapped
 from sp_lightning.engine.backward import Backward
-from sp_lightning.engine.lent_weights import LentWeights
 from sp_lightning.engine.module_hooks import attach_module_hooks
 from sp_lightning.engine.placement import ONE_DEVICE, Placement
 from sp_lightning.engine.residency import Peak, Residency
 from sp_lightning.engine.saved_tensors import SavedTensors, packs
-from sp_lightning.engine.step import Below, Step, StepKind
+from sp_lightning.engine.step import Part, Step, StepKind
 from sp_lightning.engine.updating import Updating
 from sp_lightning.model.found import Found
 from sp_lightning.observe.stats import Stats
@@ -30,8 +29,8 @@ from sp_lightning.plan.plan import Plan
 from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.store.host_ring import HostRing
 from sp_lightning.weights.buffers import AveragesOnDevice, PrunedWeights
-from sp_lightning.weights.expert_rows import counted
 from sp_lightning.weights.layer import Kind, StreamedLayer
+from sp_lightning.weights.lent_weights import LentWeights
 from sp_lightning.weights.prefetch import Prefetch
 from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.slots import Slots
@@ -51,7 +50,7 @@ class Streamer:
         placement: makes the parts that depend on the number of devices.
         modes: the mode of each unit's activations; None keeps all.
         host_room: the most bytes of host memory that activations may take; None for no limit.
-        averages: modules whose buffers are on the device only for their calls within a step.
+        averages: modules whose buffers are on the device from their first use in a step until its end.
         check_writes: whether to look for writes of weights that torch does not show.
         around_rerun: a context for a forward that runs again in backward, of which only autograd is to know.
         log: the logger for the engine's warnings; None for Lightning's.
@@ -101,9 +100,7 @@ class Streamer:
         self.updates = placement.updates(self._layers, device)
         self._lent = LentWeights(self._slots, device, self._stays, self._watch)
         self._source = placement.source(self._layers, self._slots, self.updates, device, self._watch)
-        self._residents = Residents(
-            self._resident_layer, self._source, device, self._lent.write_back, lambda: self._lent.refuses, self._stays
-        )
+        self._residents = Residents(self._resident_layer, self._source, self._lent)
         self._peak = Peak(self.found, self._slots, self._residents, self._gradients)
         prefetch = Prefetch(plan, self._slots, self._layers, self._source.ready)
         self._residency = Residency(self._slots, prefetch, self._source, self._lent, self._peak.note)
@@ -135,9 +132,10 @@ class Streamer:
             PrunedWeights(root, device),
             self._watch,
         )
-        swap.averages = {module: AveragesOnDevice(module, device.device, lambda: swap.on_device) for module in averages}
-        self._below = below = Below(
+        swap.averages = [AveragesOnDevice(module, device.device, lambda: swap.on_device) for module in averages]
+        self._below = below = Part(
             self._lock,
+            device,
             layers,
             self._residency,
             self._lent,
@@ -158,23 +156,13 @@ class Streamer:
         """Lets modules, autograd and device parameters reach the engine from now on."""
         found, layers = self.found, self._layers
         visits = {module: tuple(layers[index] for index in used) for module, used in found.visits.items()}
-        self._access = Access(
-            self._below,
-            self._step,
-            self._backward,
-            offloads=lambda: "offload" in self.activations.modes.values(),
-            unit=lambda name: visits[found.units[name]],
-            around_rerun=around_rerun,
-        )
-        offload, unpack = self.activations.offload, self._access.unpack
-        self._access.saved_tensors = SavedTensors(self._slots.by_address, offload, self.device, unpack)
+        units = {name: visits.get(module, ()) for name, module in found.units.items()}
+        saved_tensors = SavedTensors(self._below, self._backward)
+        self._access = Access(self._below, self._step, self._backward, saved_tensors, units, around_rerun)
         for layer in layers:
             layer.parameters.connect(layer, self._access)
-        visits |= self._embeddings
-        self._module_hooks = attach_hooks(self._access, visits)
+        self._module_hooks = attach_module_hooks(self._access, visits | self._embeddings)
         watch(self._backward)
-        for module, listener in self._swap.averages.items():
-            self._module_hooks += attach_module_hooks(listener, {module: ()})
 
     # ------------------------------------------------------------------ a step
 
@@ -269,7 +257,7 @@ class Streamer:
         """
         with self._lock:
             self._step.take_back_writes()
-            self._step.stop_expecting()
+            self._step.expected = None  # for this window
             self.plan = plan
             self._gradients.limit(plan.k_prime + 1)
             self._residency.resize(plan)
@@ -307,15 +295,14 @@ class Streamer:
         """The present counters."""
         self._peak.note()
         stalled, offload = self.device.stall_seconds, self.activations.offload
+        rows = [layer.rows for layer in self._moving]
         return Stats(
             fetched_layers=sum(layer.fetches for layer in self._moving),
-            fetched_bytes=self._slots.fetched_bytes + sum(layer.rows.looked_up_bytes for layer in self._moving),
+            fetched_bytes=self._slots.fetched_bytes + sum(each.looked_up_bytes for each in rows),
             drained_bytes=self._gradients.drained_bytes,
             transfers=self._slots.transfers,
             demand_fetches=self._residency.demand_fetches,
-            host_waits=self._lent.write_backs
-            + self._gradients.host_waits
-            + sum(layer.rows.host_waits for layer in self._moving),
+            host_waits=self._lent.write_backs + self._gradients.host_waits + sum(each.host_waits for each in rows),
             extra_slots=self._slots.extra_slots,
             gathered_bytes=self._slots.gathered_bytes,
             peak_device_bytes=self._peak.most,
@@ -326,7 +313,9 @@ class Streamer:
             update_stall_seconds=stalled(Wait.FETCH_AFTER_UPDATE, Wait.READ_AFTER_UPDATE),
             activation_stall_seconds=stalled(Wait.REUSE_AFTER_STORE, Wait.USE_AFTER_RETURN),
             step_seconds=self.updating.step_seconds,
-            **counted(self._moving),
+            expert_hits=sum(each.hits for each in rows),
+            expert_misses=sum(each.misses for each in rows),
+            expert_bytes=sum(each.sent_bytes for each in rows),
         )
 
     def fetches(self) -> dict[str, int]:

@@ -60,7 +60,7 @@ class Turns:
         with ExitStack() as stack:
             for layer in self._layers if weights else ():
                 stack.enter_context(layer.block.written_in_common())
-            stack.enter_context(self._gradients.written_in_common(*self._layers))
+            stack.enter_context(self._gradients.places.written_in_common(self._layers))
             yield
         if weights:
             self.cast()
@@ -68,13 +68,10 @@ class Turns:
     def begin(self, what: str, *, weights: bool) -> bool:
         """Begins the primary's turn, on any rank. Returns whether weights were written for all ranks: without their casts."""
         self._prepare()
-        self._gradients.places()
         if not self.ranks.primary:
             self._merge(weights)
-            self.ranks.arrive(what)
-            return False
-        self.ranks.all_arrived(what)
-        return self._merge(weights)
+        self.ranks.begin_turn(what)
+        return self.ranks.primary and self._merge(weights)
 
     def must_be_alike(self, why: str) -> None:
         """Compares what ranks have written of weights since the last turn, before a turn after which they use them. Collective.
@@ -95,10 +92,10 @@ class Turns:
                 "same on all ranks."
             )
 
-    def follow(self, what: str, *, weights: bool) -> tuple[int, float]:
-        """The primary's turn, on another rank. Returns what the primary has said at its end."""
+    def follow(self, what: str, *, weights: bool) -> float:
+        """The primary's turn, on another rank. Returns the number with which the primary has ended it."""
         self.begin(what, weights=weights)
-        return self.ranks.hear()
+        return self.ranks.end_turn()
 
     def merge(self) -> None:
         """Makes the primary's weights everybody's, without a turn. Collective."""
@@ -112,7 +109,7 @@ class Turns:
     def loading(self, module: nn.Module) -> Iterator[None]:
         """Around the loading of a state: what the primary loads counts, and the others keep no copy of what they load."""
         forget = [] if self.ranks.primary else [m for m in module.modules() if m._parameters]
-        handles = [m.register_load_state_dict_post_hook(lambda *_: self._forget()) for m in forget]
+        handles = [m.register_load_state_dict_post_hook(self._forget) for m in forget]
         try:
             yield
         finally:
@@ -120,11 +117,11 @@ class Turns:
                 handle.remove()
         self.merge()
 
-    def _forget(self) -> None:
+    def _forget(self, *_: object) -> None:
         self._store.merge()
 
     def _merge(self, weights: bool) -> bool:
-        self._gradients.merge()
+        self._gradients.places.merge()
         return weights and bool(self._store.merge())
 
     def cast(self) -> None:

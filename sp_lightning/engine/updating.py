@@ -2,62 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.device.modes import held
-from sp_lightning.device.ranks import FINISHED
-from sp_lightning.device.waits import Stream, Wait
+from sp_lightning.device.waits import Wait
 from sp_lightning.engine.backward import Backward
-from sp_lightning.engine.step import Below, Part, Step
+from sp_lightning.engine.step import Part, Step
 from sp_lightning.engine.turns import Turns
 from sp_lightning.weights.device_parameter import Untouched
-from sp_lightning.weights.gradient_sink import Wanted
 from sp_lightning.weights.layer import Kind, StreamedLayer
 
 
 class Updating(Part):
-    """The engine's side of updates: :class:`~sp_lightning.optim.background.Updatable`.
+    """The engine's side of updates: what :class:`~sp_lightning.engine.layerwise.LayerwiseStep` calls.
 
     Args:
         turns: how the ranks take turns; None on one device.
 
     Attributes:
+        backward: its ``on_complete`` is called in the backward that was announced, for each layer whose gradients are all in
+            ``param.grad``. Its ``wanted`` says whether that would begin a layer's update: several devices agree on it before.
         several: whether there are several devices.
         step_seconds: seconds that optimizers' steps took on the host while the device had nothing to do.
     """
 
-    def __init__(self, below: Below, step: Step, backward: Backward, turns: Turns | None) -> None:
-        super().__init__(below)
+    def __init__(self, below: Part, step: Step, backward: Backward, turns: Turns | None) -> None:
+        super().__init__(**vars(below))
         self._step = step
-        self._backward = backward
+        self.backward = backward
         self.step_seconds = 0.0
         self._turns = turns
         self.several = turns is not None
         self._place_of = {
-            id(p): (layer, index) for layer in self._layers for index, p in enumerate(layer.block.parameters)
+            id(p): (layer, index) for layer in self.layers for index, p in enumerate(layer.block.parameters)
         }
-
-    @property
-    def on_complete(self) -> Callable[[StreamedLayer], None] | None:
-        """Called in the backward that was announced, for each layer whose gradients are all in ``param.grad``."""
-        return self._backward.on_complete
-
-    @on_complete.setter
-    def on_complete(self, call: Callable[[StreamedLayer], None] | None) -> None:
-        self._backward.on_complete = call
-
-    @property
-    def wanted(self) -> Wanted | None:
-        """Says whether :attr:`on_complete` would begin a layer's update. Several devices have to agree on that before."""
-        return self._backward.wanted
-
-    @wanted.setter
-    def wanted(self, ask: Wanted | None) -> None:
-        self._backward.wanted = ask
 
     def layer_of(self, parameter: nn.Parameter) -> StreamedLayer | None:
         """The layer that a host parameter is updated with; None if the parameter is not one of the module's."""
@@ -66,9 +48,9 @@ class Updating(Part):
 
     def order(self) -> Iterator[StreamedLayer]:
         """All layers: first residents and tables, then the others in the order in which the next forward needs them."""
-        residents = [layer for layer in self._layers if layer.kind is Kind.RESIDENTS]
-        tables = [layer for layer in self._layers if layer.kind is Kind.TABLE]
-        return iter(dict.fromkeys((*residents, *tables, *self._residency.prefetch.order("train"), *self._layers)))
+        residents = [layer for layer in self.layers if layer.kind is Kind.RESIDENTS]
+        tables = [layer for layer in self.layers if layer.kind is Kind.TABLE]
+        return iter(dict.fromkeys((*residents, *tables, *self.residency.prefetch.order("train"), *self.layers)))
 
     def before(self, *, deferred: bool, parameters: Iterable[Tensor] = ()) -> None:
         """Prepares an optimizer's step: afterwards nothing reads the host's weights while the step writes them.
@@ -79,12 +61,12 @@ class Updating(Part):
         """
         if not deferred:
             self.updates.finish()
-        with self._lock:
+        with self.lock:
             self._step.take_back_writes()
-            if not self._backward.tasks:  # in backward each weight may have a step of its own, and all are exchanged
+            if not self.backward.tasks:  # in backward each weight may have a step of its own, and all are exchanged
                 self._step.hold_host()
             self._step.compare_writes()
-            self._source.synchronize()
+            self.source.synchronize()
             with Untouched():  # a parameter's update may be under way; nothing here has to wait for it
                 for parameter in parameters:
                     place = self._place_of.get(id(parameter))
@@ -94,30 +76,23 @@ class Updating(Part):
 
     def resume(self) -> None:
         """Goes on with a manual step in a closure that an optimizer calls within its own step."""
-        with self._lock:
+        with self.lock:
             self._step.resume()
 
     def before_early(self, layer: StreamedLayer) -> None:
         """Prepares the update of a layer in the middle of backward. A fetch of it that nobody has used may be under way."""
         layer.updated_early = True
         for member in layer.family:
-            self._residency.slots.synchronize(Wait.UPDATE_AFTER_FETCH, member)
-            if member.parameters.exposed:
-                with held(self._lock):
-                    self._lent.take_back(member)
+            self.residency.slots.synchronize(Wait.UPDATE_AFTER_FETCH, member)
+            slot, group = member.slot, member.parameters
+            own = len(group.all) if group.attached else 0
+            viewed = slot if slot is not None and slot.kept is None and slot.lease.in_use_beside(own) else None
+            if group.exposed or viewed is not None:
+                with held(self.lock):
+                    self.lent.take_back(member)
+                    if viewed is not None:
+                        self.lent.keep(viewed)  # a view that user code has may be written from now on, too
                 member.parameters.exposed.clear()  # otherwise the device's values would overwrite the update later
-
-    def casts(self, layer: StreamedLayer) -> Mapping[int, Tensor]:
-        """Where the update of a layer may put the casts of its masters, by the master's ``id``."""
-        return layer.casts.places(Stream.UPDATE)
-
-    def after(self, layer: StreamedLayer, updated: Collection[int]) -> None:
-        """Casts what the update of a layer has not cast, in the background, before anybody waits for the layer."""
-        layer.casts.refresh(by=Stream.UPDATE, but=updated)
-
-    def keep_narrow(self, keep: bool) -> None:
-        """Sets whether gradients that come in a lower dtype than their parameter's keep it until somebody reads them."""
-        self.gradients.keep_narrow = keep
 
     def step_of(self, optimizer: Optimizer) -> str:
         """An optimizer's step, in words that tell it from other optimizers' by its first parameter."""
@@ -136,9 +111,7 @@ class Updating(Part):
 
     def over(self) -> None:
         """Allows uses of layers that backward has updated, because the step has submitted all updates."""
-        self._backward.clear_early_updates()
-        if self._turns is not None and self._turns.ranks.primary:
-            self._turns.ranks.say(FINISHED)
+        self.backward.clear_early_updates()
 
     def release_gradients(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> None:
         """Frees the gradients of these parameters of a layer, which are updated."""

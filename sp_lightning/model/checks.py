@@ -9,7 +9,6 @@ from types import FunctionType, MethodType
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device.layout import Elsewhere
 from sp_lightning.device.torch_private import FakeTensor, is_compiled, is_traceable_wrapper_subclass
 from sp_lightning.model.blocks import has_blocks
 from sp_lightning.model.found import Layer, Parted, Unit, join_names, tensor_bytes
@@ -110,7 +109,7 @@ def parted_parameters(module: nn.Module, whole: Mapping[nn.Module, str]) -> tupl
                 f"Make it dense: parameter.to_dense()."
             )
         for part_name, part in parts(name, parameter):
-            if part.numel() and not isinstance(part, (FakeTensor, Elsewhere)):
+            if part.numel() and not isinstance(part, FakeTensor):
                 start = part.data_ptr()
                 spans.append((start, start + _extent(part), part_name, part))
     spans.sort(key=lambda span: span[:3])

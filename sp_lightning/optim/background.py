@@ -10,24 +10,21 @@ import copy
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import Elsewhere
 from sp_lightning.device.metadata import UNCHANGED_BY_UPDATES
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.block_memory import merge
-from sp_lightning.weights.gradient_sink import Wanted
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.reduced_gradients import ReducedGradients
 from sp_lightning.weights.roles import Role, leave, take
@@ -88,8 +85,7 @@ class BackgroundUpdates:
             self._finish(layer, Wait.READ_AFTER_UPDATE)  # the last step's update, if nobody has waited for it
             for block in blocks:
                 for parameter in block.parameters:
-                    # None is updated of what is a plain tensor, a part of a wrapped parameter, or in a file.
-                    if type(parameter) is not Tensor and not isinstance(parameter, Elsewhere):
+                    if type(parameter) is not Tensor:  # a part of a wrapped parameter is none, and is not updated
                         take(parameter, self._role)
             self._work[layer] = self._device.later(update)
             self._then[layer] = then
@@ -248,107 +244,51 @@ class SharedUpdates(BackgroundUpdates):
         self._landed = ranks.share(8 * len(layers) * ranks.size, "landings").words("q")
 
     def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
+        common = ExitStack()
         with self._lock:
             self._finish(layer, Wait.READ_AFTER_UPDATE)
             self._submitted[layer] += 1
-            number = self._submitted[layer]
-            landing = self._gradients.landing(layer)
-            if not self._ranks.primary:
-                super().submit(layer, partial(self._follow, layer, number, landing), then)
-            elif landing is None:
-                self._lead(layer, number, work, then)
-            else:
-                self._lead(layer, number, partial(self._update, layer, number, landing, work), then)
+            shared = partial(self._update, layer, self._submitted[layer], self._gradients.landing(layer), work)
+            if self._ranks.primary:
+                # Until somebody waits for the update, the layer's parameters and gradients are those that all ranks see.
+                for member in layer.family:
+                    common.enter_context(member.block.written_in_common())
+                common.enter_context(self._gradients.places.written_in_common([layer]))
+
+            def update() -> None:
+                try:
+                    shared()
+                except BaseException as error:
+                    if self._ranks.primary:
+                        self._ranks.fail(error)
+                    raise
+
+            def after() -> None:
+                common.close()
+                if then is not None:
+                    then()
+
+            super().submit(layer, update, after)
+
+    def _update(
+        self, layer: StreamedLayer, number: int, landing: Callable[[], None] | None, work: Callable[[], None]
+    ) -> None:
+        """Updates a layer on the primary, in backward once the parts of all ranks are there. The others wait for it."""
+        ranks = self._ranks
+        landed = [rank * len(self._layers) + layer.index for rank in range(ranks.size)]  # where each rank says so
+        if landing is not None:
+            landing()
+            ranks.publish(self._landed, landed[ranks.rank], number)
+        if not ranks.primary:
+            ranks.until(lambda: self._done[layer.index] >= number, Wait.READ_AFTER_SHARED_UPDATE)
+            return
+        if landing is not None:
+            ranks.until(lambda: all(self._landed[each] >= number for each in landed), Wait.UPDATE_AFTER_LANDING)
+            # What this rank's user code has written counts. What others' has, they drop in the step's turn.
+            merge(member.block.memory for member in layer.family)
+        work()
+        ranks.publish(self._done, layer.index, number)
 
     def bound(self, most: int) -> None:
         """Waits for as many updates as leave a slot for the next layer's gradients. Those of all others may be on their way."""
-        super().bound(max(most, self._gradients.slots - 1))
-
-    def _follow(self, layer: StreamedLayer, number: int, landing: Callable[[], None] | None) -> None:
-        """Waits for the primary's update of a layer, on another rank."""
-        if landing is not None:
-            self._land(layer, number, landing)
-        self._ranks.until(lambda: self._done[layer.index] >= number, Wait.READ_AFTER_SHARED_UPDATE)
-
-    def _land(self, layer: StreamedLayer, number: int, landing: Callable[[], None]) -> list[int]:
-        """Says when this rank's part of a layer's gradients has landed. Returns where on the board each rank says so."""
-        words = [rank * len(self._layers) + layer.index for rank in range(self._ranks.size)]
-        landing()
-        self._ranks.publish(self._landed, words[self._ranks.rank], number)
-        return words
-
-    def _update(self, layer: StreamedLayer, number: int, landing: Callable[[], None], work: Callable[[], None]) -> None:
-        """Updates a layer in backward, on the primary, once the parts of all ranks are there."""
-        words = self._land(layer, number, landing)
-        self._ranks.until(lambda: all(self._landed[each] >= number for each in words), Wait.UPDATE_AFTER_LANDING)
-        # What this rank's user code has written counts. What others' has, they drop in the step's turn.
-        merge(member.block.memory for member in layer.family)
-        work()
-
-    def _lead(
-        self, layer: StreamedLayer, number: int, work: Callable[[], None], then: Callable[[], None] | None
-    ) -> None:
-        # Until somebody waits for the update, the layer's parameters and gradients are those that all ranks see.
-        common = ExitStack()
-        for member in layer.family:
-            common.enter_context(member.block.written_in_common())
-        common.enter_context(self._gradients.written_in_common(layer))
-
-        def update() -> None:
-            try:
-                work()
-            except BaseException as error:
-                self._ranks.fail(error)
-                raise
-            self._ranks.publish(self._done, layer.index, number)
-
-        def after() -> None:
-            common.close()
-            if then is not None:
-                then()
-
-        super().submit(layer, update, after)
-
-
-class Updatable(Protocol):
-    """The engine as a step that is taken apart sees it: which layers there are, and when each may be updated."""
-
-    device: Device
-    updates: BackgroundUpdates
-    on_complete: Callable[[StreamedLayer], None] | None
-    """Called in the backward that was announced, for each layer whose gradients are all in ``param.grad``."""
-
-    wanted: Wanted | None
-    """Says whether the step would update a layer at once when ``on_complete`` is called for it."""
-    several: bool
-    """Whether there are several devices, each of which runs the step."""
-
-    def layer_of(self, parameter: nn.Parameter) -> StreamedLayer | None:
-        """The layer of a host parameter; None if the parameter is not one of the module's."""
-
-    def order(self) -> Iterator[StreamedLayer]:
-        """All layers, in the order in which the next forward needs them."""
-
-    def before(self, *, deferred: bool) -> None:
-        """Called before the step writes host weights; returns once nothing reads them any more."""
-
-    def before_early(self, layer: StreamedLayer) -> None:
-        """Called before a layer is updated in the middle of backward."""
-
-    def casts(self, layer: StreamedLayer) -> Mapping[int, Tensor]:
-        """Called in the background before a layer's update. Returns, by ``id``, where it may put parameters' casts."""
-
-    def after(self, layer: StreamedLayer, updated: Collection[int]) -> None:
-        """Called in the background after the update of these of a layer's parameters, and of their casts."""
-
-    def keep_narrow(self, keep: bool) -> None:
-        """Sets whether gradients keep the dtype in which they come until somebody reads them."""
-
-    def gather(self, optimizer: Optimizer) -> None:
-        """Called before the step submits its first update after backward; returns once all ranks have come there."""
-
-    def over(self) -> None:
-        """Called when the step has submitted all updates."""
-
-    def release_gradients(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> None:
-        """Called when nobody needs the gradients of these parameters of a layer any more."""
+        super().bound(max(most, self._gradients.places.slots - 1))

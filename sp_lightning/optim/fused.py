@@ -16,86 +16,32 @@ from torch import Tensor, nn
 
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.patched import state_of
-from sp_lightning.device.torch_private import fused_sgd_step, run_first_after_step
+from sp_lightning.device.torch_private import fused_sgd_step
 from sp_lightning.plan.ledger import FEW_BITS
 
 
-class FusedStep:
-    """Runs an optimizer's steps fused as long as the strategy has it.
+def runs_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, fuse: bool) -> bool:
+    """Whether a group's step runs fused now: gradients may have become sparse since the last step.
 
-    A fused step passes over host memory once, and is many times faster on the CPU. This concerns torch's own optimizers
-    alone, and of them the groups in which the user has set neither ``fused`` nor ``foreach``.
-
-    The setting is changed in the parameter groups for the time of a step. To construct the optimizer anew is no way:
-    under mixed precision Lightning refuses to clip an optimizer that was constructed fused, because it takes it for one
-    that unscales by itself. What is saved, and what is seen outside of a step, has the user's value.
+    A fused step passes over host memory once, and is many times faster on the CPU. To construct the optimizer anew is no way
+    to have one: under mixed precision Lightning refuses to clip an optimizer that was constructed fused, because it takes it
+    for one that unscales by itself. So the groups of users have their own value but for the code of torch's step.
 
     Args:
-        optimizer: the optimizer as the user configured it.
+        optimizer: as its user configured it.
+        group: one of its groups.
+        fuse: whether it is to run fused where the user has set neither ``fused`` nor ``foreach``. The optimizer's class has to
+            have such a step.
     """
+    # Updates may be under way. What is read here does not depend on them, so nothing is to wait for them.
+    with torch.DisableTorchFunctionSubclass():
+        left_open = fuse and group.get("fused", False) is None
+        return bool(group.get("fused")) or (left_open and _can_be_fused(optimizer, group))
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._fused: list[
-            dict[str, Any]
-        ] = []  # the groups that are fused here; the user's value is None in all of them
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._look),
-            hide := optimizer.register_step_post_hook(self.hide),
-            optimizer.register_state_dict_post_hook(self._as_users),
-            # Loading a state replaces all groups.
-            optimizer.register_load_state_dict_post_hook(lambda *_: self._fused.clear()),
-        ]
-        run_first_after_step(optimizer, hide)  # the user's own hooks after the step are to see the user's value
 
-    @staticmethod
-    def suits(optimizer: Any) -> bool:
-        """Whether an optimizer is of a class of torch's that has a fused step on the CPU.
-
-        A subclass may step in a way of its own, so none is taken.
-        """
-        return type(optimizer) in _FUSED_ON_CPU
-
-    def switch_on(self) -> bool:
-        """Fuses every group that can be fused now, and no other: gradients may have become sparse since the last step.
-
-        Returns:
-            Whether any of the optimizer's groups runs fused because of this.
-        """
-        self._look()
-        return any(group is ours for ours in self._fused for group in self._optimizer.param_groups)
-
-    def close(self) -> None:
-        """Leaves the optimizer as the user configured it."""
-        for hook in self._hooks:
-            hook.remove()
-        self.hide()
-
-    def hide(self, *_: Any) -> None:
-        """Lets the groups show the user's value again, after a step."""
-        for group in self._fused:
-            if group["fused"] is True:  # otherwise the user has set it since
-                group["fused"] = None
-        self._fused.clear()
-
-    def _look(self, *_: Any) -> None:
-        self._fused = [group for group in self._fused if group["fused"] is True]  # otherwise the user has set it since
-        # Updates may be under way. What is read here does not depend on them, so nothing is to wait for them.
-        with torch.DisableTorchFunctionSubclass():
-            for group in self._optimizer.param_groups:
-                ours = any(group is fused for fused in self._fused)
-                if ours and not _can_be_fused(self._optimizer, group):
-                    group["fused"] = None
-                    self._fused = [fused for fused in self._fused if fused is not group]
-                elif not ours and group.get("fused", False) is None and _can_be_fused(self._optimizer, group):
-                    group["fused"] = True
-                    self._fused.append(group)
-
-    def _as_users(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Puts the user's value into a state dict that was made during a step."""
-        for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
-            if any(group is fused for fused in self._fused):
-                saved["fused"] = None
+def has_fused_step(optimizer: Any) -> bool:
+    """Whether an optimizer is of a class of torch's that has a fused step on the CPU. A subclass may step in its own way."""
+    return type(optimizer) in _FUSED_ON_CPU
 
 
 BARS_FUSED = ("foreach", "differentiable", "capturable")
@@ -104,7 +50,7 @@ BARS_FUSED = ("foreach", "differentiable", "capturable")
 _FUSED_ON_CPU = {torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD}
 
 
-def loses_updates(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+def loses_updates(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
     """Whether torch's fused step would leave weights of a group unchanged, as SGD does with 16 bits (pytorch#191763)."""
     return type(optimizer) is torch.optim.SGD and not all(
         _sgd_updates(dtype) for dtype in {p.dtype for p in group["params"]}
@@ -125,7 +71,7 @@ def _sgd_updates(dtype: torch.dtype) -> bool:
         return bool((weight == -1).all())
 
 
-def _can_be_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+def _can_be_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
     with_gradient = [(p, gradient) for p in group["params"] if (gradient := p.grad) is not None]
     return (
         not any(group.get(other) for other in BARS_FUSED)

@@ -1,7 +1,4 @@
-"""Stand-ins for tensors that are on a disk: an optimizer's state, or what was detached from a weight in its file.
-
-Whoever computes with one brings it.
-"""
+"""Stand-ins for tensors of an optimizer's state that are on a disk. Computing with one brings it."""
 
 from __future__ import annotations
 

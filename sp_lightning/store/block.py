@@ -91,7 +91,11 @@ class HostBlock:
 
     def copy_of(self, index: int) -> Tensor:
         """Returns a copy of a weight's present bytes, flat ``uint8``."""
-        return bytes_of(self.memory.seen, self.planned.spans[index]).clone()
+        return self.present(index).clone()
+
+    def present(self, index: int) -> Tensor:
+        """Returns a weight's present bytes, flat ``uint8``."""
+        return bytes_of(self.memory.seen, self.planned.spans[index])
 
     def write(self, index: int, value: Tensor) -> bool:
         """Takes over the value of a weight that may have been written on the device.
@@ -125,7 +129,7 @@ class HostBlock:
                 # Bytes are compared and not values, because a NaN is not equal to itself and -0.0 is equal to 0.0.
                 written = torch.empty(target.nbytes, dtype=torch.uint8)
                 view(written, self._alone[index]).copy_(value)
-                if torch.equal(written, bytes_of(self.memory.seen, self.planned.spans[index])):
+                if torch.equal(written, self.present(index)):
                     return False
                 self._device.access(self.memory.seen, None, write=True)
             with (

@@ -1,6 +1,7 @@
-"""Weights in the files that a user has them in: which are nowhere else, and how they are read. Nothing is written.
+"""Weights in the files that a user has them in: which are nowhere else, how they are read, and a layer that has some there.
 
-A weight is nowhere but in a file if its memory is a mapping of the file, and nobody has written it.
+A weight is nowhere but in a file if its memory is a private mapping of the file, and no page of it was written. Nothing is
+written to files.
 """
 
 from __future__ import annotations
@@ -15,12 +16,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
 
-from sp_lightning.device.layout import PAGE, whole_pages
+from sp_lightning.device.device import Device
+from sp_lightning.device.layout import PAGE, addresses, bytes_of, whole_pages
+from sp_lightning.device.modes import no_inference_mode
+from sp_lightning.model.found import Layer
+from sp_lightning.plan.plan import PlannedLayer
+from sp_lightning.store.block import HostBlock
+from sp_lightning.store.block_memory import Allocate, SparseMemory
 from sp_lightning.store.direct_file import PIECE, THREADS, DirectFile, Transfer, aligned_memory, in_pieces
+from sp_lightning.store.gradient_memory import Staging
+from sp_lightning.store.mapped_file import let_go
 
 _ENTRY = 8
 """Bytes that Linux says of one page in ``pagemap``."""
@@ -58,8 +70,7 @@ class Mappings:
         self.resident_bytes = 0
         self._begins: list[int] = []
         self._mappings: list[tuple[int, int, int, str]] = []
-        self._pages = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._pages)
+        _pages_in_memory(0, 0)  # not every process may ask
         for line in Path("/proc/self/maps").read_text().splitlines():
             fields = line.split(maxsplit=5)
             if len(fields) == 6 and fields[4] != "0" and fields[1].endswith("p"):
@@ -78,19 +89,25 @@ class Mappings:
             return None
         identity = identity_of(os.stat(path))
         # A file that was replaced since it was mapped has another node: these values are in no file any more.
-        if identity[0] != node or not self._unwritten(address, tensor.nbytes):
+        if identity[0] != node or (pages := _pages_in_memory(address, tensor.nbytes)) is None:
             return None
+        self.resident_bytes += PAGE * pages
         return FilePlace(path, offset + address - self._begins[index], identity)
 
-    def _unwritten(self, address: int, nbytes: int) -> bool:
-        first = address // PAGE
-        count = whole_pages(address + nbytes - first * PAGE) // PAGE
-        pages = torch.frombuffer(bytearray(os.pread(self._pages, count * _ENTRY, first * _ENTRY)), dtype=torch.int64)
-        present = pages < 0
-        if ((present | (pages & _SWAPPED != 0)) & (pages & _OF_FILE == 0)).any():
-            return False
-        self.resident_bytes += PAGE * int(present.sum())
-        return len(pages) == count
+
+def _pages_in_memory(address: int, nbytes: int) -> int | None:
+    """How many pages of a private mapping are in memory; None if one of them was written, so that it is no longer the file's."""
+    first = address // PAGE
+    count = whole_pages(address + nbytes - first * PAGE) // PAGE
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        entries = os.pread(pagemap.fileno(), count * _ENTRY, first * _ENTRY)
+    if len(entries) != count * _ENTRY:  # nothing is known of some
+        return None
+    pages = torch.frombuffer(bytearray(entries), dtype=torch.int64)
+    present = pages < 0
+    if ((present | (pages & _SWAPPED != 0)) & (pages & _OF_FILE == 0)).any():
+        return None
+    return int(present.sum())
 
 
 def identity_of(status: os.stat_result) -> tuple[int, int, int]:
@@ -171,3 +188,98 @@ class _WeightFile(DirectFile):
                 "This file of weights was changed while a run reads it. Run again, and write a new file beside it instead",
                 self.path,
             )
+
+
+# ---------------------------------------------------------------------- the block of a layer
+
+
+class FileBlock(HostBlock):
+    """A block with memory for some weights and for casts. The others stay in the user's memory, which is mapped from files.
+
+    User code finds ordinary parameters there: what it reads comes by itself, and a page that it writes is a private one from
+    then on. A fetch reads files past the page cache, and copies from memory what was written.
+
+    Args:
+        layer, planned, device, staging, pin: as for a :class:`~sp_lightning.store.block.HostBlock`.
+        allocate: is not asked.
+        reader: reads files, which it has open.
+        places: where each parameter is; None for those that come to memory.
+
+    Attributes:
+        in_file: indices of the parameters whose values are those of the file.
+        pin: whether memory that fetches read is page-locked.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        planned: PlannedLayer,
+        device: Device,
+        staging: Staging,
+        allocate: Allocate,
+        *,
+        reader: WeightReader,
+        places: Sequence[FilePlace | None],
+        pin: bool,
+    ) -> None:
+        self._places = {index: place for index, place in enumerate(places) if place is not None}
+        # Kept: graphs may ask for values that a user has replaced, and an address says nothing of memory that is gone.
+        with no_inference_mode(), torch.DisableTorchFunctionSubclass():
+            self._mapped = {index: layer.parameters[index][1].data for index in self._places}
+        self.in_file = set(self._places)
+        self.pin = pin
+        self._reader = reader
+        super().__init__(layer, planned, device, staging, lambda nbytes, _: SparseMemory(nbytes), pin=pin)
+        for index, place in self._places.items():
+            parameter = self.parameters[index]
+            _left_in_files[parameter] = place, parameter.data_ptr(), StorageWeakRef(parameter.untyped_storage())
+            let_go(parameter.data_ptr(), parameter.nbytes)
+
+    def _take(self, index: int, into: Tensor | None) -> None:
+        mapped = self._mapped.get(index)
+        if mapped is None or addresses([self.parameters[index]]) != [mapped.data_ptr()]:
+            super()._take(index, into)
+            self._mapped.pop(index, None)
+            self.in_file.discard(index)
+
+    def present(self, index: int) -> Tensor:
+        if index not in self._mapped:
+            return super().present(index)
+        with no_inference_mode():
+            return self._mapped[index].reshape(-1).view(torch.uint8)
+
+    def read(self, memory: Tensor) -> Transfer:
+        """Begins to read what is in files to memory of the block's size, each weight to its place."""
+        indices = sorted(self.in_file)
+        targets = [bytes_of(memory, self.planned.spans[index]) for index in indices]
+        return self._reader.read([self._places[index] for index in indices], targets)
+
+    def complete(self, memory: Tensor) -> None:
+        """Copies what is not in files, or not any more, to such memory, which has been read to."""
+        # User code may have written the mapping since the read began: torch counts no write of numpy's, the system does.
+        for index in self.in_file - self.apart:
+            if _pages_in_memory(self.addresses[index], self.planned.spans[index].nbytes) is None:
+                self.in_file.discard(index)
+        for index, span in enumerate(self.planned.spans):
+            if index not in self.in_file:
+                bytes_of(memory, span).copy_(self.present(index))
+        for span in self.planned.casts:
+            bytes_of(memory, span).copy_(bytes_of(self.weights, span))
+
+
+_left_in_files: Any = WeakIdKeyDictionary()
+"""The places of parameters that runs have left in files, their addresses and their memory."""
+
+
+def place_of(tensor: Tensor) -> FilePlace | None:
+    """The place of a parameter that a run has left in its file, and that has the file's values still."""
+    if (left := _left_in_files.get(tensor)) is None:
+        return None
+    place, address, memory = left
+    with torch.DisableTorchFunctionSubclass():
+        # Other memory may have the address of memory that is gone; and the same memory may be seen in another order.
+        same = (
+            not memory.expired() and memory == StorageWeakRef(tensor.untyped_storage()) and tensor.data_ptr() == address
+        )
+        unchanged = same and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        return place if unchanged and _pages_in_memory(address, tensor.nbytes) is not None else None

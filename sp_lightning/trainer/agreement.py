@@ -1,16 +1,21 @@
-"""What must be the same on all ranks, compared before work begins. Otherwise they would wait for each other, or part.
+"""What must be the same on all ranks, compared before work begins, and how many processes there are and where.
 
 Buffers differ, and the primary's count, as under DistributedDataParallel.
 """
 
 from __future__ import annotations
 
+import os
+import socket
+import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 
 from sp_lightning.device.ranks import Ranks
@@ -146,3 +151,91 @@ class Buffers:
             self.send()
         # In manual optimization Lightning's ddp has them sent once: its forward ends without a backward that sums.
         self._due = self._training and torch.is_grad_enabled() and self._module.automatic_optimization
+
+
+# ---------------------------------------------------------------------- processes: as many as the trainer says, each in its place
+
+
+def refuse_processes_alone(strategy: Any) -> None:
+    """Refuses one device where torchrun, say, has started several processes: each would train by itself.
+
+    Raises:
+        ValueError: it has.
+    """
+    environment = strategy.cluster_environment
+    if environment is None or not environment.creates_processes_externally:
+        return
+    if strategy.num_nodes * len(strategy.parallel_devices) > 1:
+        return
+    try:
+        number = environment.world_size()
+    except Exception:  # SLURM's needs SLURM_NTASKS, say. Plain Lightning does not ask it on one device
+        return
+    if number > 1:
+        raise ValueError(
+            f"{number} processes were started ({type(environment).__name__} has found them), but Trainer(devices=1) was made "
+            f"in each: each would train by itself. Pass Trainer(devices={number}) if all of them are on one node, num_nodes= and "
+            "the devices of each node if they are on several, or start one process."
+        )
+
+
+def refuse_other_places(strategy: Any) -> None:
+    """Refuses processes that are not numbered node by node, or are not as many as the trainer was told. Collective.
+
+    Raises:
+        ValueError: they are not.
+    """
+    nodes, devices = strategy.num_nodes, len(strategy.parallel_devices)
+    expected = [(node, local) for node in range(nodes) for local in range(devices)]
+    found: list[Any] = [None] * dist.get_world_size()
+    if nodes > 1:
+        group: Any = dist.new_group(backend="gloo")
+        try:
+            dist.all_gather_object(found, (strategy.node_rank, strategy.local_rank), group=group)
+        finally:
+            dist.destroy_process_group(group)
+    if len(found) != len(expected) or (nodes > 1 and found != expected):
+        places = "; ".join(
+            f"rank {rank} is number {each[1]} on node {each[0]}" for rank, each in enumerate(found) if each
+        )
+        launch = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+        raise ValueError(
+            f"The trainer needs {len(expected)} processes, {devices} on each node, numbered node by node, and {len(found)} were "
+            f"started: {places or 'on one node'}. Start them by torchrun {launch} --nproc-per-node {devices} on each node, or "
+            f"under SLURM with --ntasks-per-node={devices} --distribution=block."
+        )
+
+
+# ---------------------------------------------------------------------- the interface by which other nodes are reached
+
+VARIABLE = "GLOO_SOCKET_IFNAME"
+_ADDRESS_OF = 0x8915  # SIOCGIFADDR of Linux
+
+
+def choose_interface(address: str) -> None:
+    """Has gloo take the interface that leads to an address, unless the user has named one.
+
+    On many systems a machine's own name stands for 127.0.1.1 (``/etc/hosts``), where no other node finds it.
+
+    Args:
+        address: where the processes meet: an address or a name of the first node.
+    """
+    if VARIABLE not in os.environ and (name := interface_to(address)) is not None:
+        os.environ[VARIABLE] = name
+
+
+def interface_to(address: str) -> str | None:
+    """The name of the interface that leads to an address (IPv4); None if it is not known, or leads to this machine alone."""
+    with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        import fcntl  # Windows has none, nor several devices
+
+        probe.connect((address, 9))  # of a datagram's socket this sends nothing
+        mine = probe.getsockname()[0]
+        if mine.startswith("127."):
+            return None
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no such address
+                found = fcntl.ioctl(probe, _ADDRESS_OF, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == mine:
+                    return name
+    return None

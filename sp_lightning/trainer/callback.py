@@ -16,7 +16,7 @@ from sp_lightning.device.timeline import Interval, Timeline, chrome_trace
 from sp_lightning.observe.messages import say_once
 from sp_lightning.observe.plot import draw_timeline, supported_formats
 from sp_lightning.observe.stats import Stats, bottleneck, counters_line
-from sp_lightning.trainer.compat import accumulates, attach_callback, logged_step
+from sp_lightning.trainer.compat import accumulates, logged_step
 from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
 
 if TYPE_CHECKING:
@@ -65,14 +65,18 @@ class SuperpipelineCallback(Callback):
         self._progress_bar = progress_bar
         self._metrics = metrics
         self._verbose = verbose
-        self._recording = Recording(timeline, plot, every_n_steps)
-        self._running = False
+        self._timeline = _checked_file("timeline", timeline)
+        self._plot = _checked_file("plot", plot)
+        if self._plot is not None and self._plot.suffix[1:] not in (formats := supported_formats()):
+            raise ValueError(f"plot={str(plot)!r} must end in one of {sorted(formats)}. For example plot='run.png'.")
+        self._batches: dict[int, list[Interval]] = {}  # the intervals of each batch that was recorded, by its number
+        self._running = self._records = False
         self._start = self._last_time = 0.0
         self._last_stats: Stats | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what belongs to a run."""
-        return {**vars(self), "_strategy": None}
+        return {**vars(self), "_strategy": None, "_intervals": None}
 
     # ------------------------------------------------------------------ a run begins
 
@@ -86,7 +90,14 @@ class SuperpipelineCallback(Callback):
         if self._verbose and trainer.is_global_zero and self._level is None:
             self._level = self._strategy.log.level
             self._strategy.log.setLevel(logging.DEBUG)
-        self._recording.reset(training=stage == "fit" and trainer.is_global_zero)
+        self._records = stage == "fit" and trainer.is_global_zero
+        for file in self._files:  # they are tried before any work is done
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.open("ab").close()
+        self._seen = 0
+        self._recorded: int | None = None  # the batch that is being recorded
+        self._intervals: Timeline | None = None
+        self._batches.clear()
         self._running = False
         self._last_stats = None
 
@@ -95,13 +106,12 @@ class SuperpipelineCallback(Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin()
-        self._recording.stop(self._strategy)  # validation is no part of the batch before it
+        self._stop_recording()  # validation is no part of the batch before it
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin()
 
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin()
+    on_predict_start = on_test_start
 
     def _begin(self, *, training: bool = False) -> None:
         if self._running:
@@ -117,7 +127,17 @@ class SuperpipelineCallback(Callback):
     # ------------------------------------------------------------------ training batches
 
     def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        self._recording.batch_starts(self._strategy)
+        if not self._files:
+            return
+        self._stop_recording()
+        self._seen += 1
+        # The first batch of all is not recorded: kernels and caches are made in it.
+        if self._seen > 1 and (self._seen - 2) % self._every == 0:
+            device = self._strategy.computing_device
+            assert device is not None
+            self._recorded = self._seen - 1
+            self._intervals = self._intervals or device.make_timeline()
+            device.timelines.append(self._intervals)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -155,7 +175,7 @@ class SuperpipelineCallback(Callback):
     # ------------------------------------------------------------------ a run ends
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._recording.write(self._strategy)
+        self._write_recording()
         self._end()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -165,8 +185,7 @@ class SuperpipelineCallback(Callback):
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._end()
 
-    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end()
+    on_predict_end = on_test_end
 
     def _end(self) -> None:
         stats, plan, log = self._strategy.stats(), self._strategy.plan, self._strategy.log
@@ -179,157 +198,74 @@ class SuperpipelineCallback(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._running:
-            self._recording.write(self._strategy)
+            self._write_recording()
         self._restore_level()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._restore_level()
-        self._recording.close()
+        self._intervals = None
+        for file in self._files:
+            if file.is_file() and not file.stat().st_size:  # nothing was written to it
+                file.unlink()
 
     def _restore_level(self) -> None:
         if self._level is not None:
             self._strategy.log.setLevel(self._level)
             self._level = None
 
-
-WRITE_NO_WEIGHTS.add(SuperpipelineCallback)
-
-
-def attach(trainer: Any, kind: type[SuperpipelineCallback]) -> SuperpipelineCallback | None:
-    """Gives a trainer the callback that it lacks. Returns it; None if the user has given the trainer one."""
-    if any(isinstance(callback, SuperpipelineCallback) for callback in trainer.callbacks):
-        return None
-    callback = kind()
-    attach_callback(trainer, callback)
-    return callback
-
-
-def detach(trainer: Any, attached: SuperpipelineCallback | None) -> None:
-    """Leaves a trainer with the callbacks of its user, however the run has ended."""
-    if trainer is not None and attached is not None:
-        trainer.callbacks = [callback for callback in trainer.callbacks if callback is not attached]
-
-
-# ---------------------------------------------------------------------- timelines
-
-
-class Recording:
-    """Records every so many training batches of a run, and writes them when the run ends; of several ranks rank 0 does.
-
-    Args:
-        timeline: file for a Chrome trace of all batches that were recorded; None for none.
-        plot: file for a picture of the last one; None for none.
-        every: how many training batches pass from one that is recorded to the next. The first of all is not recorded:
-            kernels and caches are made in it.
-
-    Raises:
-        ValueError: a file's name is that of a folder, or does not end as a picture's does.
-        ImportError: pictures need matplotlib.
-
-    Attributes:
-        batches: the intervals of each batch that was recorded, by the batch's number.
-    """
-
-    def __init__(self, timeline: str | Path | None, plot: str | Path | None, every: int) -> None:
-        self._timeline = _checked_file("timeline", timeline)
-        self._plot = _checked_file("plot", plot)
-        self._every = every
-        self._records = False
-        self._seen = 0
-        self._running: int | None = None  # the batch that is being recorded
-        self._intervals: Timeline | None = None
-        self.batches: dict[int, list[Interval]] = {}
-        if self._plot is not None:
-            formats = supported_formats()
-            if self._plot.suffix[1:] not in formats:
-                raise ValueError(
-                    f"plot={str(plot)!r} must end in one of {sorted(formats)}. For example plot='run.png'."
-                )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the device's events."""
-        return {**vars(self), "_intervals": None}
+    # ------------------------------------------------------------------ a timeline
 
     @property
     def _files(self) -> list[Path]:
-        return [file for file in (self._timeline, self._plot) if file is not None]
+        """Those that this rank writes in this run."""
+        return [file for file in (self._timeline, self._plot) if file is not None and self._records]
 
-    def reset(self, *, training: bool) -> None:
-        """A run begins.
-
-        Args:
-            training: whether there will be batches to record, by this rank. The files are tried before any work is done.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
-        self._records = training
-        for file in self._files if training else ():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.open("ab").close()
-        self._seen = 0
-        self._running = self._intervals = None
-        self.batches.clear()
-
-    def batch_starts(self, partner: StreamingStrategy) -> None:
-        """A training batch begins."""
-        if not (self._files and self._records):
-            return
-        self.stop(partner)
-        self._seen += 1
-        if self._seen > 1 and (self._seen - 2) % self._every == 0:
-            self._running = self._seen - 1
-            self._intervals = self._intervals or partner.make_timeline()
-            partner.record(self._intervals, on=True)
-
-    def stop(self, partner: StreamingStrategy) -> None:
+    def _stop_recording(self) -> None:
         """What follows belongs to no batch, or to the next one."""
         if self._intervals is None:
             return
-        partner.record(self._intervals, on=False)
-        if self._running is not None:
+        device = self._strategy.computing_device  # another one, where the engine was built anew meanwhile
+        if device is not None and self._intervals in device.timelines:
+            device.timelines.remove(self._intervals)
+        if self._recorded is not None:
             if self._timeline is None:  # the picture shows the last batch only
-                self.batches.clear()
-            self.batches.setdefault(self._running, [])
-            self._running = None
-        if self.batches:
+                self._batches.clear()
+            self._batches.setdefault(self._recorded, [])
+            self._recorded = None
+        if self._batches:
             # An interval that had not ended at the last stop belongs to the batch that was recorded last.
-            self.batches[max(self.batches)] += self._intervals.take()
+            self._batches[max(self._batches)] += self._intervals.take()
 
-    def write(self, partner: StreamingStrategy) -> None:
+    def _write_recording(self) -> None:
         """Writes the files. Checkpoints, and the error that ended a run, must not be lost because a disk is full."""
-        self.stop(partner)
+        self._stop_recording()
         try:
-            if self.batches:
-                self._write_files(partner)
+            if self._batches:
+                self._write_files()
         except Exception:
-            partner.log.exception("Superpipeline: the timeline could not be written.")
+            self._strategy.log.exception("Superpipeline: the timeline could not be written.")
 
-    def _write_files(self, partner: StreamingStrategy) -> None:
-        plan = partner.plan
+    def _write_files(self) -> None:
+        plan = self._strategy.plan
         masters = (f"{layer.name}, float32" for layer in plan.masters)
         rows = [*(layer.name for layer in plan.layers), *masters, *(table.name for table in plan.tables)]
         if self._timeline is not None:
             process = None if plan.alone else f"rank 0 of {plan.ranks * plan.nodes}"
-            self._timeline.write_text(json.dumps(chrome_trace(self.batches, rows, process)))
-            partner.log.info(
+            self._timeline.write_text(json.dumps(chrome_trace(self._batches, rows, process)))
+            self._strategy.log.info(
                 "Superpipeline: %d batches are in %s; open it in https://ui.perfetto.dev.",
-                len(self.batches),
+                len(self._batches),
                 self._timeline,
             )
         if self._plot is not None:
-            last = max(self.batches)
+            last = max(self._batches)
             title = f"Training batch {last}, k = {plan.k}, k' = {plan.k_prime}"
             title += f", rank 0 of {plan.ranks * plan.nodes}" * (not plan.alone)
-            draw_timeline(self.batches[last], rows, self._plot, title)
-        self.batches.clear()
+            draw_timeline(self._batches[last], rows, self._plot, title)
+        self._batches.clear()
 
-    def close(self) -> None:
-        """The run is over: files that nothing was written to go."""
-        self._intervals = None
-        for file in self._files if self._records else ():
-            if file.is_file() and not file.stat().st_size:
-                file.unlink()
+
+WRITE_NO_WEIGHTS.add(SuperpipelineCallback)
 
 
 def _checked_file(option: str, path: str | Path | None) -> Path | None:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sp_lightning.device.shared_memory import was_written
-from sp_lightning.trainer.folder_reader import INDEX, MARK, Keys, Stored, is_folder
+from sp_lightning.trainer.folder_reader import INDEX, MARK, Keys, StoredTensor, is_folder
 from sp_lightning.trainer.part_files import aside, beside, cause_of, create_part, sync_folder
 
 LEAST = 2**16
@@ -190,7 +190,7 @@ def _finish(content: _Content, metadata: Any, place: Path, folder: Path) -> None
         )
         raise OSError(errno.EIO, f"{what}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}")
     tensors = [
-        tuple(Stored(paths, stored[name].relative_path, stored[name].offset, stored[name].length))
+        tuple(StoredTensor(paths, stored[name].relative_path, stored[name].offset, stored[name].length))
         for name, paths in content.paths.items()
     ]
     with (place / INDEX).open("xb") as stream:

@@ -30,7 +30,6 @@ from sp_lightning.plan.ledger import Ledger, has_known_state, make_ledger, state
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.state_placement import WINDOW, StatePlacement, choose_in_files, choose_on_disk, place_state
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.store.file_block import home_of
 from sp_lightning.store.host_ring import StagingRing
 from sp_lightning.store.mapped_file import is_on_disk, supported
 from sp_lightning.store.scratch import ScratchFile, file_system, refuse_full
@@ -340,8 +339,6 @@ def _in_files(found: Found, plan: Plan, *, training: bool) -> InFiles:
     mappings, files = Mappings(), InFiles()
 
     def place(parameter: nn.Parameter) -> FilePlace | None:
-        if (home := home_of(parameter)) is not None:  # an earlier run has left it there
-            return home.place
         ordinary = type(parameter) is nn.Parameter and parameter.is_contiguous()
         return mappings.place(parameter) if ordinary else None
 

@@ -27,7 +27,7 @@ MARK = "sp_lightning checkpoint"
 Keys = tuple[str | int, ...]
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """Where a tensor is in a folder.
 
     Attributes:
@@ -71,7 +71,7 @@ def _read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
     without_values = FakeTensorMode()
     files: dict[str, tuple[BinaryIO, mmap.mmap]] = {}
     with ExitStack() as stack:
-        for paths, name, offset, nbytes in (Stored(*each) for each in index["tensors"]):
+        for paths, name, offset, nbytes in (StoredTensor(*each) for each in index["tensors"]):
             size = (folder / name).stat().st_size if (folder / name).is_file() else -1
             if offset + nbytes > size:
                 why = (

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sp_lightning.model.wrapped import parts
-from sp_lightning.store.file_block import home_of
 from sp_lightning.trainer.checkpoint_io import BESIDE_AVERAGES
 from sp_lightning.weights.writes import digest
 
@@ -145,8 +144,6 @@ def _cast(parameter: Tensor, dtype: str) -> Tensor:
 
 def _is_itself(value: Any, parameter: Tensor) -> bool:
     """Whether a state dictionary holds the parameter as it is, and not another form of it."""
-    if (home := home_of(parameter)) is not None:
-        return home_of(value) is home
     if not isinstance(value, Tensor) or type(value) is not type(parameter.detach()):
         return False
     pairs = zip(parts("", value), parts("", parameter), strict=True)

@@ -97,7 +97,6 @@ class GivenValues:
         """Gives values from the file; what is in ``written`` does not stay there."""
         file = open_weights(path)
         prefix = _find_prefix(module, found, file, path)
-        _refuse_shapes(module, file, prefix, path)
         _check_room(written if self._stay else found)
         for each in found:
             name = next((name for name in each.names if _strip(name, prefix) in file.shapes), None)
@@ -130,49 +129,34 @@ def _find_prefix(module: nn.Module, found: list[WithoutValues], file: WeightFile
     """What a file's names lack to be the module's: the name of the sub-module whose file it is, with a dot.
 
     Raises:
-        ValueError: no prefix fits all names.
+        ValueError: no prefix fits all names and shapes.
     """
-    named = dict(named_tensors(module))
-    needed = [each for each in found if isinstance(each.tensor, nn.Parameter)]
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(module)}
+    needed = [each.names for each in found if isinstance(each.tensor, nn.Parameter)]
     prefixes = ["", *(f"{name}." for name, _ in module.named_modules(remove_duplicate=False) if name)]
-    first = next((name for name in file.shapes if any(prefix + name in named for prefix in prefixes)), "")
-    candidates = [prefix for prefix in prefixes if prefix + first in named] or [""]
+    first = next((name for name in file.shapes if any(prefix + name in shapes for prefix in prefixes)), "")
 
     def misfits(prefix: str) -> tuple[list[str], list[str]]:
-        missing = [
-            each.names[0] for each in needed if not any(_strip(name, prefix) in file.shapes for name in each.names)
-        ]
-        return missing, [name for name in file.shapes if prefix + name not in named]
+        more = [name for name, shape in file.shapes.items() if shapes.get(prefix + name) != shape]
+        fits = {prefix + name for name in file.shapes.keys() - more}
+        return [names[0] for names in needed if fits.isdisjoint(names)], more
 
+    candidates = [prefix for prefix in prefixes if prefix + first in shapes] or [""]
     best = min(candidates, key=lambda prefix: sum(map(len, misfits(prefix))))
     missing, unexpected = misfits(best)
     if missing or unexpected:
-        lacks = _listed([(name, str(named[name].dtype), tuple(named[name].shape)) for name in missing])
-        more = _listed([(name, file.dtypes[name], file.shapes[name]) for name in unexpected])
         raise ValueError(
             f"weights={str(path)!r} does not fit {type(module).__name__}"
             + (f", or its {best[:-1]!r}" if best else "")
-            + (f". It lacks {lacks}" if missing else "")
-            + (f". The module has no {more}" if unexpected else "")
-            + ". A file has to be that of the module, or of one sub-module; build what it lacks on the CPU. transformers "
-            "saves some models under older names than the module has: save_pretrained(folder, save_original_format=False) "
-            "leaves the names as they are."
+            + (f". It lacks {_listed(missing, shapes)}" if missing else "")
+            + (f". The module has no {_listed(unexpected, file.shapes)}" if unexpected else "")
+            + ". A file has to be that of the module, or of one sub-module, in names and sizes; build what it lacks on the CPU. "
+            "transformers saves some models under older names than the module has: save_pretrained(folder, "
+            "save_original_format=False) leaves the names as they are."
         )
     return best
 
 
-def _listed(weights: list[tuple[str, str, tuple[int, ...]]]) -> str:
-    shown = ", ".join(
-        f"{name!r} ({dtype.removeprefix('torch.')} of shape {shape})" for name, dtype, shape in weights[:3]
-    )
-    return shown + (f" and {len(weights) - 3} more" if len(weights) > 3 else "")
-
-
-def _refuse_shapes(module: nn.Module, file: WeightFile, prefix: str, path: Path) -> None:
-    for name, tensor in named_tensors(module):
-        shape = file.shapes.get(_strip(name, prefix))
-        if shape is not None and shape != tuple(tensor.shape):
-            raise ValueError(
-                f"weights={str(path)!r}: {_strip(name, prefix)!r} has shape {shape}, and {name!r} of {type(module).__name__} "
-                f"has shape {tuple(tensor.shape)}. Build the module with the sizes of the file."
-            )
+def _listed(names: list[str], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    shown = ", ".join(f"{name!r} of shape {shapes[name]}" for name in names[:3])
+    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")

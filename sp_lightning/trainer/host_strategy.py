@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from sp_lightning.device.ranks import Ranks
+from sp_lightning.trainer.agreement import choose_interface, refuse_other_places, refuse_processes_alone
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO, load
 from sp_lightning.trainer.compat import (
     given_checkpoint_io,
@@ -25,13 +26,6 @@ from sp_lightning.trainer.compat import (
     wraps_another,
 )
 from sp_lightning.trainer.options import prepare_precision
-from sp_lightning.trainer.processes import (
-    choose_interface,
-    never_came,
-    not_reached,
-    refuse_other_places,
-    refuse_processes_alone,
-)
 
 if TYPE_CHECKING:
     _Base = SingleDeviceStrategy
@@ -182,32 +176,19 @@ class HostStrategy(_Base):
         with self._together("Lightning's gathering of a tensor", group):
             return super().all_gather(tensor, group, *args, **kwargs)
 
-    @contextmanager
-    def _together(self, what: str, group: Any = None) -> Generator[None, None, None]:
+    def _together(self, what: str, group: Any = None) -> AbstractContextManager[None]:
         """Around what all processes do together: it begins once all of them have come to it."""
-        if self._ranks is not None and not self._ranks.failure and group in (None, dist.group.WORLD):
-            self._ranks.meet_everybody(what)
-        try:
-            yield
-        except RuntimeError as error:
-            if self._ranks is None:
-                raise
-            raise self._ranks.lost(what) from error
+        ranks = self._ranks
+        if ranks is None or ranks.failure or group not in (None, dist.group.WORLD):
+            return nullcontext()
+        return ranks.together(what, ranks.meet_everybody)
 
     def setup_environment(self) -> None:
         """The processes are connected before anything of the user's can fail in one of them."""
         refuse_processes_alone(self)
         if self._nodes > 1:
             choose_interface(self.cluster_environment.main_address)
-        try:
-            super().setup_environment()
-        except dist.DistStoreError as error:
-            raise RuntimeError(never_came(self, error)) from error
-        except RuntimeError as error:
-            said = not_reached(self, error)
-            if said is None:
-                raise
-            raise RuntimeError(said) from error
+        super().setup_environment()
         ranks = self.ranks
         if ranks is not None and self.lightning_module is not None:
             ranks.run_begins()

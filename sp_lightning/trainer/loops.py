@@ -1,79 +1,214 @@
-"""What the engine does while Lightning's loops go on: before, in and after each batch."""
+"""What Lightning's loops call while a run lasts, and what a user can ask about it."""
 
 from __future__ import annotations
 
-import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from sp_lightning.device.device import Device
+from sp_lightning.engine.streamer import Streamer
+from sp_lightning.observe.stats import Stats
+from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.ledger import Ledger
-from sp_lightning.trainer.agreement import Buffers, compare_optimizers, compare_weights
+from sp_lightning.plan.plan import Plan
+from sp_lightning.trainer.agreement import Buffers, compare_batches, compare_models, compare_optimizers, compare_weights
 from sp_lightning.trainer.compat import skips_backward
-from sp_lightning.trainer.optimizer_steps import Closure, OptimizerSteps
-from sp_lightning.trainer.options import Options
-from sp_lightning.trainer.run import Run
+from sp_lightning.trainer.host_strategy import HostStrategy
+from sp_lightning.trainer.optimizer_steps import OptimizerSteps
+from sp_lightning.trainer.options import Options, autocast_dtype, refuse_on_ranks
+from sp_lightning.trainer.run import Results, Run
 from sp_lightning.trainer.user_hooks import UserHooks
 
 
-class Loops:
-    """The loops of one run: training with its validation, or a validation, test or prediction loop alone.
+class LoopStrategy(HostStrategy):
+    """A strategy that has an engine while a run lasts: training with its validation, or another loop alone.
 
     Args:
-        run: its engine computes.
-        module: whose steps they are; it has a trainer.
-        options: the user's.
-        log: where a user's messages go.
+        options: the user's. The other arguments are handed on.
     """
 
-    def __init__(self, run: Run, module: pl.LightningModule, options: Options, log: logging.Logger) -> None:
-        self._run = run
-        self._module = module
-        self._hooks = UserHooks(module, check_writes=options.check_writes)
-        self._steps = OptimizerSteps(run, self._hooks, options, log)
-        self._begun = False
-        self._buffers = None if run.ranks is None else Buffers(run.ranks, module, module.trainer.state.fn)
+    _hooks: UserHooks  # of the run that lasts
+    _loop_begun: bool
 
-    def close(self) -> None:
-        """Leaves the optimizers as they were. The run is closed already."""
-        self._steps.close()
+    def __init__(self, options: Options, *args: Any) -> None:
+        self._options = options
+        self._run: Run | None = None  # the one that lasts, or the last one
+        self._steps: OptimizerSteps | None = None  # while a run lasts
+        self._buffers: Buffers | None = None
+        self._ledger: Ledger | None = None
+        self._remarks: list[str] = []
+        super().__init__(*args)
 
     @property
-    def ledger(self) -> Ledger | None:
-        """Host memory and traffic of training as they are now; None outside training."""
-        return self._steps.ledger
+    def _streamer(self) -> Streamer | None:
+        return None if self._run is None else self._run.streamer
 
-    def remarks(self) -> list[str]:
-        """What a user should know of this run beside the plan, in sentences."""
-        return [*self._run.remarks(), *self._steps.remarks()]
+    # ------------------------------------------------------------------ a run begins and ends
 
-    # ------------------------------------------------------------------ loops begin and end
+    def model_to_device(self) -> None:
+        """Begins a run: the host store takes the parameters in; only what is no parameter goes to the device."""
+        module, options = self.lightning_module, self._options
+        assert module is not None
+        self._close()
+        autocast = autocast_dtype(self.precision_plugin)
+        if self.ranks is not None:
+            refuse_on_ranks(module, options, self.precision_plugin)
+            compare_models(self.ranks, module, options)
+        loop = module.trainer.state.fn
+        trains = loop == TrainerFn.FITTING
+        self._run = Run(module, options, self.root_device, autocast, self.ranks, self.log, trains)
+        self._hooks = UserHooks(module, check_writes=options.check_writes)
+        self._steps = OptimizerSteps(self._run, self._hooks, options, self.log)
+        self._buffers = None if self.ranks is None else Buffers(self.ranks, module, loop)
+        self._loop_begun = False
 
-    def fuse_optimizers(self) -> None:
-        """There are optimizers now: they run fused if they can and are to."""
-        self._steps.fuse(self._module.trainer.optimizers)
-
-    def fitting_begins(self) -> None:
+    def _fitting_begins(self) -> None:
         """Set-up for training is over but for loading a checkpoint.
 
         Raises:
             ValueError: ``optimizer_overlap`` has a mode that is not possible, or ranks have different optimizers.
             RuntimeError: the host has no room for gradients and optimizer state.
         """
-        if self._run.ranks is not None:
-            compare_optimizers(self._run.ranks, self._module.trainer.optimizers)
-        self._steps.arrange(self._module.trainer)
-        ledger = self._steps.ledger
-        assert ledger is not None
-        needed = {"for gradients": ledger.gradients, "for the optimizer's state": self._steps.place_state()}
-        self._run.reserve_host_memory(needed)
+        assert self._run is not None
+        assert self._steps is not None
+        assert self.lightning_module is not None
+        if self.ranks is not None:
+            compare_optimizers(self.ranks, self.optimizers)
+        self._steps.arrange(self.lightning_module.trainer)
+        state = self._steps.place_state()
+        self._run.reserve_host_memory({"for gradients": self.ledger.gradients, "for the optimizer's state": state})
 
-    def compare_nodes(self, when: str, *, state: bool = False) -> None:
-        """With several nodes, compares their weights. Collective.
+    def _close(self) -> None:
+        """Ends the run, if there is one. What a user reads stays."""
+        if self._run is not None and self._steps is not None:
+            self._ledger = self._steps.ledger or self._ledger  # with the state that optimizers have come to
+            self._remarks = self.remarks() if self._run.streamer is not None else []
+            self._run.close()
+            self._steps.close()
+            self._steps = self._buffers = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out what belongs to a run, which may be under way."""
+        return {**super().__getstate__(), "_steps": None, "_buffers": None}
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.note_failure(exception)
+        if self._run is not None:
+            self._run.abort()
+        super().on_exception(exception)
+
+    # ------------------------------------------------------------------ what a user reads
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided, from set-up on.
+
+        Raises:
+            RuntimeError: before set-up.
+        """
+        return self._results("plan").plan
+
+    @property
+    def activations(self) -> dict[str, Mode]:
+        """What happens to the activations of each layer, and of each part beside them, by name.
+
+        What ``"auto"`` has chosen is in it. It can be given as ``activations=`` to another strategy.
+
+        Raises:
+            RuntimeError: before set-up.
+        """
+        return self._results("activations").activations
+
+    @property
+    def ledger(self) -> Ledger:
+        """Host memory and traffic of training, from set-up for ``trainer.fit`` on.
+
+        Raises:
+            RuntimeError: before, and outside training.
+        """
+        if self._steps is not None:
+            self._ledger = self._steps.ledger or self._ledger
+        if self._ledger is None:
+            raise RuntimeError("There is no ledger: it is made in trainer.fit, which alone has optimizers.")
+        return self._ledger
+
+    def stats(self) -> Stats:
+        """Counters since the last set-up; they can be read after the run, too.
+
+        Raises:
+            RuntimeError: before set-up.
+        """
+        return self._results("counters").stats
+
+    def fetches(self) -> dict[str, int]:
+        """How often each layer was fetched since the last set-up, by name: which experts were, for example.
+
+        Raises:
+            RuntimeError: before set-up.
+        """
+        return self._results("counters").fetches
+
+    def _results(self, what: str) -> Results:
+        if self._run is None:
+            raise RuntimeError(
+                f"This strategy has no {what} yet: a run begins in trainer.fit (validate, test, predict)."
+            )
+        return self._run.results
+
+    def remarks(self) -> list[str]:
+        """What a user should know about this run beside the plan, in sentences."""
+        if self._run is None or self._steps is None:
+            return self._remarks
+        return [*self._run.remarks(), *self._steps.remarks()]
+
+    @property
+    def computing_device(self) -> Device | None:
+        """The device of the run that lasts, which notes what happens in its timelines."""
+        return None if self._streamer is None else self._streamer.device
+
+    # ------------------------------------------------------------------ loops
+
+    def on_train_start(self) -> None:
+        if self.ranks is not None and self.lightning_module is not None:
+            compare_batches(self.ranks, self.lightning_module.trainer)
+        self._loop_begins("train")
+
+    def on_train_end(self) -> None:
+        if self._run is not None:
+            self._run.finish_updates()
+            self._run.placement.leave()
+            self._compare_nodes("after training")
+
+    def on_validation_start(self) -> None:
+        self._loop_begins("validate")
+
+    def on_test_start(self) -> None:
+        self._loop_begins("test")
+
+    def on_predict_start(self) -> None:
+        self._loop_begins("predict")
+
+    def _loop_begins(self, phase: str) -> None:
+        """What ``on_fit_start`` and its like have changed counts from here on."""
+        if self._run is None or self._steps is None or self.lightning_module is None:
+            return
+        if not self._loop_begun:
+            self._loop_begun = True
+            self._compare_nodes("before the first batch")
+        self._hooks.loop_starts()
+        if self._run.ranks is not None:
+            self._run.ranks.board.place = f"the beginning of the loop {phase!r}"
+        if phase == "train":
+            self._steps.arrange(self.lightning_module.trainer)
+        if phase == "validate" and self._run.tuner is not None:
+            self._run.tuner.stop_timing()  # validation is no part of the training batch before it
+
+    def _compare_nodes(self, when: str, *, state: bool = False) -> None:
+        """With several nodes, compares their weights while a run lasts. Collective.
 
         Args:
             when: it is, in words.
@@ -82,100 +217,108 @@ class Loops:
         Raises:
             ValueError: they differ.
         """
-        ranks = self._run.ranks
-        if ranks is not None and ranks.nodes > 1:
-            with self._run.host_parameters():
-                compare_weights(ranks, self._module, when, self._module.trainer.optimizers if state else ())
-
-    def optimizers_loaded(self) -> None:
-        """The optimizers have the state of a checkpoint."""
-        self._steps.state_loaded()
-
-    def begin(self, phase: str) -> None:
-        """A loop begins. What ``on_fit_start`` and its like have changed counts."""
-        if not self._begun:
-            self._begun = True
-            self.compare_nodes("before the first batch")
-        self._hooks.loop_starts()
-        if self._run.ranks is not None:
-            self._run.ranks.board.place = f"the beginning of the loop {phase!r}"
-        if phase == "train":
-            self._steps.arrange(self._module.trainer)
-        if phase == "validate" and self._run.tuner is not None:
-            self._run.tuner.stop_timing()  # validation is no part of the training batch before it
+        if self._steps is None or self._run is None or self._run.ranks is None or self._run.ranks.nodes == 1:
+            return
+        assert self.lightning_module is not None
+        with self._run.host_parameters():
+            compare_weights(self._run.ranks, self.lightning_module, when, self.optimizers if state else ())
 
     # ------------------------------------------------------------------ batches
 
-    def training_batch_starts(self, batch: Any) -> None:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Callbacks and module have had their hooks: but for an optimizer's step around it, the training step is next."""
-        self._renew()
-        assert self._run.streamer is not None
-        if self._hooks.may_write_weights("train"):
-            self._run.streamer.invalidate()
-        self._tune("train", batch)
+        super().on_train_batch_start(batch, batch_idx)
+        if self._streamer is None:
+            return
+        streamer = self._batch_starts("train", batch)
         if not self._hooks.may_write_before_training_step():
-            self._run.streamer.prefetch_for("train", training=True)
+            streamer.prefetch_for("train", training=True)
 
-    def step(self, phase: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("train", super().training_step, *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("validate", super().validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("test", super().test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("predict", super().predict_step, *args, **kwargs)
+
+    def _step(self, phase: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs Lightning's step of a batch.
-
-        Args:
-            phase: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            step: Lightning's. The other arguments are handed to it.
 
         Raises:
             torch.OutOfMemoryError: the device has run out of memory. The window is smaller from now on, and the error says
                 which options take less.
         """
-        if phase != "train":  # the start of a training batch has seen to it
-            self._renew()
-            self._tune(phase, args)
+        run, streamer, module = self._run, self._streamer, self.lightning_module
+        if run is None or streamer is None or module is None:
+            self._refuse_partially_updated()
+            return step(*args, **kwargs)  # called by hand, outside of a run: the weights are whole, on the host
+        training = phase == "train"
+        if not training:  # the start of a training batch has seen to it
+            streamer = self._batch_starts(phase, args)
         if self._buffers is not None:
             self._buffers.step_begins()
-        training, streamer = phase == "train", self._run.streamer
+        manual, hooks = training and not module.automatic_optimization, self._hooks
+        with run.whole_after_failure(make_room=True):
+            streamer.begin(phase, training=training, manual=manual, quiet=not hooks.may_have_written(phase))
+            with streamer.saving():
+                output = step(*args, **kwargs)
+                if training and not manual and output is not None and not skips_backward(module.trainer):
+                    streamer.await_backward(seen=hooks.run_at("zero_grad"))
+                else:  # the batch may be the loop's last one: hooks between training batches run then
+                    follows = training or hooks.may_write_weights(phase) or hooks.may_write_weights("train")
+                    streamer.end(writes_follow=follows)
+                return output
+
+    def _refuse_partially_updated(self) -> None:
+        mixed = None if self._run is None else self._run.results.partially_updated
+        if mixed is not None:
+            if sys.exception() is not None:  # a checkpoint on exception: Lightning tears nothing down if that fails
+                self._close()
+            raise RuntimeError(
+                f"These weights are not those of any whole step and are not saved: {mixed}. Go on from the last checkpoint."
+            )
+
+    def _batch_starts(self, phase: str, batch: Any) -> Streamer:
+        """Brings the engine up to the module as it is now, and has k and k' chosen, if they are to be."""
+        assert self._run is not None
+        assert self._steps is not None
+        assert self.lightning_module is not None
+        if self._run.renew():
+            self._steps.rearrange()
+        streamer = self._run.streamer
         assert streamer is not None
-        manual = training and not self._module.automatic_optimization
-        quiet = not self._hooks.may_have_written(phase)
-        try:
-            with self._run.whole_after_failure():
-                streamer.begin(phase, training=training, manual=manual, quiet=quiet)
-                with streamer.saving():
-                    output = step(*args, **kwargs)
-                    if training and not manual and output is not None and not skips_backward(self._module.trainer):
-                        streamer.await_backward(seen=self._hooks.may_look_at_gradients_before_backward())
-                    else:
-                        streamer.end(writes_follow=training or self._hooks.may_write_after(phase))
-                    return output
-        except torch.OutOfMemoryError as error:
-            self._run.make_room(error)
-            raise
+        if phase == "train" and self._hooks.may_write_weights("train"):
+            streamer.invalidate()
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if self._run.tuner is not None and (phase == "train") == fitting:  # validation within training chooses nothing
+            self._run.tuner.batch_starts(batch, self._steps.overlap)
+        return streamer
 
-    def backward_follows(self, loss: Tensor) -> None:
-        """The loss is what ``backward`` will be called on."""
-        if self._run.streamer is not None:
-            self._run.streamer.announce_backward(loss, quiet=not self._hooks.may_write_weights("backward"))
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self._streamer is not None:
+            self._streamer.announce_backward(closure_loss, quiet=not self._hooks.may_write_weights("backward"))
 
-    def backward_is_over(self) -> None:
-        """Also where the module's own ``backward`` does nothing."""
-        if self._run.streamer is not None:
-            self._run.streamer.end_without_backward()
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._streamer is not None:  # also where the module's own ``backward`` does nothing
+            self._streamer.end_without_backward()
 
-    def optimizer_step(self, optimizer: Any, closure: Closure, step: Callable[[Closure], Any], plugin: Any) -> Any:
-        """Runs an optimizer's step, as :meth:`OptimizerSteps.run` says."""
-        return self._steps.run(optimizer, closure, step, plugin)
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        step = super().optimizer_step
+        if self._steps is None:
+            return step(optimizer, closure, *args, **kwargs)
+        return self._steps.run(
+            optimizer, closure, lambda closed: step(optimizer, closed, *args, **kwargs), self.precision_plugin
+        )
 
     def expect_next_batch(self) -> None:
         """A training batch is over: where nothing writes weights before the next one, its first layers come now."""
-        if self._run.streamer is not None and not self._hooks.may_write_weights("train"):
+        if self._run is not None and self._streamer is not None and not self._hooks.may_write_weights("train"):
             with self._run.whole_after_failure():
-                self._run.streamer.prefetch_for("train", training=True)
-
-    def _renew(self) -> None:
-        if self._run.renew():
-            self._steps.rearrange()
-
-    def _tune(self, phase: str, batch: Any) -> None:
-        """Has k and k' chosen, if they are to be. Validation within training chooses nothing."""
-        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
-        if self._run.tuner is not None and (phase == "train") == fitting:
-            self._run.tuner.batch_starts(batch, self._steps.overlap)
+                self._streamer.prefetch_for("train", training=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,8 +11,9 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
 from sp_lightning.device.host_allocator import free_garbage
-from sp_lightning.optim.fused import FusedStep, is_separable
-from sp_lightning.optim.layerwise import LayerwiseStep, in_place_of
+from sp_lightning.device.patched import in_place_of
+from sp_lightning.engine.layerwise import LayerwiseStep
+from sp_lightning.optim.fused import has_fused_step, is_separable, runs_fused
 from sp_lightning.plan.host_memory import anonymous_bytes
 from sp_lightning.plan.ledger import Ledger, make_ledger
 from sp_lightning.plan.options import Overlap
@@ -24,14 +23,14 @@ from sp_lightning.trainer.disk_tier import DiskTier, without
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.rank_steps import RankSteps
 from sp_lightning.trainer.run import Run
-from sp_lightning.trainer.step_hooks import StepHooks, hold_hosts
-from sp_lightning.trainer.update_policy import (
+from sp_lightning.trainer.step_hooks import StepHooks
+from sp_lightning.trainer.user_hooks import (
+    UserHooks,
     choose_overlap,
     nobody_looks_at_gradients,
     nobody_sees_gradients,
     scaler_of,
 )
-from sp_lightning.trainer.user_hooks import UserHooks
 
 Closure = Callable[[], Any]
 
@@ -55,16 +54,14 @@ class OptimizerSteps:
         self._hooks = hooks
         self._options = options
         self._log = log
-        self._fused: dict[Optimizer, FusedStep] = {}
         self._layerwise: dict[Optimizer, LayerwiseStep] = {}
-        self._deferring: Optimizer | None = None
         self._trainer: Any = None
         self._ledger: Ledger | None = None
         self._ranks = None if run.ranks is None else RankSteps(run)
         self.disk: DiskTier | None = None
         self._told = ""
         self.overlap: Overlap = "off"
-        self._step_hooks = StepHooks(run, lambda optimizer: optimizer is self._deferring)
+        self._step_hooks = StepHooks(run, self._is_fused)
 
     def close(self) -> None:
         """Leaves the optimizers as their users configured them. The run is closed already."""
@@ -72,35 +69,26 @@ class OptimizerSteps:
         if self._ranks is not None:
             self._ranks.detach()
         self._layerwise.clear()
-        self._unfuse()
         self._trainer = None
 
     # ------------------------------------------------------------------ how steps run
 
-    def fuse(self, optimizers: list[Optimizer]) -> None:
-        """Has those of the optimizers run fused that can be, if they are to be."""
-        self._unfuse()
-        if self._are_fused():
-            self._fused = {optimizer: FusedStep(optimizer) for optimizer in optimizers if FusedStep.suits(optimizer)}
-
-    def _unfuse(self) -> None:
-        for fused in self._fused.values():
-            fused.close()
-        self._fused.clear()
-
-    def _are_fused(self) -> bool:
+    @property
+    def _fuse(self) -> bool:
         """Whether optimizers run fused if their users left that open.
 
         By default they do not where the same steps on the CPU are plain Lightning's: results would differ from those.
         """
-        if self._options.fused_optimizer != "auto":
-            return self._options.fused_optimizer
-        on_host = self._run.streamer is None or self._run.streamer.device.computes_on_host
-        return not on_host or self._are_fused_for_overlap()
+        options, streamer = self._options, self._run.streamer
+        if options.fused_optimizer != "auto":
+            return options.fused_optimizer
+        on_host = streamer is None or streamer.device.computes_on_host
+        return not on_host or options.optimizer_overlap in ("forward", "backward")
 
-    def _are_fused_for_overlap(self) -> bool:
-        options = self._options
-        return options.fused_optimizer == "auto" and options.optimizer_overlap in ("forward", "backward")
+    def _is_fused(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer is to run fused where its user has left that open: one of the trainer's, that can."""
+        trainer = self._trainer
+        return self._fuse and trainer is not None and optimizer in trainer.optimizers and has_fused_step(optimizer)
 
     def arrange(self, trainer: Any) -> None:
         """Chooses the mode of updates, from optimizers, hooks and callbacks as they are now.
@@ -111,8 +99,8 @@ class OptimizerSteps:
         streamer = self._run.streamer
         assert streamer is not None
         self._trainer = trainer
-        with self._fused_shown():
-            self.overlap, why = choose_overlap(self._options.optimizer_overlap, trainer, trainer.optimizers)
+        asked = self._options.optimizer_overlap
+        self.overlap, why = choose_overlap(asked, trainer, trainer.optimizers, fuse=self._fuse)
         early, narrow = self.overlap == "backward", self._narrow()
         measure = self._clips() == "norm" and nobody_looks_at_gradients(trainer)
         states = {optimizer: self.disk.of(optimizer) if self.disk else None for optimizer in trainer.optimizers}
@@ -126,6 +114,7 @@ class OptimizerSteps:
             optimizer: LayerwiseStep(
                 optimizer,
                 streamer.updating,
+                fuse=self._fuse,
                 early=early,
                 measure=measure and (bool(on_disk.gradients) or not waits),
                 narrow=narrow,
@@ -158,22 +147,18 @@ class OptimizerSteps:
 
         With several devices the primary decides, whose optimizers have the state. What all processes of the node take counts.
         """
-        options, ranks = self._options, self._run.ranks
-        assert self._ledger is not None
-        if options.disk is None:
-            return self._ledger.state or 0
-        if ranks is None:
-            return self._place_on(options.disk)
-        free_garbage()
-        taken = ranks.told(anonymous_bytes(), "what processes have taken of host memory")
-        in_memory = self._place_on(options.disk, sum(taken[1:])) if ranks.primary else 0
-        return ranks.told(in_memory, "where optimizers' state is")[0]
-
-    def _place_on(self, disk: Path, elsewhere: int = 0) -> int:
-        """As :meth:`place_state`, where state is. ``elsewhere`` are bytes that the node's other processes have taken."""
+        disk, ranks, elsewhere = self._options.disk, self._run.ranks, 0
         streamer, ledger = self._run.streamer, self._ledger
         assert streamer is not None
         assert ledger is not None
+        if disk is None:
+            return ledger.state or 0
+        if ranks is not None:
+            free_garbage()
+            taken = ranks.told(anonymous_bytes(), "what processes have taken of host memory")
+            if not ranks.primary:
+                return ranks.told(0, "where optimizers' state is")[0]
+            elsewhere = sum(taken[1:])
         self.disk = DiskTier(disk, self._options.host_memory, self._still, self._log)
         self._run.placement.leave()  # the memory that is counted next has none of them; those of a window come
         on_host = streamer.plan.allocated_bytes * ledger.ranks * streamer.device.computes_on_host
@@ -182,7 +167,8 @@ class OptimizerSteps:
         placement = self.disk.place(self._trainer.optimizers, streamer.updating.layer_of, others, elsewhere, beside)
         self.arrange(self._trainer)
         self.absorb_state()
-        return placement.memory_bytes
+        in_memory = placement.memory_bytes
+        return in_memory if ranks is None else ranks.told(in_memory, "where optimizers' state is")[0]
 
     def absorb_state(self) -> None:
         """Optimizers have state that did not come from their steps. What belongs on the disk goes there."""
@@ -195,15 +181,6 @@ class OptimizerSteps:
         if self.disk is not None:
             for optimizer in self._trainer.optimizers:
                 leave_files(optimizer)
-
-    @contextmanager
-    def _fused_shown(self) -> Iterator[list[Optimizer]]:
-        """While this is active groups are as a step will find them. Yields the optimizers that will run fused."""
-        try:
-            yield [optimizer for optimizer, fused in self._fused.items() if fused.switch_on()]
-        finally:
-            for fused in self._fused.values():
-                fused.hide()
 
     # ------------------------------------------------------------------ what a user reads
 
@@ -255,20 +232,25 @@ class OptimizerSteps:
     def remarks(self) -> list[str]:
         """What a user should know of the steps, in sentences."""
         placement = None if self.disk is None else self.disk.placement
-        return [*self._remarks_on_fused(), *([] if placement is None else [str(placement)])]
-
-    def _remarks_on_fused(self) -> list[str]:
-        with self._fused_shown() as fused:
-            names = sorted({type(optimizer).__name__ for optimizer in fused})
-        if not names:
-            return []
-        overlap = self._options.optimizer_overlap
-        off = ' with optimizer_overlap="off"' if self._are_fused_for_overlap() else ""
-        why = f', which optimizer_overlap="{overlap}" needs' if self._are_fused_for_overlap() else ""
-        return [
-            f"{' and '.join(names)} runs fused on the host{why}: results are bitwise those of plain Lightning whose "
-            f"optimizer has fused=True and steps on the CPU; fused_optimizer=False{off} leaves it as it is."
-        ]
+        remarks = [] if placement is None else [str(placement)]
+        left_open = [each for each in getattr(self._trainer, "optimizers", ()) if self._is_fused(each)]
+        names = {
+            type(optimizer).__name__
+            for optimizer in left_open
+            if any(not g.get("fused") and runs_fused(optimizer, g, fuse=True) for g in optimizer.param_groups)
+        }
+        if names:
+            overlap = self._options.optimizer_overlap
+            named = self._options.fused_optimizer == "auto" and overlap in ("forward", "backward")
+            why, off = (
+                (f', which optimizer_overlap="{overlap}" needs', ' with optimizer_overlap="off"') if named else ("", "")
+            )
+            remarks.insert(
+                0,
+                f"{' and '.join(sorted(names))} runs fused on the host{why}: results are bitwise those of plain Lightning whose "
+                f"optimizer has fused=True and steps on the CPU; fused_optimizer=False{off} leaves it as it is.",
+            )
+        return remarks
 
     # ------------------------------------------------------------------ a step
 
@@ -281,61 +263,47 @@ class OptimizerSteps:
             step: Lightning's step of the optimizer, which calls the closure it is given.
             plugin: the precision plugin, which clips gradients.
         """
-        layerwise, fused = self._layerwise.get(optimizer), self._fused.get(optimizer)
+        layerwise = self._layerwise.get(optimizer)
 
         def closed() -> Any:
             result = closure()
             if self._run.streamer is not None:
                 self._run.streamer.end_without_backward()
-            hold_hosts(optimizer)
-            if fused is not None and not (layerwise is not None and layerwise.begun):
-                fused.switch_on()  # gradients are there now, and may be sparse
             self._step_hooks.closed(optimizer)
             return result
 
-        background: AbstractContextManager[None] = nullcontext()
-        if layerwise is not None:
-            background = self._in_background(optimizer, layerwise, plugin)
-        elif self._ranks is not None:
-            background = self._ranks.clipping(plugin)
         if self.disk is not None:
             self.disk.count_step(self._run.placement)
+        outer = self._step_hooks.deferring  # an optimizer may step inside another one's closure
+        # A manual step may catch an error. If it does not, the step of the batch makes room.
+        make_room = self._trainer is not None and self._trainer.lightning_module.automatic_optimization
         try:
-            with self._run.whole_after_failure(), background:
+            with self._run.whole_after_failure(make_room=make_room), ExitStack() as around:
+                if layerwise is not None:
+                    around.enter_context(in_place_of(plugin, self._clips_layerwise(layerwise, plugin)))
+                    around.enter_context(layerwise.deferring())
+                    self._step_hooks.deferring = optimizer, layerwise
+                if self._ranks is not None and (layerwise is None or self.overlap == "off"):
+                    around.enter_context(self._ranks.clipping(plugin))
                 return step(closed)
-        except torch.OutOfMemoryError as error:
-            # Not told yet: it came from backward or from the optimizer. A manual step may catch it, and tells it otherwise.
-            if not hasattr(error, "__notes__") and self._trainer.lightning_module.automatic_optimization:
-                self._run.make_room(error)
-            raise
         finally:
-            if fused is not None:
-                fused.hide()
+            self._step_hooks.give_back_groups()
+            self._step_hooks.deferring = outer
 
-    @contextmanager
-    def _in_background(
-        self, optimizer: Optimizer, layerwise: LayerwiseStep, plugin: Any
-    ) -> Generator[None, None, None]:
-        """While this is active the optimizer's step, and the clipping before it, are submitted to the background."""
-        clips = (type(plugin).clip_grad_by_norm, type(plugin).clip_grad_by_value)
-        base = base_of(plugin, Precision)
-        lightnings = clips == (base.clip_grad_by_norm, base.clip_grad_by_value)
+    def _clips_layerwise(self, layerwise: LayerwiseStep, plugin: Any) -> dict[str, Any]:
+        """What clips in place of a precision plugin's methods: nothing does where these are not Lightning's."""
+        base, kind = base_of(plugin, Precision), type(plugin)
+        clips = kind.clip_grad_by_norm, kind.clip_grad_by_value
         on_disk, seen = bool(self._run.placement.on_disk.gradients), self._hooks.may_write_weights("gradients")
-        clips_layerwise = lightnings and (on_disk or (self.overlap != "off" and not seen))
-        once = nullcontext if self._ranks is None or self.overlap != "off" else partial(self._ranks.clipping, plugin)
-        methods: dict[str, Any] = {}
-        if clips_layerwise:
-            clipping = layerwise.clipping
-            methods = {"clip_grad_by_norm": clipping.by_norm, "clip_grad_by_value": clipping.by_value}
-            if self._run.ranks is not None and not self._run.ranks.primary:
-                methods = dict.fromkeys(methods, _leave_to_primary)
-            clipping.at_once = seen  # whoever sees gradients finds them clipped
-        outer, self._deferring = self._deferring, optimizer  # an optimizer may step inside another one's closure
-        try:
-            with in_place_of(plugin, methods), layerwise.deferring(), once():
-                yield
-        finally:
-            self._deferring = outer
+        if clips != (base.clip_grad_by_norm, base.clip_grad_by_value) or not (
+            on_disk or (self.overlap != "off" and not seen)
+        ):
+            return {}
+        clipping = layerwise.clipping
+        clipping.at_once = seen  # whoever sees gradients finds them clipped
+        if self._run.ranks is not None and not self._run.ranks.primary:
+            return {"clip_grad_by_norm": _leave_to_primary, "clip_grad_by_value": _leave_to_primary}
+        return {"clip_grad_by_norm": clipping.by_norm, "clip_grad_by_value": clipping.by_value}
 
 
 def _leave_to_primary(optimizer: Optimizer, clip_val: float) -> None:

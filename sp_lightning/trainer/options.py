@@ -21,24 +21,9 @@ from torch import nn
 from sp_lightning.device.torch_private import accumulation_hooks
 from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.optim.scaler import HostGradScaler
+from sp_lightning.plan import options as checks
 from sp_lightning.plan.activation_policy import Activations
-from sp_lightning.plan.options import (
-    Count,
-    Fused,
-    Overlap,
-    Transfer,
-    checked_activations,
-    checked_budget,
-    checked_count,
-    checked_fused,
-    checked_layers,
-    checked_overlap,
-    checked_path,
-    checked_patterns,
-    checked_switch,
-    checked_transfer,
-)
-from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
+from sp_lightning.plan.options import Count, Fused, Overlap, Transfer
 from sp_lightning.trainer.compat import is_a
 
 
@@ -54,23 +39,23 @@ class Options:
     ``memory_budget`` and ``host_memory`` are numbers of bytes here, or shares of the free memory.
     """
 
-    activations: Activations = field(metadata=_by(checked_activations))
-    k: Count = field(metadata=_by(checked_count, "k"))
-    k_prime: Count = field(metadata=_by(checked_count, "k_prime"))
-    memory_budget: int | float | None = field(metadata=_by(checked_budget, "memory_budget"))
-    layers: LayerChoice = field(metadata=_by(checked_layers))
-    resident: tuple[str, ...] = field(metadata=_by(checked_patterns, "resident"))
-    pin_memory: bool = field(metadata=_by(checked_switch, "pin_memory"))
-    fused_optimizer: Fused = field(metadata=_by(checked_fused))
-    optimizer_overlap: Overlap = field(metadata=_by(checked_overlap))
-    transfer: Transfer = field(metadata=_by(checked_transfer))
-    save_frozen: bool = field(metadata=_by(checked_switch, "save_frozen"))
-    save_distributed_checkpoint: bool = field(metadata=_by(checked_switch, "save_distributed_checkpoint"))
-    check_writes: bool = field(metadata=_by(checked_switch, "check_writes"))
-    weights: Path | None = field(metadata=_by(checked_path, "weights", "a file or a folder", "model"))
-    disk: Path | None = field(metadata=_by(checked_path, "disk", "a folder on a fast drive", "/scratch"))
-    host_memory: int | float | None = field(metadata=_by(checked_budget, "host_memory"))
-    callback: bool = field(metadata=_by(checked_switch, "callback"))
+    activations: Activations = field(metadata=_by(checks.checked_activations))
+    k: Count = field(metadata=_by(checks.checked_count, "k"))
+    k_prime: Count = field(metadata=_by(checks.checked_count, "k_prime"))
+    memory_budget: int | float | None = field(metadata=_by(checks.checked_budget, "memory_budget"))
+    layers: LayerChoice = field(metadata=_by(checks.checked_layers))
+    resident: tuple[str, ...] = field(metadata=_by(checks.checked_patterns, "resident"))
+    pin_memory: bool = field(metadata=_by(checks.checked_switch, "pin_memory"))
+    fused_optimizer: Fused = field(metadata=_by(checks.checked_fused))
+    optimizer_overlap: Overlap = field(metadata=_by(checks.checked_overlap))
+    transfer: Transfer = field(metadata=_by(checks.checked_transfer))
+    save_frozen: bool = field(metadata=_by(checks.checked_switch, "save_frozen"))
+    save_distributed_checkpoint: bool = field(metadata=_by(checks.checked_switch, "save_distributed_checkpoint"))
+    check_writes: bool = field(metadata=_by(checks.checked_switch, "check_writes"))
+    weights: Path | None = field(metadata=_by(checks.checked_path, "weights", "a file or a folder", "model"))
+    disk: Path | None = field(metadata=_by(checks.checked_path, "disk", "a folder on a fast drive", "/scratch"))
+    host_memory: int | float | None = field(metadata=_by(checks.checked_budget, "host_memory"))
+    callback: bool = field(metadata=_by(checks.checked_switch, "callback"))
 
     @classmethod
     def checked(cls, **given: Any) -> Options:
@@ -156,16 +141,3 @@ def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -
                 f"{name!r} has a hook that runs after its gradient was accumulated (register_post_accumulate_grad_hook); with "
                 f"several devices gradients are summed after that. {_ONE}, or use the hook on_before_optimizer_step."
             )
-
-
-def refuse_checkpoint_io(io: Any) -> None:
-    """Refuses what would write a file where all ranks write a folder.
-
-    Raises:
-        ValueError: it is no :class:`~sp_lightning.trainer.checkpoint_io.AtomicCheckpointIO`.
-    """
-    if type(io) is not AtomicCheckpointIO:
-        raise ValueError(
-            f"With save_distributed_checkpoint=True all ranks write checkpoints by torch.distributed.checkpoint, and not by a "
-            f"{type(io).__name__}. Leave one of them out."
-        )

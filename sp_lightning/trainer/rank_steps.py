@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from sp_lightning.device.patched import own_step
-from sp_lightning.device.ranks import CLOSURE, FINISHED
+from sp_lightning.device.patched import in_place_of, own_step
 from sp_lightning.engine.turns import Turns
-from sp_lightning.optim.layerwise import in_place_of
 from sp_lightning.optim.scaler import Found, HostGradScaler
 from sp_lightning.trainer.run import Run
 from sp_lightning.trainer.user_hooks import calls_closure_first
@@ -99,7 +97,7 @@ class RankSteps:
                 if begun:
                     turn.pop_all().__exit__(None, None, None)
                     self._run.invalidate()  # the optimizer may have written weights
-                    turns.ranks.say(CLOSURE)
+                    turns.ranks.end_turn(_CLOSURE)
                 begun = True
                 results.append(closure() if closure is not None else None)
                 begin()
@@ -108,7 +106,7 @@ class RankSteps:
             if begun:
                 begin()
             result = step(*([] if closure is None else [together]), **kwargs)
-        turns.ranks.say(FINISHED, _which(result, results))
+        turns.ranks.end_turn(_which(result, results))
         self._refuse_others(optimizer)
         return result
 
@@ -118,11 +116,11 @@ class RankSteps:
         results: list[Any] = []
         if closure is not None and not self._turn_comes_first(optimizer):
             results.append(closure())
-        while (said := self._turns.follow(self._step_of(optimizer), weights=True))[0] == CLOSURE:
+        while (which := self._turns.follow(self._step_of(optimizer), weights=True)) == _CLOSURE:
             self._run.invalidate()
             results.append(closure() if closure is not None else None)
         self._refuse_others(optimizer)
-        return results[int(said[1])] if said[1] != _NOTHING else None
+        return results[int(which)] if which != _NOTHING else None
 
     def _step_of(self, optimizer: Optimizer) -> str:
         assert self._run.streamer is not None
@@ -195,15 +193,16 @@ class RankSteps:
         """
         turns = self._turns
         if not turns.ranks.primary:
-            return None, turns.follow(_CLIPPING, weights=False)[1]
+            return None, turns.follow(_CLIPPING, weights=False)
         with turns.primary(_CLIPPING, weights=False):
             result = action()
-        said = value(result)
-        turns.ranks.say(FINISHED, said)
-        return result, said
+        return result, turns.ranks.end_turn(value(result))
 
 
-_NOTHING = -1
+_NOTHING, _CLOSURE = -1, -2
+"""What the primary says at the end of its turn, if not which result of a closure its step returns: that it returns none, or that
+all ranks run the closure and come to a further turn."""
+
 _CLIPPING = "clipping or unscaling of gradients"
 
 

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import CheckpointError
 
 from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.device import Device
+from sp_lightning.device.patched import in_place_of
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.device.timeline import Timeline
 from sp_lightning.engine.placement import ONE_DEVICE, OnRanks, Placement
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.model.checks import refuse_cuda_graphs
@@ -184,7 +184,10 @@ class Run:
         if not device.synchronous:
             refuse_cuda_graphs(self._module)
         found, plan, modes = self._lay_out(device)
-        check_host(_absorbing(plan), less_host_memory())
+        layers = plan.trained  # which are there already, and are absorbed one after another
+        copies = max(each.nbytes for each in (*layers, *plan.masters))
+        casts = sum(cast.nbytes for layer in layers for cast in layer.casts)
+        check_host({"for a layer's copy": copies, "for casts": casts}, less_host_memory())
         self.placement = self._place(found, plan, device)
         averages = find_averages(self._module)
         move_to_device(self._module, found, averages, self._device)
@@ -199,7 +202,7 @@ class Run:
             host_room=self._host_room,
             averages=averages,
             check_writes=self._options.check_writes,
-            around_rerun=partial(_without_log, self._module),
+            around_rerun=partial(in_place_of, self._module, {"log": _log_nothing}),
             log=self._log,
         )
         self._parted += found.parted
@@ -263,7 +266,7 @@ class Run:
                 self.streamer.updates.finish()
                 self.placement.settle()
 
-    def make_room(self, error: torch.OutOfMemoryError) -> None:
+    def _make_room(self, error: torch.OutOfMemoryError) -> None:
         """Shrinks the window after an error that ended a step, and has the error say what to do."""
         plan, modes = self.plan, self.results.activations
         if self.tuner is not None:
@@ -273,15 +276,12 @@ class Run:
         balanced = self._options.activations == "auto"
         error.add_note(after_out_of_memory(plan, self.plan, freed, balanced=balanced))
 
-    @contextmanager
-    def host_parameters(self) -> Generator[None, None, None]:
+    def host_parameters(self) -> AbstractContextManager[None]:
         """While this is active the module has the host's parameters, as a checkpoint is to have them at any time."""
         if self.streamer is None:
-            yield
-            return
+            return nullcontext()
         self.placement.settle()
-        with self.streamer.reading():
-            yield
+        return self.streamer.reading()
 
     def loading(self) -> AbstractContextManager[None]:
         """Around the loading of a state into the module between steps: weights may be written, and what rank 0 loads counts."""
@@ -297,8 +297,12 @@ class Run:
             self.streamer.invalidate()
 
     @contextmanager
-    def whole_after_failure(self) -> Generator[None, None, None]:
-        """Whatever is raised inside, the module has the host's parameters again when it gets out."""
+    def whole_after_failure(self, *, make_room: bool = False) -> Generator[None, None, None]:
+        """Whatever is raised inside, the module has the host's parameters again when it gets out.
+
+        Args:
+            make_room: whether the window is smaller after an error that says that the device has no memory left.
+        """
         try:
             yield
         except BaseException as error:
@@ -310,6 +314,9 @@ class Run:
             note_devices(error)
             if isinstance(error, CheckpointError) and self.streamer is not None and self.streamer.run_again:
                 error.add_note(RUN_AGAIN_DIFFERED.format(unit=self.streamer.run_again))
+            if make_room and isinstance(error, torch.OutOfMemoryError) and "made_room" not in vars(error):
+                vars(error)["made_room"] = True  # the optimizer's step may be around this one
+                self._make_room(error)
             raise
 
     def abort(self) -> None:
@@ -321,48 +328,9 @@ class Run:
         except Exception:
             self._log.exception("Superpipeline could not put the host's parameters back after the error that follows.")
 
-    # ------------------------------------------------------------------ timelines
-
-    def make_timeline(self) -> Timeline:
-        """Returns a timeline of the run's device, for which it waits once."""
-        assert self.streamer is not None
-        return self.streamer.device.make_timeline()
-
-    def record(self, timeline: Timeline, *, on: bool) -> None:
-        """Switches a timeline on or off. An interval that has begun before is kept when it ends."""
-        timelines = [] if self.streamer is None else self.streamer.device.timelines
-        if on and timeline not in timelines:
-            timelines.append(timeline)
-        elif not on and timeline in timelines:
-            timelines.remove(timeline)
-
-
-def _absorbing(plan: Plan) -> dict[str, int]:
-    """Host memory that building takes beside the weights, which are there: they are absorbed one layer after another."""
-    layers = plan.trained
-    return {
-        "for a layer's copy": max(each.nbytes for each in (*layers, *plan.masters)),
-        "for casts": sum(cast.nbytes for layer in layers for cast in layer.casts),
-    }
-
-
-@contextmanager
-def _without_log(module: pl.LightningModule) -> Generator[None, None, None]:
-    """Around a forward that is run again: it has logged already. ``log_dict`` calls ``log``, too."""
-    attributes = vars(module)
-    users = attributes.get("log")
-    attributes["log"] = _log_nothing
-    try:
-        yield
-    finally:
-        if users is None:
-            del attributes["log"]
-        else:
-            attributes["log"] = users
-
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands in for ``LightningModule.log``."""
+    """Stands in for ``LightningModule.log`` in a forward that is run again: it has logged already. ``log_dict`` calls it, too."""
 
 
 def move_to_device(module: nn.Module, found: Found, averages: Sequence[nn.Module], device: torch.device) -> None:

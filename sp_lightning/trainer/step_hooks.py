@@ -1,62 +1,78 @@
-"""What the engine does around every optimizer's step in this process, by torch's hooks on optimizers."""
+"""What happens around every optimizer's step in this process, by torch's hooks on optimizers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from sp_lightning.device.torch_private import run_first_after_step
+from sp_lightning.engine.layerwise import LayerwiseStep
+from sp_lightning.optim.fused import runs_fused
 from sp_lightning.trainer.run import Run
 from sp_lightning.weights.device_parameter import DeviceParameter
 
 
 class StepHooks:
-    """Tells the engine of a run when an optimizer is about to write weights, and when it has written them.
+    """Tells the engine of a run when an optimizer is about to write weights, and when it has written them; decides how it does.
 
     User code runs between the beginning of a step and the optimizer's own code: in hooks of the optimizer, and in the closure,
     from which Lightning calls ``on_before_optimizer_step``, too. What it writes, or may have written, on the device is taken
     back before the optimizer writes the host's weights. Later it would overwrite the update.
 
+    Directly before the optimizer's own code, and for no other code to see, groups become fused, or go away because the
+    background updates their layers.
+
     Args:
         run: the run.
-        deferring: says whether an optimizer's step only submits updates. It prepares the engine itself then, before each.
+        fuse: whether an optimizer's groups are to run fused where their user has left that open.
+
+    Attributes:
+        deferring: the optimizer whose steps only submit updates now, with what does so; None: all steps update all at once.
     """
 
-    def __init__(self, run: Run, deferring: Callable[[Optimizer], bool]) -> None:
+    def __init__(self, run: Run, fuse: Callable[[Optimizer], bool]) -> None:
         self._run = run
-        self._deferring = deferring
+        self._fuse = fuse
+        self.deferring: tuple[Optimizer, LayerwiseStep] | None = None
         self._begun = 0.0  # when the running step began, or went on after its closure
         self._in_closure: Optimizer | None = None  # whose closure runs, called by torch's step
-        self._last: dict[Optimizer, RemovableHandle] = {}
+        self._fused: list[dict[str, Any]] = []  # the groups that are fused here, for which their users have None
+        self._own: dict[Optimizer, list[RemovableHandle]] = {}  # hooks of single optimizers, while they step
         self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
 
     def close(self) -> None:
         """Removes the hooks."""
-        for handle in (*self._handles, *self._last.values()):
+        for handle in [*self._handles, *(each for handles in self._own.values() for each in handles)]:
             handle.remove()
+        self.give_back_groups()
+
+    def _layerwise(self, optimizer: Optimizer) -> LayerwiseStep | None:
+        return self.deferring[1] if self.deferring is not None and optimizer is self.deferring[0] else None
+
+    # ------------------------------------------------------------------ before the optimizer's own code
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Runs before all other hooks. Returns what the step is called with."""
         self._prepare(optimizer)
         if self._run.streamer is None:
             return None
-        self._drop_last(optimizer)
-        self._last[optimizer] = optimizer.register_step_pre_hook(self._prepare)  # after those of the user
+        self._drop_own(optimizer)
+        first = optimizer.register_step_post_hook(self.give_back_groups)
+        run_first_after_step(optimizer, first)  # the user's own hooks after the step are to see the user's groups
+        self._own[optimizer] = [first, optimizer.register_step_pre_hook(self._enter)]  # after those of the user
         args = (optimizer, *(self._followed(optimizer, each) for each in args[1:]))
         return args, {name: self._followed(optimizer, each) for name, each in kwargs.items()}
 
-    def _prepare(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._run.streamer is not None:
-            deferred = self._deferring(optimizer)
-            if not deferred:  # else it was made before the step, and a look at its state would wait for updates
-                hold_hosts(optimizer)
-            parameters = (p for group in optimizer.param_groups for p in group["params"])
-            self._run.streamer.updating.before(deferred=deferred, parameters=parameters)
-        self._begun = perf_counter()
+    def _enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Runs after all other hooks. A closure is called by the optimizer's own code, which goes on when it has returned."""
+        self._prepare(optimizer)
+        if not any(map(callable, (*args[1:], *kwargs.values()))):
+            self._arrange_groups(optimizer)
 
     def _followed(self, optimizer: Optimizer, argument: Any) -> Any:
         """A closure after which the engine prepares for the step anew; any other argument as it is."""
@@ -72,6 +88,7 @@ class StepHooks:
             finally:
                 self._in_closure = outer
             self._prepare(optimizer)
+            self._arrange_groups(optimizer)
             return result
 
         return closure
@@ -81,13 +98,40 @@ class StepHooks:
         if optimizer is self._in_closure:
             self._prepare(optimizer)
 
-    def _drop_last(self, optimizer: Optimizer) -> None:
-        if (handle := self._last.pop(optimizer, None)) is not None:
-            handle.remove()
+    def _prepare(self, optimizer: Optimizer) -> None:
+        if self._run.streamer is not None:
+            if any(_is_device_s(p) for group in optimizer.param_groups for p in group["params"]):
+                _hold_hosts(optimizer)
+            layerwise = self._layerwise(optimizer)
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            self._run.streamer.updating.before(deferred=layerwise is not None, parameters=parameters)
+        self._begun = perf_counter()
+
+    def _arrange_groups(self, optimizer: Optimizer) -> None:
+        """Hands the step to the background, or has it run fused, as far as either can be."""
+        layerwise = self._layerwise(optimizer)
+        if layerwise is not None and layerwise.submit():
+            self._begun = perf_counter()  # the device may go on meanwhile
+            return
+        fuse = self._run.streamer is not None and self._fuse(optimizer)
+        for group in optimizer.param_groups if fuse else ():
+            if not group.get("fused") and runs_fused(optimizer, group, fuse=True):
+                group["fused"] = True
+                self._fused.append(group)
+
+    # ------------------------------------------------------------------ and after it
+
+    def give_back_groups(self, *_: Any) -> None:
+        """A step is over, or has failed: groups are as their user has them."""
+        for group in self._fused:
+            group["fused"] = None
+        self._fused.clear()
+        if self.deferring is not None:
+            self.deferring[1].give_back_groups()
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        """Runs after a step, before all other hooks."""
-        self._drop_last(optimizer)
+        """Runs after a step, and after the optimizer's own hooks."""
+        self._drop_own(optimizer)
         streamer, now = self._run.streamer, perf_counter()
         if streamer is not None:
             if not streamer.device.computes_on_host:
@@ -95,18 +139,19 @@ class StepHooks:
             self._begun = now  # an optimizer may have stepped inside another one's step
             streamer.invalidate()
 
+    def _drop_own(self, optimizer: Optimizer) -> None:
+        for handle in self._own.pop(optimizer, ()):
+            handle.remove()
 
-def hold_hosts(optimizer: Any) -> None:
-    """Puts the host's parameters into groups and the state's keys where the device's are, because it was made within a step."""
+
+def _hold_hosts(optimizer: Optimizer) -> None:
+    """Puts the host's parameters where an optimizer has the device's, because it was made within a step."""
     for group in optimizer.param_groups:
-        if any(map(_is_device_s, group["params"])):
-            group["params"] = [p.host if _is_device_s(p) else p for p in group["params"]]
-    state = optimizer.state
-    if any(map(_is_device_s, state)):
-        items = list(state.items())
-        state.clear()
-        state.update((key.host if _is_device_s(key) else key, value) for key, value in items)
+        group["params"] = [p.host if _is_device_s(p) else p for p in group["params"]]
+    state = {p.host if _is_device_s(p) else p: values for p, values in optimizer.state.items()}
+    optimizer.state.clear()
+    optimizer.state.update(state)
 
 
-def _is_device_s(key: Any) -> bool:
+def _is_device_s(key: Any) -> TypeGuard[DeviceParameter]:
     return issubclass(type(key), DeviceParameter)

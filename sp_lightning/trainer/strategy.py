@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -15,18 +14,15 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 
-from sp_lightning.device.timeline import Timeline
 from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.model.without_values import named_tensors
 from sp_lightning.plan.activation_policy import Activations
 from sp_lightning.plan.options import Count, Fused, Overlap, Transfer, by_name
-from sp_lightning.trainer.agreement import compare_batches, compare_models
-from sp_lightning.trainer.callback import SuperpipelineCallback, attach, detach
+from sp_lightning.trainer.callback import SuperpipelineCallback
 from sp_lightning.trainer.checkpoint_folder import common_tensors, write
-from sp_lightning.trainer.checkpoint_io import folder_for
-from sp_lightning.trainer.compat import forget_module, trainer_of
+from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO, folder_for
+from sp_lightning.trainer.compat import attach_callback, forget_module, trainer_of
 from sp_lightning.trainer.frozen_weights import (
     FROZEN,
     FrozenWeights,
@@ -36,13 +32,11 @@ from sp_lightning.trainer.frozen_weights import (
     note_trained,
 )
 from sp_lightning.trainer.given_values import GivenValues
-from sp_lightning.trainer.loops import Loops
-from sp_lightning.trainer.options import Options, autocast_dtype, refuse_checkpoint_io, refuse_on_ranks
-from sp_lightning.trainer.readings import Readings
-from sp_lightning.trainer.run import Run
+from sp_lightning.trainer.loops import LoopStrategy
+from sp_lightning.trainer.options import Options
 
 
-class StreamingStrategy(Readings):
+class StreamingStrategy(LoopStrategy):
     """Streams the layers of an unchanged LightningModule through a few slots of device memory.
 
     Weights, gradients and optimizer state are on the host; the model's layers pass through ``k + k_prime`` slots on
@@ -137,28 +131,30 @@ class StreamingStrategy(Readings):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        self._options = Options.checked(
+        options = Options.checked(
             k=k, k_prime=k_prime, memory_budget=memory_budget, activations=activations, layers=layers,
             resident=resident, pin_memory=pin_memory, fused_optimizer=fused_optimizer,
             optimizer_overlap=optimizer_overlap, transfer=transfer, save_frozen=save_frozen,
             save_distributed_checkpoint=save_distributed_checkpoint, check_writes=check_writes, weights=weights,
             disk=disk, host_memory=host_memory, callback=callback,
         )  # fmt: skip
-        self._given = GivenValues(self._options.weights, stay=self._options.disk is not None)
+        self._given = GivenValues(options.weights, stay=options.disk is not None)
         self._frozen: FrozenWeights | None = None
         self._left_out: LeftOut = {}
         self._attached: SuperpipelineCallback | None = None
-        self._remarks: list[str] = []  # of the last run
-        super().__init__(device, accelerator, checkpoint_io, precision_plugin)
-        self._state_goes_to_disk = self._options.disk is not None
+        super().__init__(options, device, accelerator, checkpoint_io, precision_plugin)
+        self._state_goes_to_disk = options.disk is not None
 
     # ------------------------------------------------------------------ set-up and teardown
 
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
         trainer = trainer_of(model)  # none yet, where it is connected by hand; the trainer does it again
-        if trainer is not None and self._options.callback:
-            self._attached = attach(trainer, self.callback_class) or self._attached
+        if trainer is None or not self._options.callback:
+            return
+        if not any(isinstance(callback, SuperpipelineCallback) for callback in trainer.callbacks):
+            self._attached = self.callback_class()
+            attach_callback(trainer, self._attached)
 
     def setup(self, trainer: pl.Trainer) -> None:
         # As the base class, but optimizer state stays where the parameters are: on the host.
@@ -167,8 +163,11 @@ class StreamingStrategy(Readings):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         trains = trainer.state.fn == TrainerFn.FITTING
-        if self._options.save_distributed_checkpoint:
-            refuse_checkpoint_io(self.checkpoint_io)
+        if self._options.save_distributed_checkpoint and type(self.checkpoint_io) is not AtomicCheckpointIO:
+            raise ValueError(
+                "With save_distributed_checkpoint=True all ranks write checkpoints by torch.distributed.checkpoint, and not by a "
+                f"{type(self.checkpoint_io).__name__}. Leave one of them out."
+            )
         self._given.complete(self.lightning_module, training=trains)
         if trains and self.layer_sync is not None:
             self.model = self.layer_sync.apply(self.model)
@@ -177,147 +176,22 @@ class StreamingStrategy(Readings):
         self._frozen = None
         if trains:
             self.setup_optimizers(trainer)
-            assert self._loops is not None
-            self._loops.fitting_begins()
+            self._fitting_begins()
             note_trained(self.lightning_module)
             if not self._options.save_frozen:
                 self._frozen = FrozenWeights(self.lightning_module)
         self.setup_precision_plugin()
 
-    def model_to_device(self) -> None:
-        """Begins a run: the host store takes the parameters in; only what is no parameter goes to the device."""
-        assert self.lightning_module is not None
-        self._close()
-        autocast = autocast_dtype(self.precision_plugin)
-        if self.ranks is not None:
-            refuse_on_ranks(self.lightning_module, self._options, self.precision_plugin)
-            compare_models(self.ranks, self.lightning_module, self._options)
-        trains = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        device = self.root_device
-        self._run = Run(self.lightning_module, self._options, device, autocast, self.ranks, self.log, trains)
-        self._loops = Loops(self._run, self.lightning_module, self._options, self.log)
-
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
-        if self._loops is not None:
-            self._loops.fuse_optimizers()
-
-    def remarks(self) -> list[str]:
-        """What a user should know about this run beside the plan, in sentences."""
-        return self._remarks if self._loops is None else self._loops.remarks()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what belongs to a run, which may be under way."""
-        return {**super().__getstate__(), "_loops": None}
-
-    def _close(self) -> None:
-        """Ends the run, if there is one. What a user reads stays."""
-        if self._run is not None and self._loops is not None:
-            self._ledger = self._loops.ledger or self._ledger  # with the state that optimizers have come to
-            self._remarks = self._loops.remarks() if self._run.streamer is not None else []
-            self._run.close()
-            self._loops.close()
-            self._loops = None
-
     def teardown(self) -> None:
         if self.lightning_module is not None:
-            detach(trainer_of(self.lightning_module), self._attached)
+            trainer = trainer_of(self.lightning_module)
+            if trainer is not None:  # it has the callbacks of its user afterwards, however the run has ended
+                trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self._attached]
         self._attached = None
         self._close()
         if self.lightning_module is not None and any(each.is_meta for _, each in named_tensors(self.lightning_module)):
             forget_module(self)  # set-up refused it; the base class would fail to move it to the CPU
         super().teardown()
-
-    # ------------------------------------------------------------------ steps
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        if self._loops is not None:
-            self._loops.training_batch_starts(batch)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("train", super().training_step, *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("validate", super().validation_step, *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("test", super().test_step, *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("predict", super().predict_step, *args, **kwargs)
-
-    def _step(self, phase: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._loops is not None:
-            return self._loops.step(phase, step, *args, **kwargs)
-        self._refuse_partially_updated()
-        return step(*args, **kwargs)  # called by hand, outside of a run: the weights are whole, on the host
-
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        super().pre_backward(closure_loss)
-        if self._loops is not None:
-            self._loops.backward_follows(closure_loss)
-
-    def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
-        if self._loops is not None:
-            self._loops.backward_is_over()
-
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        step = super().optimizer_step
-        if self._loops is None:
-            return step(optimizer, closure, *args, **kwargs)
-        return self._loops.optimizer_step(
-            optimizer, closure, lambda closed: step(optimizer, closed, *args, **kwargs), self.precision_plugin
-        )
-
-    def expect_next_batch(self) -> None:
-        """A training batch is over: where nothing writes weights before the next one, its first layers come now."""
-        if self._loops is not None:
-            self._loops.expect_next_batch()
-
-    def on_exception(self, exception: BaseException) -> None:
-        self.note_failure(exception)
-        if self._run is not None:
-            self._run.abort()
-        super().on_exception(exception)
-
-    # ------------------------------------------------------------------ loops
-
-    def _loop_begins(self, phase: str) -> None:
-        if self._loops is not None:
-            self._loops.begin(phase)
-
-    def on_train_start(self) -> None:
-        if self.ranks is not None and self.lightning_module is not None:
-            compare_batches(self.ranks, self.lightning_module.trainer)
-        self._loop_begins("train")
-
-    def on_train_end(self) -> None:
-        if self._run is not None:
-            self._run.finish_updates()
-            self._run.placement.leave()
-        if self._loops is not None:
-            self._loops.compare_nodes("after training")
-
-    def on_validation_start(self) -> None:
-        self._loop_begins("validate")
-
-    def on_test_start(self) -> None:
-        self._loop_begins("test")
-
-    def on_predict_start(self) -> None:
-        self._loop_begins("predict")
-
-    def make_timeline(self) -> Timeline:
-        """Returns a timeline of this run's device, for which it waits once."""
-        assert self._run is not None
-        return self._run.make_timeline()
-
-    def record(self, timeline: Timeline, *, on: bool) -> None:
-        """Switches a timeline on or off. An interval that has begun before is kept when it ends."""
-        if self._run is not None:
-            self._run.record(timeline, on=on)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -328,21 +202,11 @@ class StreamingStrategy(Readings):
             self._left_out = {} if self._frozen is None else self._frozen.leave_out(state)
         return state
 
-    def _refuse_partially_updated(self) -> None:
-        mixed = None if self._run is None else self._run.results.partially_updated
-        if mixed is not None:
-            if sys.exception() is not None:  # a checkpoint on exception: Lightning tears nothing down if that fails
-                self._close()
-            raise RuntimeError(
-                f"These weights are not those of any whole step and are not saved: {mixed}. Go on from the last checkpoint."
-            )
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self._left_out and "state_dict" in checkpoint:
             checkpoint[FROZEN] = self._left_out
         together = self._options.save_distributed_checkpoint
-        if self._loops is not None:  # before anything is written
-            self._loops.compare_nodes("for a checkpoint", state=together)
+        self._compare_nodes("for a checkpoint", state=together)  # before anything is written
         if together:
             self._save_together(checkpoint, folder_for(filepath, storage_options))
         else:
@@ -366,8 +230,8 @@ class StreamingStrategy(Readings):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        if self._loops is not None:
-            self._loops.optimizers_loaded()
+        if self._steps is not None:
+            self._steps.state_loaded()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None

@@ -1,4 +1,4 @@
-"""Where user code runs, and whether it could write weights there: where it cannot, copies on the device stay valid.
+"""What user code could see or write, and where: whether copies on the device stay valid, and updates run in the background.
 
 A write through ``.data`` changes no version counter. So a copy on the device is trusted only where no hook runs, of the
 module, its data module or a callback, that is not known to leave weights alone. For the same reason updates run in the
@@ -7,9 +7,11 @@ background by default only where no hook would have to wait for them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import (
     Callback,
     DeviceStatsMonitor,
@@ -20,14 +22,27 @@ from lightning.pytorch.callbacks import (
     ProgressBar,
     RichModelSummary,
     RichProgressBar,
+    StochasticWeightAveraging,
     Timer,
     TQDMProgressBar,
 )
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
 
 from sp_lightning.device.patched import is_patched
-from sp_lightning.device.torch_private import step_pre_hooks
-from sp_lightning.trainer.compat import base_of, is_exactly
+from sp_lightning.device.torch_private import (
+    accumulation_hooks,
+    global_step_hooks,
+    gradient_hooks,
+    step_hooks,
+    step_pre_hooks,
+    unscales_by_itself,
+)
+from sp_lightning.optim.fused import BARS_FUSED, has_fused_step, is_separable, loses_updates, runs_fused
+from sp_lightning.optim.scaler import HostGradScaler
+from sp_lightning.plan.options import Overlap
+from sp_lightning.trainer.compat import base_of, is_a, is_exactly, is_no_optimizer
 
 # The code of these callbacks was read: none of their hooks writes weights. A subclass may, and is not among them.
 WRITE_NO_WEIGHTS: set[type[Callback]] = {
@@ -81,23 +96,15 @@ class UserHooks:
         self._answers.clear()
         self._last_phase = ""
 
-    def may_write_weights(self, point: str) -> bool:
-        """Whether a hook that runs at a point could write weights.
-
-        Args:
-            point: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"`` for what runs between two steps of such a
-                loop; ``"backward"``, between forward and backward; ``"gradients"``, from backward to the optimizer's
-                step; ``"optimizer"``, around that step.
-        """
+    def run_at(self, point: str) -> bool:
+        """Whether a hook of a user's runs at a point: one of :data:`_HOOKS`."""
         if point not in self._answers:
-            self._answers[point] = self._check_writes or bool(hooks_of_users(self._module.trainer, point))
+            self._answers[point] = bool(hooks_of_users(self._module.trainer, point))
         return self._answers[point]
 
-    def may_look_at_gradients_before_backward(self) -> bool:
-        """Whether a hook runs between forward and the moment when gradients are set to None."""
-        if "zero_grad" not in self._answers:
-            self._answers["zero_grad"] = bool(hooks_of_users(self._module.trainer, "zero_grad"))
-        return self._answers["zero_grad"]
+    def may_write_weights(self, point: str) -> bool:
+        """Whether a hook that runs at a point could write weights."""
+        return self._check_writes or self.run_at(point)
 
     def may_write_before_training_step(self) -> bool:
         """Whether somebody could write weights between the start of a batch and its training step.
@@ -105,10 +112,9 @@ class UserHooks:
         In automatic optimization an optimizer's step lies between them: it calls the training step as its closure.
         """
         if "step" not in self._answers:
-            known = all(calls_closure_first(optimizer) for optimizer in self._module.trainer.optimizers)
-            unsafe = not known or self.may_write_weights("optimizer")
-            self._answers["step"] = self._check_writes or (self._module.automatic_optimization and unsafe)
-        return self._answers["step"]
+            unsafe = not all(map(calls_closure_first, self._module.trainer.optimizers)) or self.run_at("optimizer")
+            self._answers["step"] = self._module.automatic_optimization and unsafe
+        return self._check_writes or self._answers["step"]
 
     def may_have_written(self, phase: str) -> bool:
         """Whether weights may have been written by the time a step begins, unless the engine was told of it.
@@ -117,10 +123,6 @@ class UserHooks:
         """
         first, self._last_phase = phase != self._last_phase, phase
         return self.may_write_before_training_step() if phase == "train" else first or self.may_write_weights(phase)
-
-    def may_write_after(self, phase: str) -> bool:
-        """Whether a hook after a batch of this phase could write weights. The batch may be the loop's last."""
-        return self.may_write_weights(phase) or self.may_write_weights("train")
 
 
 def calls_closure_first(optimizer: Any, replaced: Any = None) -> bool:
@@ -139,33 +141,158 @@ def calls_closure_first(optimizer: Any, replaced: Any = None) -> bool:
     return all(getattr(hook, "__module__", "").startswith("sp_lightning.") for hook in hooks)
 
 
-def hooks_of_users(trainer: Any, point: str) -> list[str]:
-    """Returns the hooks of users that run at a point, by name (``EMA.on_train_batch_end``).
+def hooks_of_users(trainer: Any, *points: str) -> list[str]:
+    """Returns the hooks of users that run at some points of :data:`_HOOKS`, by name (``EMA.on_train_batch_end``).
 
     Args:
         trainer: with its module, its data module and its callbacks as they are now.
-        point: as in :meth:`UserHooks.may_write_weights`.
+        points: in the order in which their hooks are named.
     """
     owners: list[tuple[object, type]] = [(trainer.lightning_module, pl.LightningModule)]
     if trainer.datamodule is not None:
         owners.append((trainer.datamodule, pl.LightningDataModule))
     owners += [(callback, Callback) for callback in trainer.callbacks if not is_exactly(callback, WRITE_NO_WEIGHTS)]
-    bases: list[tuple[object, type]] = [(owner, base_of(owner, kind)) for owner, kind in owners]
-    hooks = (*_HOOKS[point], *(_LOADERS if point == "train" and trainer.reload_dataloaders_every_n_epochs else ()))
-    overridden = [
-        f"{type(owner).__name__}.{hook}"
-        for owner, base in bases
-        for hook in hooks
-        if hasattr(base, hook) and is_overridden(hook, owner, parent=base)
-    ]
-    return overridden + (_late_schedulers(trainer) if point == "train" else [])
+    found = []
+    for point in points:
+        hooks = (*_HOOKS[point], *(_LOADERS if point == "train" and trainer.reload_dataloaders_every_n_epochs else ()))
+        for owner, kind in owners:
+            base: Any = base_of(owner, kind)
+            name = type(owner).__name__
+            found += [f"{name}.{hook}" for hook in hooks if hasattr(base, hook) and is_overridden(hook, owner, base)]
+        if point == "train":  # all schedulers but those of plateaus step before on_train_batch_end
+            late = [config.scheduler for config in trainer.strategy.lr_scheduler_configs if config.reduce_on_plateau]
+            own = [type(each) for each in late if not type(each).step.__module__.startswith("torch.")]
+            found += [f"{kind.__name__}.step" for kind in own]
+    return found
 
 
-def _late_schedulers(trainer: Any) -> list[str]:
-    """Returns the users' own plateau schedulers. All other schedulers step before ``on_train_batch_end``."""
-    late = [config.scheduler for config in trainer.strategy.lr_scheduler_configs if config.reduce_on_plateau]
-    return [
-        f"{type(scheduler).__name__}.step"
-        for scheduler in late
-        if not type(scheduler).step.__module__.startswith("torch.")
-    ]
+# ---------------------------------------------------------------------- whether updates may run in the background
+
+
+def choose_overlap(asked: Overlap, trainer: Any, optimizers: Sequence[Optimizer], *, fuse: bool) -> tuple[Overlap, str]:
+    """Returns the mode in which updates run, and, for ``"auto"``, why it is not ``"forward"`` (else an empty string).
+
+    Args:
+        asked: the option ``optimizer_overlap``.
+        trainer: with its module, its callbacks and its precision plugin as they are now.
+        optimizers: as their users configured them.
+        fuse: whether they are to run fused where their users left that open.
+
+    Raises:
+        ValueError: a mode was asked for by name that is not possible.
+    """
+    if asked == "off":
+        return "off", ""
+    if all(is_no_optimizer(optimizer) for optimizer in optimizers):
+        return "off", "there is no optimizer"
+    never = _against_layerwise_steps(optimizers, fuse)
+    if asked == "auto":
+        why = _against_background(trainer, optimizers) or never
+        return ("off" if why else "forward"), why
+    why = never or (_against_early_updates(trainer, optimizers) if asked == "backward" else "")
+    if why:
+        raise ValueError(
+            f'optimizer_overlap="{asked}" cannot be used: {why}. '
+            f'Use SuperpipelineStrategy(optimizer_overlap="{"off" if never else "forward"}").'
+        )
+    return asked, ""
+
+
+def nobody_looks_at_gradients(trainer: Any) -> bool:
+    """Whether no user code and no scaler reads or writes gradients between backward and the optimizer's step.
+
+    Then their norms may be computed while backward goes on.
+    """
+    return not hooks_of_users(trainer, "gradients") and not _parameter_hooks(trainer) and scaler_of(trainer) is None
+
+
+def nobody_sees_gradients(trainer: Any) -> bool:
+    """Whether no hook runs between backward and the moment when gradients are set to None, so that none need be widened.
+
+    A scaler of the user's, or an optimizer that unscales by itself, may read and write them there.
+    """
+    hooks = hooks_of_users(trainer, "gradients", "train", "optimizer", "end")
+    scaler = scaler_of(trainer)
+    ours = type(scaler) is HostGradScaler and not any(map(unscales_by_itself, trainer.optimizers))
+    return not hooks and not _parameter_hooks(trainer) and (scaler is None or ours)
+
+
+def scaler_of(trainer: Any) -> Any:
+    """Returns the gradient scaler of ``16-mixed``; None for other precisions."""
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def _first(*reasons: tuple[Any, str]) -> str:
+    """The first of the reasons that holds."""
+    return next((why for holds, why in reasons if holds), "")
+
+
+def _against_layerwise_steps(optimizers: Sequence[Optimizer], fuse: bool) -> str:
+    """Returns why an optimizer's step cannot be taken apart by layers; an empty string if all can."""
+    for optimizer in [each for each in optimizers if not is_separable(each)]:
+        name = type(optimizer).__name__
+        if not has_fused_step(optimizer):
+            if getattr(optimizer, "bf16_stochastic_round", False):
+                return f"{name}(bf16_stochastic_round=True) draws random numbers in the order of all parameters"
+            return (
+                f"{name} is none of torch's Adam, AdamW, SGD and Adagrad, whose fused steps can be taken apart by layers, and "
+                "none of torchao's with a state of few bits"
+            )
+        for group in [each for each in optimizer.param_groups if not runs_fused(optimizer, each, fuse=fuse)]:
+            chosen = {key: group[key] for key in ("fused", *BARS_FUSED) if group.get(key) not in (None, False)}
+            by = ", ".join(f"{key}={value}" for key, value in chosen.items())
+            if not by and loses_updates(optimizer, group):
+                by = f"torch {torch.__version__} would leave its 16-bit weights as they are"
+            by = by or "fused=False or fused_optimizer=False"
+            return f"only fused steps can be taken apart by layers, and {name} does not run fused ({by})"
+    return ""
+
+
+def _against_early_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
+    """Returns why gradients cannot be used and freed while backward goes on; an empty string if they can."""
+    module, clip = trainer.lightning_module, trainer.gradient_clip_val
+    hook = next(iter(hooks_of_users(trainer, "gradients", "optimizer")), None)
+    return _first(
+        (not module.automatic_optimization, "optimization is manual"),
+        (clip, f"clipping (gradient_clip_val={clip}) needs all gradients at once"),
+        (scaler_of(trainer) is not None, "the gradient scaler of 16-mixed needs all gradients at once"),
+        (
+            any(is_a(callback, StochasticWeightAveraging) for callback in trainer.callbacks),
+            "StochasticWeightAveraging steps without a backward to adapt BatchNorm, and gradients are freed before that",
+        ),
+        (
+            any(accumulation_hooks(p) for p in module.parameters()),
+            "parameters have post-accumulate hooks, which may write other gradients than their own",
+        ),
+        (_step_hooks(optimizers), "the optimizer has step hooks, and gradients are freed before they run"),
+        (hook, f"gradients are freed before {hook} could see them"),
+    )
+
+
+def _against_background(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
+    """Returns which user code would wait for the updates, or why else they gain nothing; an empty string if they do."""
+    plugin, tried = trainer.precision_plugin, (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+    hook = next(iter(hooks_of_users(trainer, "train", "gradients", "optimizer")), None)
+    return _first(
+        (_computes_on_host(trainer), "they would compete with the model for the CPU"),
+        (not trainer.lightning_module.automatic_optimization, "optimization is manual"),
+        (not is_exactly(plugin, tried), f"{type(plugin).__name__} is not among the precision plugins that were tried"),
+        (hook, f"{hook} may look at weights or gradients"),
+        (_parameter_hooks(trainer), "parameters have hooks"),
+        (_step_hooks(optimizers), "the optimizer has step hooks"),
+    )
+
+
+def _computes_on_host(trainer: Any) -> bool:
+    return bool(trainer.strategy.root_device.type == "cpu")
+
+
+def _parameter_hooks(trainer: Any) -> bool:
+    """Whether anybody has hooks on the gradients of parameters."""
+    return any(gradient_hooks(p) or accumulation_hooks(p) for p in trainer.lightning_module.parameters())
+
+
+def _step_hooks(optimizers: Sequence[Optimizer]) -> bool:
+    """Whether anybody but this package has hooks on optimizers' steps."""
+    hooks = [*global_step_hooks(), *(hook for optimizer in optimizers for hook in step_hooks(optimizer))]
+    return any(not getattr(hook, "__module__", "").startswith("sp_lightning.") for hook in hooks)

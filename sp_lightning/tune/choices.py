@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -59,13 +60,13 @@ class Window:
         nodes: int = 1,
         training: bool = True,
     ) -> None:
-        self._margin = _MARGIN if filled or "auto" in (k, k_prime) else 0
         self._k = k
         self._k_prime = k_prime
         self._budget = budget
+        self._margin = _MARGIN if filled or "auto" in (k, k_prime) else 0
         self._training = training
         self._make = partial(make_plan, ranks=ranks, nodes=nodes, training=training)
-        self._found: Found | None = None
+        self._found: Found
         self.room: int | None = None
         """Bytes of the budget; None if nothing limits device memory."""
         self.rest = 0
@@ -76,8 +77,7 @@ class Window:
     @property
     def auto(self) -> bool:
         """Whether k or k' is to be chosen, and a budget to choose them for is known."""
-        streams = self._found is not None and not self._found.nothing
-        return "auto" in (self._k, self._k_prime) and self.room is not None and streams
+        return "auto" in (self._k, self._k_prime) and self.room is not None and not self._found.nothing
 
     def begin(self, found: Found, device: Device, find: Callable[[Sequence[str]], Found] | None = None) -> Plan:
         """Returns the plan for the first batches: the smallest window.
@@ -91,20 +91,21 @@ class Window:
             ValueError: not even that plan fits the budget, or the budget is a share and the device has no memory of its
                 own.
         """
-        free = device.free_bytes()
-        if isinstance(self._budget, float) and free is None:
-            raise ValueError(
-                f"memory_budget={self._budget} is a share of the device's free memory, and {device.device} has no memory of "
-                'its own. Give a size: SuperpipelineStrategy(memory_budget="1GiB").'
-            )
+        free, budget = device.free_bytes(), self._budget
         self._found = found
         self.rest = self.rest_gradients = 0
-        self.room = _room(self._budget, free, margin=self._margin)
-        limited = self.room is not None
-        k, k_prime = (1, 1) if limited else _WITHOUT_LIMIT
-        plan = self._plan(k, k_prime)
-        if self.room is not None:
-            self._check(plan, self.room, device, find)
+        if isinstance(budget, int):
+            self.room = budget if free is None else min(budget, free)
+        elif free is not None:
+            self.room = int(free * (1 - self._margin if budget is None else budget))
+        elif budget is not None:
+            raise ValueError(
+                f"memory_budget={budget} is a share of the device's free memory, and {device.device} has no memory of "
+                'its own. Give a size: SuperpipelineStrategy(memory_budget="1GiB").'
+            )
+        plan = self._plan(*(_WITHOUT_LIMIT if self.room is None else (1, 1)))
+        if self.room is not None and self._least(plan) > self.room:
+            raise ValueError(self._too_large(plan, self.room, device, find))
         return plan
 
     def lower_budget(self) -> None:
@@ -127,16 +128,15 @@ class Window:
         Args:
             seconds: predicts how long a batch takes with a plan.
         """
-        largest = list(self._largest())
-        if not largest:
+        count = self._count
+        together = [each for each in _TOGETHER if each <= count] if self._k_prime == "auto" else [self._k_prime]
+        times = {plan: seconds(plan) for plan in map(self._largest, together) if self.fits(plan)}
+        if not times:
             return self.smallest()
-        times = {plan: seconds(plan) for plan in largest}
         enough = min(times.values()) * SAME
-        fast = (candidate for candidate in largest if times[candidate] <= enough)
-        plan = min(fast, key=lambda candidate: candidate.peak_device_bytes)
-        smaller = plan
-        while self._k == "auto" and smaller.k > 1:
-            smaller = self._plan(smaller.k // 2, plan.k_prime)
+        plan = min((each for each in times if times[each] <= enough), key=lambda each: each.peak_device_bytes)
+        while self._k == "auto" and plan.k > 1:
+            smaller = self._plan(plan.k // 2, plan.k_prime)
             if seconds(smaller) > enough:
                 break
             plan = smaller
@@ -157,99 +157,70 @@ class Window:
         """The smallest plan, for when the device has run out of memory."""
         return self._plan(1, 1)
 
-    def _largest(self) -> Iterator[Plan]:
-        """For each k' that may be chosen, the plan with the largest k that fits."""
-        assert self._found is not None
-        count = max(len(self._found.layers), 1)
-        together = _TOGETHER if self._k_prime == "auto" else (self._k_prime,)
-        for k_prime in together:
-            plan = self._most(k_prime)
-            if self.fits(plan) and (k_prime <= count or k_prime == self._k_prime):
-                yield plan
+    @property
+    def _count(self) -> int:
+        return max(len(self._found.layers), 1)
 
-    def _most(self, k_prime: int) -> Plan:
+    def _largest(self, k_prime: int) -> Plan:
         """The plan with this k' and the largest k that fits; k is 1 if none does."""
-        assert self._found is not None
-        if self._k != "auto":
-            return self._plan(self._k, k_prime)
-        ks = range(1, max(len(self._found.layers), 1) + 1)
-        fitting = bisect_left(ks, True, key=lambda k: not self.fits(self._plan(k, k_prime)))
+        ks = range(1, self._count + 1)
+        fitting = bisect_left(ks, True, key=lambda k: not self.fits(self._plan(k, k_prime))) if self._k == "auto" else 0
         return self._plan(max(1, fitting), k_prime)
 
     def _plan(self, k: int, k_prime: int) -> Plan:
-        assert self._found is not None
+        """The plan with such a window, but for what the user gave as a number."""
         return self._make(
             self._found,
-            k=k if self._k == "auto" else min(self._k, max(len(self._found.layers), 1)),
+            k=k if self._k == "auto" else min(self._k, self._count),
             k_prime=k_prime if self._k_prime == "auto" else self._k_prime,
         )
 
-    def _check(self, plan: Plan, room: int, device: Device, find: Callable[[Sequence[str]], Found] | None) -> None:
-        """Raises a ValueError with a remedy if the plan does not fit ``room`` bytes."""
-        least, what = self._least(plan), "Weights and gradients need" if self._training else "Weights need"
-        if least <= room:
-            return
-        there = f"{room} bytes ({human_bytes(room)}) are free on {device.device}"
-        if self._budget is not None:
-            there = f"with memory_budget={self._budget!r} there are {room} bytes ({human_bytes(room)})"
-        self._check_staying(plan, room, f"{what} {least} bytes ({human_bytes(least)}), and {there}")
-        largest = max(plan.layers, key=lambda layer: layer.nbytes)
-        smallest = self._make(self._found, k=1, k_prime=1) if self._found else plan
-        if self._least(smallest) <= room:
-            remedy = "Use less: SuperpipelineStrategy(k=1, k_prime=1)."
-        else:
-            remedy = self._smaller_layers(largest.name, smallest, find) or (
-                'There are no smaller layers in it. Use precision="bf16-true", where it is float32, or give it as much memory.'
-            )
-        raise ValueError(
-            f"{what} {least} bytes ({human_bytes(least)}) with k={plan.k} "
-            f"and k_prime={plan.k_prime}, and {there}. The least is "
-            f"{human_bytes(self._least(smallest))}, with k=1 and k_prime=1; the largest layer, {largest.name!r}, takes "
-            f"{largest.nbytes} bytes ({human_bytes(largest.nbytes)}). {remedy}"
-        )
-
-    def _check_staying(self, plan: Plan, room: int, said: str) -> None:
-        """Raises a ValueError if nothing is streamed, or if what stays on the device does not fit by itself."""
-        staying = plan.resident_bytes + (plan.residents.gradient_bytes + plan.staying[1]) * self._training
-        if plan.layers and staying <= room:
-            return
-        whole = [f"{name!r} ({type(module).__name__})" for name, module in (self._found.aside if self._found else ())]
-        beside = (
-            f"; it has modules that are moved whole: {', '.join(whole[:3])}{', …' * (len(whole) > 3)}" if whole else ""
-        )
-        raise ValueError(
-            f"{said}. What stays on the device takes {staying} bytes ({human_bytes(staying)}) of that{beside}. Leave names "
-            "out of resident=, give a module in place of its ScriptModule, so that their weights are streamed, or give it as "
-            "much memory."
-        )
-
-    def _smaller_layers(self, largest: str, least: Plan, find: Callable[[Sequence[str]], Found] | None) -> str:
-        """Advice to cut the largest layer, and those like it, so that less is needed; empty if no cut helps."""
-        if find is None:
-            return ""
-        alike = ".".join("*" if part.isdecimal() else part for part in largest.split("."))
-        for pattern in (f"{alike}.*", f"{largest}.*"):
-            try:
-                plan = self._make(find([pattern]), k=1, k_prime=1)
-            except ValueError:  # the pattern matches no module, or the modules that it matches overlap
-                continue
-            if self._least(plan) < self._least(least):
-                return (
-                    f'Cut it into smaller ones: SuperpipelineStrategy(layers=["{pattern}"]), whose least is '
-                    f"{human_bytes(self._least(plan))}."
-                )
-        return ""
+    # ------------------------------------------------------------------ what does not fit
 
     def _least(self, plan: Plan) -> int:
         """Bytes of device memory that a plan takes at least: those of gradients count in training."""
-        return plan.peak_device_bytes - plan.gradient_bytes * (not self._training)
+        return plan.taken(training=self._training)[0]
+
+    def _too_large(self, plan: Plan, room: int, device: Device, find: Callable[[Sequence[str]], Found] | None) -> str:
+        """The error message for a plan that does not fit: what is needed, what there is, and what would help."""
+        smallest = self._make(self._found, k=1, k_prime=1)
+        staying = plan.resident_bytes + (plan.residents.gradient_bytes + plan.staying[1]) * self._training
+        if not plan.layers or staying > room:
+            whole = ", ".join(f"{name!r} ({type(module).__name__})" for name, module in self._found.aside[:3])
+            remedy = (
+                f"What stays on the device takes {_bytes(staying)} of that{f', with {whole}' if whole else ''}. Leave names "
+                "out of resident=, give a module in place of its ScriptModule, so that their weights are streamed, or give "
+                "it as much memory."
+            )
+        elif self._least(smallest) <= room:
+            remedy = "Use less: SuperpipelineStrategy(k=1, k_prime=1)."
+        else:
+            remedy = self._smaller_layers(plan, smallest, find)
+        free = f"{_bytes(room)} are free on {device.device}"
+        there = free if self._budget is None else f"with memory_budget={self._budget!r} there are {_bytes(room)}"
+        what = "Weights and gradients need" if self._training else "Weights need"
+        return (
+            f"{what} {_bytes(self._least(plan))} with k={plan.k} and k_prime={plan.k_prime}, and {there}. The least is "
+            f"{human_bytes(self._least(smallest))}, with k=1 and k_prime=1. {remedy}"
+        )
+
+    def _smaller_layers(self, plan: Plan, smallest: Plan, find: Callable[[Sequence[str]], Found] | None) -> str:
+        """Advice to cut the largest layer, and those like it, if less is needed then."""
+        largest = max(plan.layers, key=lambda layer: layer.nbytes)
+        said = f"The largest layer, {largest.name!r}, takes {_bytes(largest.nbytes)}. "
+        alike = ".".join("*" if part.isdecimal() else part for part in largest.name.split("."))
+        with suppress(ValueError):  # the pattern matches no module, or the modules that it matches overlap
+            cut = self._least(self._make(find([f"{alike}.*"]), k=1, k_prime=1)) if find is not None else None
+            if cut is not None and cut < self._least(smallest):
+                return (
+                    f'{said}Cut it into smaller ones: SuperpipelineStrategy(layers=["{alike}.*"]), whose least is '
+                    f"{human_bytes(cut)}."
+                )
+        return f'{said}There are no smaller layers in it. Use precision="bf16-true", or give it as much memory.'
 
 
-def _room(budget: int | float | None, free: int | None, margin: float) -> int | None:
-    """Bytes of the budget; None if nothing limits device memory."""
-    if isinstance(budget, int):
-        return budget if free is None else min(budget, free)
-    return None if free is None else int(free * (1 - margin if budget is None else budget))
+def _bytes(nbytes: int) -> str:
+    return f"{nbytes} bytes ({human_bytes(nbytes)})"
 
 
 # ---------------------------------------------------------------------- what becomes of activations
@@ -299,80 +270,32 @@ class Balance:
     def candidates(self, room: int) -> Iterator[Modes]:
         """Choices of modes with which activations take at most ``room`` bytes on the device.
 
-        Each changes as few units as that asks. If no choice takes so little, those that take the least are returned.
+        Each changes as few units as that asks, the cheapest ones first. If no choice takes so little, those that take the
+        least are returned.
 
         Three ways are tried: the cheaper mode of each unit, all units recomputed, all units offloaded. A mixture by
         turns, for a link that is too slow to offload every unit, is left out: it is never faster than the better mode
         alone, because a copy has the time of one unit to finish in, whatever mode the next unit has.
         """
-        cheaper: Modes = {unit: min(FREEING, key=self._cost(unit).__getitem__) for unit in self._units}
-        least = least_bytes(self.calls)
+        costs = {call.unit: self._cost(call.unit) for call in self.calls}
+        kept: dict[str, Mode] = dict.fromkeys(costs, "keep")
+        cheaper = {unit: min(FREEING, key=costs[unit].__getitem__) for unit in self._freeable}
         choices: list[Modes] = []
-        for way in (cheaper, *map(self._all, FREEING)):
-            modes = self._fewest(way, room)
-            if modes not in choices and peak_bytes(self.calls, modes) <= max(room, least):
+        for way in (cheaper, *(dict.fromkeys(costs, mode) for mode in FREEING)):
+            order = sorted(way, key=lambda unit: costs[unit][way[unit]])
+            fewest = bisect_left(
+                range(len(order)),
+                True,
+                key=lambda count: peak_bytes(self.calls, kept | {unit: way[unit] for unit in order[:count]}) <= room,
+            )
+            modes = kept | {unit: way[unit] for unit in order[:fewest]}
+            if modes not in choices and peak_bytes(self.calls, modes) <= max(room, least_bytes(self.calls)):
                 choices.append(modes)
         yield from choices
 
     def visited(self, modes: Modes) -> list[Visit]:
         """What the batch does with these modes. Units without a layer of their own count with the layer before them."""
-        moved, recomputed = self._extra(modes)
-        return [
-            replace(
-                visit,
-                moved=moved.get(forward, 0),
-                seconds=visit.seconds + (recomputed.get(forward, 0.0) if visit.backward else 0.0),
-            )
-            for visit, forward in _with_forwards(self.visits)
-        ]
-
-    # ------------------------------------------------------------------ one unit
-
-    @property
-    def _units(self) -> list[str]:
-        """The units whose activations could be freed, in the order of the forward."""
-        return list(dict.fromkeys(call.unit for call in self.calls[:-EXEMPT] if call.saved))
-
-    def _all(self, mode: Mode) -> dict[str, Mode]:
-        return dict.fromkeys((call.unit for call in self.calls), mode)
-
-    def _cost(self, unit: str) -> dict[Mode, float]:
-        """Seconds per byte that is freed, for each mode that frees any."""
-        calls = [call for call in self.calls if call.unit == unit]
-        saved, inputs = sum(call.saved for call in calls), sum(call.inputs for call in calls)
-        forward = self._seconds(unit, backward=False)
-        # Activations leave during the next unit's forward and come back during the next unit's backward.
-        following = next((b.unit for a, b in pairwise(self.calls) if a.unit == unit and b.unit != unit), unit)
-        times = self._seconds(following, backward=False), self._seconds(following, backward=True)
-        exposed = max(0.0, saved / self.rates.download - times[0]) + max(0.0, saved / self.rates.upload - times[1])
-        if self.rates.synchronous:
-            exposed = saved / self.rates.download + saved / self.rates.upload
-        return {"recompute": forward / max(saved - inputs, 1), "offload": exposed / max(saved, 1)}
-
-    def _seconds(self, unit: str, *, backward: bool) -> float:
-        """How long a unit's forward or backward takes.
-
-        Units without a layer share the time between layers equally; their backward is taken to be twice their forward.
-        """
-        index = self.index_of.get(unit)
-        if index is not None:
-            return sum(visit.seconds for visit in self.visits if visit.backward is backward and index in visit.layers)
-        between = sum(visit.seconds for visit in self.visits if not visit.layers and not visit.backward)
-        return between * (2 if backward else 1) / max(1, sum(name not in self.index_of for name in self._units))
-
-    def _fewest(self, way: Modes, room: int) -> Modes:
-        """Changes the fewest units, cheapest first, with which activations take at most ``room`` bytes."""
-        order = sorted(way, key=lambda unit: self._cost(unit)[way[unit]])
-
-        def changed(count: int) -> Modes:
-            return {**self._all("keep"), **{unit: way[unit] for unit in order[:count]}}
-
-        return changed(
-            bisect_left(range(len(order)), True, key=lambda count: peak_bytes(self.calls, changed(count)) <= room)
-        )
-
-    def _extra(self, modes: Modes) -> tuple[dict[int, int], dict[int, float]]:
-        """By the index of a forward visit: bytes that leave after it, and seconds that its backward takes longer."""
+        # By the index of a forward visit: bytes that leave after it, and seconds that its backward takes longer.
         moved: defaultdict[int, int] = defaultdict(int)
         recomputed: defaultdict[int, float] = defaultdict(float)
         forwards = [at for at, visit in enumerate(self.visits) if visit.layers and not visit.backward]
@@ -385,6 +308,40 @@ class Balance:
             if modes[call.unit] == "offload" and number < len(self.calls) - EXEMPT:
                 moved[at] += call.saved
             elif modes[call.unit] == "recompute":
-                seconds = self.visits[at].seconds if index is not None else self._seconds(call.unit, backward=False)
-                recomputed[at] += seconds
-        return moved, recomputed
+                recomputed[at] += self._seconds(call.unit) if index is None else self.visits[at].seconds
+        return [
+            replace(
+                visit, moved=moved[forward], seconds=visit.seconds + (recomputed[forward] if visit.backward else 0.0)
+            )
+            for visit, forward in _with_forwards(self.visits)
+        ]
+
+    # ------------------------------------------------------------------ one unit
+
+    @property
+    def _freeable(self) -> list[str]:
+        """The units whose activations could be freed, in the order of the forward."""
+        return list(dict.fromkeys(call.unit for call in self.calls[:-EXEMPT] if call.saved))
+
+    def _cost(self, unit: str) -> dict[Mode, float]:
+        """Seconds per byte that is freed, for each mode that frees any."""
+        calls = [call for call in self.calls if call.unit == unit]
+        saved, inputs = sum(call.saved for call in calls), sum(call.inputs for call in calls)
+        up, down = saved / self.rates.upload, saved / self.rates.download
+        if not self.rates.synchronous:
+            # Activations leave during the next unit's forward and come back during the next unit's backward.
+            following = next((b.unit for a, b in pairwise(self.calls) if a.unit == unit and b.unit != unit), unit)
+            down = max(0.0, down - self._seconds(following))
+            up = max(0.0, up - self._seconds(following, backward=True))
+        return {"recompute": self._seconds(unit) / max(saved - inputs, 1), "offload": (down + up) / max(saved, 1)}
+
+    def _seconds(self, unit: str, *, backward: bool = False) -> float:
+        """How long a unit's forward or backward takes.
+
+        Units without a layer share the time between layers equally; their backward is taken to be twice their forward.
+        """
+        index = self.index_of.get(unit)
+        if index is not None:
+            return sum(visit.seconds for visit in self.visits if visit.backward is backward and index in visit.layers)
+        between = sum(visit.seconds for visit in self.visits if not visit.layers and not visit.backward)
+        return between * (1 + backward) / max(1, sum(name not in self.index_of for name in self._freeable))

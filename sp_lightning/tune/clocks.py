@@ -12,22 +12,26 @@ from torch import Tensor
 from sp_lightning.device.device import Device
 from sp_lightning.device.timeline import Interval, Kind
 from sp_lightning.device.waits import Stream, Wait
-from sp_lightning.tune.visits import Rates
+from sp_lightning.tune.visits import RESOURCES, Rates
+
+_READ_AHEAD = 3  # layers that staging memory has room for, as in the engine
 
 
 @dataclass(frozen=True)
 class HostBytes:
-    """Stands for memory on the host.
+    """Stands for bytes of a layer on the host.
 
     Attributes:
-        layer: the index of the layer that the bytes belong to.
+        layer: the layer's index.
         nbytes: how many bytes they are.
-        kind: what a copy of them is called in the timeline. None: a fetch to the device, a drain to the host.
+        on_disk: how many of them have to be read from a disk.
+        parts: how many devices upload a part each, and get the others from each other.
     """
 
     layer: int
     nbytes: int
-    kind: Kind | None = None
+    on_disk: int = 0
+    parts: int = 1
 
 
 class ClockDevice(Device):
@@ -53,6 +57,7 @@ class ClockDevice(Device):
         self.host = 0.0
         self.intervals: list[Interval] = []
         self.copied = 0
+        self._disk = 0.0  # since when the disk is idle
 
     def empty(self, nbytes: int) -> Tensor:
         return super().empty(0)
@@ -60,11 +65,39 @@ class ClockDevice(Device):
     def copy(
         self, targets: Sequence[Tensor], sources: Sequence[Any], stream: Stream, *, why: Wait | None = None
     ) -> None:
-        rate = self._rates.upload if stream is Stream.UPLOAD else self._rates.download
         for source in sources:
-            kind: Kind = source.kind or ("fetch" if stream is Stream.UPLOAD else "drain")
-            self.spend(stream, source.nbytes / rate, kind, source.layer, source.nbytes)
-            self.copied += source.nbytes
+            part = -(-source.nbytes // source.parts)
+            if source.on_disk:
+                self.pass_disk(stream, ["read"], source.layer, source.on_disk, part / self._rates.upload)
+            self.transfer("fetch" if stream is Stream.UPLOAD else "drain", source.layer, part)
+            if source.parts > 1:
+                self.spend(stream, source.nbytes / self._rates.links, "gather", source.layer, source.nbytes)
+
+    def transfer(self, kind: Kind, layer: int, nbytes: int) -> None:
+        """Issues a copy: a fetch or a return of activations to the device, or one to the host."""
+        upload = kind in RESOURCES["fetch"]
+        stream, rate = (Stream.UPLOAD, self._rates.upload) if upload else (Stream.DOWNLOAD, self._rates.download)
+        self.spend(stream, nbytes / rate, kind, layer, nbytes)
+        self.copied += nbytes
+
+    def pass_disk(self, stream: Stream, ways: Sequence[Kind], layer: int, nbytes: int, beside: float) -> None:
+        """Moves bytes from the disk, and back, for a stream, which waits for them. Some layers are read ahead.
+
+        Args:
+            stream: the stream.
+            ways: ``"read"``, or that and ``"write"``: once for each.
+            layer: the layer's index.
+            nbytes: bytes each way.
+            beside: the seconds that the stream takes for the same layer. The disk works meanwhile, so the slower of both
+                sets the pace.
+        """
+        seconds = nbytes / self._rates.disk
+        asked = max(self.now[stream], self.host)
+        self._disk = max(self._disk, asked - _READ_AHEAD * seconds)
+        for way in ways:
+            self.intervals.append(Interval(way, layer, self._disk, self._disk + seconds, nbytes))
+            self._disk += seconds
+        self.now[stream] = max(self.now[stream], self._disk - beside)
 
     def spend(self, stream: Stream, seconds: float, kind: Kind, layer: int | None, nbytes: int = 0) -> None:
         """Issues work of so many seconds to a stream. It does not begin before the host has issued it."""

@@ -2,8 +2,7 @@
 
 The very classes that stream the model, :class:`~sp_lightning.engine.residency.Residency` and
 :class:`~sp_lightning.weights.gradient_sink.GradientSink`, decide what is fetched when, into which slot, and which gradients leave
-when.
-Only the device under them is another one: it moves no bytes and knows how long a copy would have taken. The prediction
+when. Only the device under them is another one: it moves no bytes and knows how long a copy would have taken. The prediction
 therefore shows what the engine does, not what it was meant to do.
 """
 
@@ -11,23 +10,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 from sp_lightning.device.timeline import Kind
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.engine.assembly import kinds
-from sp_lightning.engine.residency import Residency, Tenants
+from sp_lightning.engine.residency import Residency
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.tune.clocks import ClockDevice, HostBytes
-from sp_lightning.tune.disk_queue import DiskQueue
 from sp_lightning.tune.visits import RESOURCES, Prediction, Rates, Visit
 from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.layer import Kind as LayerKind
 from sp_lightning.weights.layer import StreamedLayer
+from sp_lightning.weights.lent_weights import Tenants
 from sp_lightning.weights.prefetch import Prefetch
 from sp_lightning.weights.slots import BlockSource, Slots, Staged
-from sp_lightning.weights.uploads import OnItsWay, Uploads
+from sp_lightning.weights.uploads import Uploads
 
 _STALLS = {
     "gradients": (Wait.REUSE_AFTER_DRAIN,),
@@ -75,10 +73,7 @@ def predict(
     }
     busy["host"] = walk.host_seconds
     busy["host memory"] = (plan.ranks * device.copied + host_traffic) / rates.host_memory
-    seconds = max(walk.ended - begun, busy["host memory"])
-    if any(visit.backward for visit in visits):
-        seconds = max(seconds, busy.get("disk", 0.0))  # the state that is read ahead for the next batch counts, too
-    return Prediction(seconds, busy, dict(walk.stalls), intervals)
+    return Prediction(max(walk.ended - begun, busy["host memory"]), busy, dict(walk.stalls), intervals)
 
 
 class _SimulatedLayer(StreamedLayer):
@@ -95,46 +90,36 @@ class _SimulatedLayer(StreamedLayer):
 
 
 class _Source(BlockSource):
-    """A source of bytes for which an update is a time: a layer's bytes are ready once its update is done."""
+    """A source of bytes for which an update is a time: a layer's bytes are ready once its update is done.
 
-    def __init__(self, device: ClockDevice, files: DiskQueue, upload: float) -> None:
+    Args:
+        device: the device of clocks.
+        on_disk: bytes of weights that are read from a disk, by the layer's index.
+        sliced: the index of the ring whose layers ``ranks`` devices upload together; None for none.
+        ranks: how many devices there are.
+    """
+
+    def __init__(self, device: ClockDevice, on_disk: Mapping[int, int], sliced: int | None, ranks: int) -> None:
         self._device = device
-        self._files = files
-        self._upload = upload
+        self._on_disk = on_disk
+        self._sliced, self._ranks = sliced, ranks
         self.shares = dict[int, float]()  # of each layer of stacked experts, what comes of it
         self.updated = defaultdict[int, float](float)  # when the last update of each layer is done, in seconds
 
     def ready(self, layer: StreamedLayer) -> bool:
-        """Whether the layer's update is done, and the layer is in memory."""
-        return self.updated[layer.index] <= self._device.host and self._files.ready(layer.index)
+        """Whether the layer's update is done."""
+        return self.updated[layer.index] <= self._device.host
 
     def wait(self, layer: StreamedLayer) -> None:
         """Lets the host wait for the layer's update."""
         self._device.synchronize(self.updated[layer.index], Wait.FETCH_AFTER_UPDATE)
 
     def stage(self, layer: StreamedLayer) -> Staged:
-        """Returns a stand-in for as many bytes as the layer's block has, or as come of it, once they are in memory."""
-        self._device.host = self._files.bring(layer.index, self._device.host, ahead=2)
-        begins = max(self._device.host, self._device.now[Stream.UPLOAD])
+        """Returns a stand-in for as many bytes as the layer's block has, or as come of it."""
         nbytes = int((self.shares.get(layer.index, 1.0) if layer.planned.rows else 1.0) * layer.planned.nbytes)
-        self._files.free(layer.index, begins + nbytes / self._upload)
-        stand_in: Any = HostBytes(layer.index, nbytes)
+        parts = self._ranks if layer.planned.ring == self._sliced else 1
+        stand_in: Any = HostBytes(layer.index, nbytes, self._on_disk.get(layer.index, 0), parts)
         return stand_in, None
-
-
-class _Slices(Uploads):
-    """Uploads of a device that, with ``rates.sliced``, fetches its part of each layer, and gets the rest by the links."""
-
-    def __init__(self, device: ClockDevice, ranks: int, rates: Rates) -> None:
-        super().__init__(device)
-        self._clocks, self._ranks, self._rates = device, ranks, rates
-
-    def send(self, layer: StreamedLayer, target: Any, source: Any, landed: Callable[[], None]) -> OnItsWay | None:
-        if not self._rates.sliced or layer.planned.ring != self.ring:
-            return super().send(layer, target, source, landed)
-        self._clocks.copy([], [replace(source, nbytes=-(-source.nbytes // self._ranks))], Stream.UPLOAD)
-        self._clocks.spend(Stream.UPLOAD, source.nbytes / self._rates.links, "gather", layer.index, source.nbytes)
-        return None
 
 
 class Walk:
@@ -162,7 +147,7 @@ class Walk:
         self.device = ClockDevice(rates)
         self.stalls: dict[int | str, float] = {}
         self.host_seconds = self.ended = 0.0
-        self._ranks, self._alone = plan.ranks, plan.alone
+        self._plan = plan
         self._visits = visits
         self._rates = rates
         self._overlap = overlap
@@ -173,13 +158,13 @@ class Walk:
         *moving, self._resident = self._layers
         self._training = any(visit.backward for visit in visits)
         # Training has its state on the disk, which updates read; inference has weights there, which fetches read.
-        state, weights = (on_disk or {}, {}) if self._training else ({}, on_disk or {})
-        self._state = DiskQueue(self.device, rates.disk, state)
-        files = DiskQueue(self.device, rates.disk, weights)
-        source = self._source = _Source(self.device, files, rates.upload)
-        slots = Slots(plan, moving, self.device, _Slices(self.device, plan.ranks, rates))
-        prefetch = Prefetch(plan, slots, self._layers, source.ready)
-        self._residency = Residency(slots, prefetch, source, Tenants(), noted=lambda: None)
+        on_disk = on_disk or {}
+        self._state = on_disk if self._training else {}
+        weights = {} if self._training else on_disk
+        self._source = _Source(self.device, weights, plan.main_ring if rates.sliced else None, plan.ranks)
+        slots = Slots(plan, moving, self.device, Uploads(self.device))
+        prefetch = Prefetch(plan, slots, self._layers, self._source.ready)
+        self._residency = Residency(slots, prefetch, self._source, Tenants(), noted=lambda: None)
         self._drains = GradientSink(self.device, plan.k_prime + 1, self._apply)
         self._early = 0.0  # the time at which the last update of this backward is done
         self._left: float | None = None  # the time at which the activations of the last forward have left
@@ -188,19 +173,18 @@ class Walk:
 
     def batch(self) -> float:
         """Simulates one batch and its update. Returns the time at which it began."""
-        begun, prefetch = self.ended, self._residency.prefetch
-        self.device.clear()
-        self.stalls.clear()
+        begun, device, prefetch = self.ended, self.device, self._residency.prefetch
+        device.clear()
         self._back.clear()
         self._early = self.host_seconds = 0.0
         prefetch.start("batch", training=self._training)
         prefetch.trace.cyclic = not self._training and self.ended > 0
         self._residency.let_rest(not self._training)
         if self._training or not self.ended:
-            nbytes = self._resident.planned.nbytes
-            self.device.copy([], [HostBytes(self._resident.index, nbytes)], Stream.UPLOAD)
-            self.device.wait(Stream.COMPUTE, self.device.record(Stream.UPLOAD), Wait.USE_AFTER_RESIDENTS)
+            device.transfer("fetch", self._resident.index, self._resident.planned.nbytes)
+            device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), Wait.USE_AFTER_RESIDENTS)
         self._residency.fetch_ahead()
+        self.stalls.clear()
         for at, visit in enumerate(self._visits):
             self._visit(at, visit)
         self._residency.release_unpinned()
@@ -208,12 +192,9 @@ class Walk:
             self._end_step()
             for layer in self._layers:
                 layer.invalidate()
-        self.ended = max(self.device.now[Stream.COMPUTE], self.device.host)
-        for name, why in _STALLS.items():
-            self.stalls[name] = self.device.stall_seconds(*why)
+        self.ended = max(device.now[Stream.COMPUTE], device.host)
+        self.stalls |= {name: device.stall_seconds(*why) for name, why in _STALLS.items()}
         return begun
-
-    # ------------------------------------------------------------------ one visit
 
     def _visit(self, at: int, visit: Visit) -> None:
         device, residency = self.device, self._residency
@@ -221,8 +202,8 @@ class Walk:
         if visit.backward:
             residency.pre_backward(layers)
             for index in visit.needs:
-                self._timed(self._layers[index], lambda layer: residency.unpack(layer))
-            self._bring(at)
+                self._timed(self._layers[index], residency.unpack)
+            self._return_activations(at)
         else:
             self._source.shares |= dict.fromkeys(visit.layers, visit.share)
             if layers:
@@ -241,7 +222,7 @@ class Walk:
                 if self._last_backward[layer.index] == at and layer.planned.gradient_bytes:
                     self._drain(layer)
         elif layers:
-            self._store(visit)
+            self._store_activations(visit)
             residency.end_call(layers)
             residency.fetch_ahead()
 
@@ -253,27 +234,30 @@ class Walk:
         if stalled:
             self.stalls[layer.index] = self.stalls.get(layer.index, 0.0) + stalled
 
-    def _store(self, visit: Visit) -> None:
-        """Sends a forward's activations to the host. Compute first waits until those of the forward before have left."""
-        device = self.device
-        device.wait(Stream.COMPUTE, self._left, Wait.REUSE_AFTER_STORE)
-        self._left = None
-        if visit.moved:
-            device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.STORE_AFTER_SAVE)
-            device.copy([], [HostBytes(visit.layers[0], visit.moved, "store")], Stream.DOWNLOAD)
-            self._left = device.record(Stream.DOWNLOAD)
+    # ------------------------------------------------------------------ activations
 
-    def _bring(self, at: int) -> None:
-        """Brings a backward's activations back, and those of the next one ahead of time."""
-        device = self.device
-        device.wait(Stream.COMPUTE, self._left, Wait.REUSE_AFTER_STORE)
+    def _wait_until_left(self) -> None:
+        """Compute waits until the activations of the forward before have left."""
+        self.device.wait(Stream.COMPUTE, self._left, Wait.REUSE_AFTER_STORE)
         self._left = None
+
+    def _store_activations(self, visit: Visit) -> None:
+        self._wait_until_left()
+        if visit.moved:
+            self.device.wait(Stream.DOWNLOAD, self.device.record(Stream.COMPUTE), Wait.STORE_AFTER_SAVE)
+            self.device.transfer("store", visit.layers[0], visit.moved)
+            self._left = self.device.record(Stream.DOWNLOAD)
+
+    def _return_activations(self, at: int) -> None:
+        """Has a backward's activations come back, and those of the next one ahead of time."""
+        device = self.device
+        self._wait_until_left()
         ahead = next((later for later in range(at + 1, len(self._visits)) if self._visits[later].layers), at)
         for wanted in dict.fromkeys((at, ahead)):
             visit = self._visits[wanted]
             if visit.moved and visit.backward and wanted not in self._back:
                 device.wait(Stream.UPLOAD, device.record(Stream.COMPUTE), Wait.RETURN_AFTER_USE)
-                device.copy([], [HostBytes(visit.layers[0], visit.moved, "return")], Stream.UPLOAD)
+                device.transfer("return", visit.layers[0], visit.moved)
                 self._back[wanted] = device.record(Stream.UPLOAD)
         device.wait(Stream.COMPUTE, self._back.get(at), Wait.USE_AFTER_RETURN)
 
@@ -281,7 +265,7 @@ class Walk:
 
     def _drain(self, layer: StreamedLayer) -> None:
         device, nbytes = self.device, layer.planned.gradient_bytes
-        if not self._alone:
+        if not self._plan.alone:
             device.wait(Stream.REDUCE, device.record(Stream.COMPUTE), Wait.REDUCE_AFTER_GRADIENT)
             sent = nbytes - layer.planned.narrow_bytes  # casts' gradients are sent in half as many bytes
             device.spend(Stream.REDUCE, sent / self._rates.links, "reduce", layer.index, sent)
@@ -289,7 +273,7 @@ class Walk:
             device.wait(Stream.DOWNLOAD, device.record(Stream.REDUCE), Wait.DRAIN_AFTER_REDUCE)
         else:
             device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
-        self._drains.send(layer.index, [], [HostBytes(layer.index, -(-nbytes // self._ranks))], [], layer)
+        self._drains.send(layer.index, [], [HostBytes(layer.index, -(-nbytes // self._plan.ranks))], [], layer)
         self._drains.finish()
 
     def _apply(self, layer: StreamedLayer) -> None:
@@ -314,9 +298,9 @@ class Walk:
     def _update(self, layer: StreamedLayer) -> float:
         """Lets the background update a layer. Returns the time at which it is done."""
         seconds = layer.planned.gradient_bytes / self._rates.update
-        asked = max(self.device.now[Stream.UPDATE], self.device.host)
-        self.device.wait(Stream.UPDATE, self._state.bring(layer.index, asked), Wait.READ_AFTER_UPDATE)
+        if layer.index in self._state:
+            nbytes = self._state[layer.index]
+            self.device.pass_disk(Stream.UPDATE, ["read", "write"], layer.index, nbytes, seconds)
         self.device.spend(Stream.UPDATE, seconds, "update", layer.index)
         done = self._source.updated[layer.index] = self.device.now[Stream.UPDATE]
-        self._state.write(layer.index, done)
         return done

@@ -26,7 +26,7 @@ def takes_slices(transfer: Transfer, device: Device, ranks: Ranks | None, log: l
 
     With ``"auto"`` some memory is uploaded both ways, by all ranks at once, as in a run. Where the model computes on the host
     there is nothing to upload, and the answer is no. So it is in training, because gathers beside sums of gradients are what
-    neither NCCL nor torch promises (see :mod:`~sp_lightning.weights.sliced_uploads`): a user asks for them by name.
+    neither NCCL nor torch promises (see :mod:`~sp_lightning.weights.uploads`): a user asks for them by name.
     """
     if ranks is None or ranks.size == 1:
         if transfer == "sliced":
@@ -67,7 +67,7 @@ def measure(device: Device, ranks: Ranks, nbytes: int = NBYTES) -> tuple[float, 
     def together() -> None:
         device.copy([target[own]], [source[own]], Stream.UPLOAD)
         with device.on(Stream.UPLOAD):
-            ranks.gather(target[: ranks.size * part], ranks.groups.uploads, "a measurement")
+            ranks.gather(target[: ranks.size * part], ranks.uploads, "a measurement")
 
     def seconds(upload: Callable[[], None]) -> float:
         upload()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.tune.choices import Balance, Window, without_second_forwards
 from sp_lightning.tune.simulator import predict
-from sp_lightning.tune.visits import Prediction, Rates, Visit, measured
+from sp_lightning.tune.visits import Prediction, measured
 
 # The index of the batch that is timed. The first one compiles kernels and fills caches and workspaces.
 _TIMED = 1
@@ -47,16 +46,14 @@ class Tuner:
         self._device = device
         self._balanced = balanced
         self._batches = 0
-        self._work: tuple[Sequence[Visit], Rates] | None = None
-        self._balance: Balance | None = None  # what is known of the timed batch's activations
+        self._timed: Balance | None = None  # what is known of the timed batch
         self._calls: tuple[Call, ...] = ()  # the unit calls of the first batch
         self._first = 0  # the size of that batch, in elements of its tensors
         self._unfit: dict[str, str] = {}  # units that cannot be recomputed, with the reason
         self._timeline: Timeline | None = None
-        self._overlap: Overlap = "off"
+        self._overlap: Literal["off", "forward", "backward"] = "off"
         self._size = 0  # the size of the largest batch whose memory was measured
         self._next = 0  # the size of the batch that runs now
-        self._factor = 1.0  # by how much that is larger than all before
         self._said = ""  # the choice that was logged last
         self._again = False  # whether the window is to be chosen anew before the next batch
         if balanced:
@@ -74,13 +71,13 @@ class Tuner:
             overlap: how updates run.
         """
         if self._timeline is not None:
-            self._read_timeline()
-        self._overlap = overlap
+            self._read_timeline(self._timeline)
+        self._overlap = "off" if overlap == "auto" else overlap
         self._observe()
+        self._size = max(self._size, self._next)
         self._next = sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-        self._factor = max(1.0, self._next / self._size) if self._size else 1.0
-        if self._work is not None:
-            self._fit()
+        if self._timed is not None:
+            self._fit(max(1.0, self._next / self._size) if self._size else 1.0)
         elif self._timeline is None and self._batches >= _TIMED and (self._calls or not self._balanced):
             self._time()
         self._batches += 1
@@ -92,17 +89,16 @@ class Tuner:
 
     def shrink(self) -> None:
         """Takes the smallest window, and modes that take least, after the device has run out of memory."""
-        self._observe(whole=False)
-        activations, smallest = self._streamer.activations, self._window.smallest()
-        smaller = smallest.slot_bytes < self._streamer.plan.slot_bytes
-        if smaller:
+        self._observe()
+        activations, plan, smallest = self._streamer.activations, self._streamer.plan, self._window.smallest()
+        before = activations.modes
+        if smallest.slot_bytes < plan.slot_bytes:
             self._resize(smallest)
         if self._balanced:
-            before = activations.modes
             self._carry_out(min(map(self._all, FREEING), key=lambda modes: peak_bytes(self._sized(), modes)))
-            smaller = smaller or activations.modes != before
             self._window.lower_budget()  # what was chosen did not fit, although the measurements said that it would
-        self._again = self._again or (smaller and self._work is not None)
+        if self._timed is not None and (smallest.slot_bytes < plan.slot_bytes or activations.modes != before):
+            self._again = True
 
     # ------------------------------------------------------------------ what is measured
 
@@ -112,43 +108,33 @@ class Tuner:
         If there is room, its units are recomputed, because the copies of offload would slow computation down and the
         times of the visits would show that.
         """
-        if self._balanced:
-            recompute = self._all("recompute")
-            if self._window.fits(self._streamer.plan, more=self._more(recompute)):
-                self._carry_out(recompute)
+        recompute = self._all("recompute")
+        if self._balanced and self._window.fits(self._streamer.plan, more=self._more(recompute)):
+            self._carry_out(recompute)
         self._timeline = self._device.make_timeline()
         self._device.timelines.append(self._timeline)
 
-    def _read_timeline(self) -> None:
-        assert self._timeline is not None
+    def _read_timeline(self, timeline: Timeline) -> None:
         self.stop_timing()
-        plan, activations = self._streamer.plan, self._streamer.activations
-        visits, rates = measured(self._timeline.take(), len(plan.layers), synchronous=self._device.synchronous)
-        if self._balanced:
-            if "recompute" in activations.modes.values():
-                visits = without_second_forwards(visits)
-            index_of = {layer.name: index for index, layer in enumerate(plan.layers)}
-            self._balance = Balance(self._calls, index_of, visits, rates)
-        self._work = visits, rates
+        layers = self._streamer.plan.layers
+        visits, rates = measured(timeline.take(), len(layers), synchronous=self._device.synchronous)
+        if self._balanced and "recompute" in self._streamer.activations.modes.values():
+            visits = without_second_forwards(visits)
+        index_of = {layer.name: index for index, layer in enumerate(layers)}
+        self._timed = Balance(self._calls, index_of, visits, rates)
         self._timeline = None
         self._again = True
 
-    def _observe(self, *, whole: bool = True) -> None:
-        """Notes how many bytes everything but weights took in the last batch.
-
-        Args:
-            whole: whether the batch ran to its end. Otherwise its size does not count as measured.
-        """
-        window, peak = self._window, self._device.peak_bytes()
-        if self._balanced and not self._calls and self._streamer.activations.calls:
-            self._calls, self._first = self._streamer.activations.calls, self._next
-            self._unfit = self._streamer.activations.recompute.end_trial()
-        least, modes = least_bytes(self._sized()), self._streamer.activations.modes
-        rest = least if peak is None else peak - self._streamer.weight_bytes - self._more(modes)
-        if rest > window.rest:
-            window.rest, window.rest_gradients = rest, 0 if peak is None else self._streamer.plan.gradient_bytes
-        if whole and self._next > self._size:
-            self._size = self._next
+    def _observe(self) -> None:
+        """Notes how many bytes everything but weights took in the last batch."""
+        window, activations, peak = self._window, self._streamer.activations, self._device.peak_bytes()
+        if self._balanced and not self._calls and activations.calls:
+            self._calls, self._first = activations.calls, self._next
+            self._unfit = activations.recompute.end_trial()
+        if peak is None:
+            window.rest = max(window.rest, least_bytes(self._sized()))
+        elif (rest := peak - self._streamer.weight_bytes - self._more(activations.modes)) > window.rest:
+            window.rest, window.rest_gradients = rest, self._streamer.plan.gradient_bytes
 
     def _sized(self) -> tuple[Call, ...]:
         """The unit calls of the first batch, scaled to the largest one so far; none if no modes are chosen here."""
@@ -161,16 +147,19 @@ class Tuner:
 
     # ------------------------------------------------------------------ what is chosen
 
-    def _fit(self) -> None:
-        """Chooses anew if there are new measurements, or if the next batch would not fit with the present choice."""
-        window, activations = self._window, self._streamer.activations
-        measured_rest = window.rest
-        window.rest = math.ceil(window.rest * self._factor)
-        larger = window.rest > measured_rest
-        if self._again or not window.fits(self._streamer.plan, more=self._more(activations.modes)):
+    def _fit(self, factor: float) -> None:
+        """Chooses anew if there are new measurements, or if the next batch would not fit with the present choice.
+
+        Args:
+            factor: by how much that batch is larger than all before.
+        """
+        window = self._window
+        before, window.rest = window.rest, math.ceil(window.rest * factor)
+        larger = window.rest > before
+        if self._again or not window.fits(self._streamer.plan, more=self._more(self._streamer.activations.modes)):
             self._choose("for a larger batch" if larger else "measured")
         self._again = larger  # how much memory the larger batch really takes is known after it
-        window.rest = measured_rest
+        window.rest = before
 
     def _choose(self, why: str) -> None:
         window, before = self._window, self._streamer.plan
@@ -181,40 +170,39 @@ class Tuner:
         same_cache = before.cache_bytes <= plan.cache_bytes <= before.cache_bytes + before.cache_bytes // 8
         if (plan.k, plan.k_prime) != (before.k, before.k_prime) or not same_cache:
             self._resize(plan)
-        plan, modes = self._streamer.plan, self._modes_for(self._streamer.plan)
-        if self._balanced:
-            self._carry_out(modes)
-        needs = window.needs(plan) + self._more(modes)
-        assert window.room is not None
+        plan, activations = self._streamer.plan, self._streamer.activations
         said = f"k = {plan.k}, k' = {plan.k_prime}"
         if self._balanced:
-            said += f"; activations: {summary(self._streamer.activations.modes)}"
-        if said != self._said:
-            self._log.debug(
-                "Superpipeline: %s (%s), the fastest by prediction: %s on the device of %s%s.",
-                said, why, human_bytes(needs), human_bytes(window.room),
-                "" if window.rest else ", weights and gradients only: activations are not counted here",
-            )  # fmt: skip
-            if self._balanced and needs > window.room:
-                self._log.warning(
-                    "Superpipeline: even what takes least does not fit: %s of %s. %s is what activations take of it. Use a "
-                    "smaller batch, or a larger memory_budget.",
-                    human_bytes(needs), human_bytes(window.room), human_bytes(peak_bytes(self._sized(), modes)),
-                )  # fmt: skip
+            self._carry_out(self._modes_for(plan))
+            said += f"; activations: {summary(activations.modes)}"
+        if said == self._said:
+            return
         self._said = said
+        needs = window.needs(plan) + self._more(activations.modes)
+        assert window.room is not None
+        self._log.debug(
+            "Superpipeline: %s (%s), the fastest by prediction: %s on the device of %s%s.",
+            said, why, human_bytes(needs), human_bytes(window.room),
+            "" if window.rest else ", weights and gradients only: activations are not counted here",
+        )  # fmt: skip
+        if self._balanced and needs > window.room:
+            self._log.warning(
+                "Superpipeline: even what takes least does not fit: %s of %s. %s is what activations take of it. Use a "
+                "smaller batch, or a larger memory_budget.",
+                human_bytes(needs), human_bytes(window.room), human_bytes(peak_bytes(self._sized(), activations.modes)),
+            )  # fmt: skip
 
-    def _all(self, mode: Mode) -> Modes:
+    def _all(self, mode: Mode) -> dict[str, Mode]:
         return dict.fromkeys(self._streamer.activations.modes, mode)
 
     def _carry_out(self, modes: Modes) -> None:
         """Gives every unit its mode from the next batch on. A unit that cannot be recomputed is offloaded instead."""
         activations = self._streamer.activations
-        modes = {**self._all("offload"), **modes}  # units that were never called are not among the choices
-        modes = {
-            unit: "offload" if unit in self._unfit and mode == "recompute" else mode for unit, mode in modes.items()
+        chosen = self._all("offload") | {  # units that were never called are not among the choices
+            unit: mode for unit, mode in modes.items() if unit not in self._unfit or mode != "recompute"
         }
-        if modes != activations.modes:
-            activations.choose(modes)
+        if chosen != activations.modes:
+            activations.choose(chosen)
             self._device.reset_peak()  # the peak with other modes says nothing about these
 
     def _resize(self, plan: Plan) -> None:
@@ -229,23 +217,17 @@ class Tuner:
 
     def _seconds(self, plan: Plan) -> float:
         """Predicts how long a batch takes with a plan, in seconds."""
-        if self._work is None:
-            return 1 / plan.k  # nothing was timed yet: more layers on the device are taken to be faster
         return self._predicted(plan, self._modes_for(plan)).seconds
 
     def _modes_for(self, plan: Plan) -> Modes:
         """The fastest choice of modes for a plan, within the memory that the plan leaves."""
-        if self._balance is None or self._window.room is None:
+        if not self._balanced or self._timed is None or self._window.room is None:
             return self._streamer.activations.modes
         calls = self._sized()
         room = self._window.room - self._window.needs(plan) + least_bytes(calls)
-        candidates = replace(self._balance, calls=calls).candidates(room)
+        candidates = replace(self._timed, calls=calls).candidates(room)
         return min(candidates, key=lambda modes: self._predicted(plan, modes).seconds)
 
     def _predicted(self, plan: Plan, modes: Modes) -> Prediction:
-        assert self._work is not None
-        visits, rates = self._work
-        if self._balance is not None:
-            visits = self._balance.visited(modes)
-        mode = "off" if self._overlap == "auto" else self._overlap
-        return predict(plan, visits, rates, overlap=mode, batches=2)
+        assert self._timed is not None
+        return predict(plan, self._timed.visited(modes), self._timed.rates, overlap=self._overlap, batches=2)

@@ -2,8 +2,8 @@
 
 Averages are kept in buffers by modules such as latent diffusion's ``LitEma``: ``average.type_as(weight)`` makes a copy if the
 two are on different devices, and what is written to that copy is lost. Between steps the buffers are on the host, as the
-weights are. Within a step the weights are on the device, and so are the buffers of such a module while it is called. Once
-user code asks for one of them outside of a call (a method that updates them), they stay there until the step is over.
+weights are. Within a step the weights are on the device, and so are the buffers of such a module from the moment when one of
+them is asked for until the step is over.
 
 ``torch.nn.utils.prune`` keeps a mask in a buffer, ``weight_mask``, and multiplies it before each forward with a parameter,
 ``weight_orig``, which streams. The product stays in a plain attribute, ``weight``. When the user prunes again between two
@@ -13,8 +13,8 @@ to be on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,12 @@ def find_averages(root: nn.Module) -> list[nn.Module]:
     return [module for module, shapes in copies.items() if len(shapes) > _FEW and shapes in weights]
 
 
+_Sent = tuple[dict[str, Tensor | None], str, Tensor, Tensor]
+"""A buffer on the device: the dictionary and the name that it has in its module, its tensor on the host, and the one sent."""
+
+
 class AveragesOnDevice:
-    """A listener of module hooks: the module's buffers are on the device for a call within a step, and on the host after it.
+    """The buffers of a module: on the device once they are asked for within a step, and on the host after it.
 
     Args:
         module: the module that has the buffers.
@@ -48,62 +52,41 @@ class AveragesOnDevice:
     """
 
     def __init__(self, module: nn.Module, device: torch.device, in_step: Callable[[], bool]) -> None:
-        self._module = module
+        self._owners = list(module.modules())
         self._device = device
         self._in_step = in_step
-        self._depth = 0
-        self._asked = False
         self._sent: list[_Sent] = []
-        for owner in module.modules():
-            owner._buffers = _Buffers(owner._buffers, self._ask)
-
-    def enter(self, visits: Sequence[Any], inputs: Any) -> Sequence[Any]:
-        """Sends the buffers to the device, because the module is called."""
-        self._send()
-        self._depth += 1
-        return visits
-
-    def leave(self, visits: Sequence[Any], output: Any) -> None:
-        """Brings the buffers back to the host after the module's outermost call has returned or raised."""
-        self._depth = max(self._depth - 1, 0)
-        if not self._depth and not self._asked:
-            self.send_back()
+        for owner in self._owners:
+            owner._buffers = _Buffers(owner._buffers, self._send)
 
     def send_back(self) -> None:
         """Brings the buffers back to the host, with what was written on the device."""
-        self._asked, self._depth = False, 0
         sent, self._sent = self._sent, []
         with torch.no_grad():
-            for place, name, host, device in sent:
-                now = dict.get(place, name)
+            for buffers, name, host, device in sent:
+                now = dict.get(buffers, name)
                 if now is device:
-                    place[name] = host.copy_(device)
+                    buffers[name] = host.copy_(device)
                 elif now is not None:
-                    place[name] = now.to(host.device)
+                    buffers[name] = now.to(host.device)
 
     def close(self) -> None:
         """Brings the buffers back to the host for good, and gives the modules plain dictionaries of buffers again."""
         self.send_back()
-        for owner in self._module.modules():
-            if isinstance(owner._buffers, _Buffers):
-                owner._buffers = owner._buffers.plain()
-
-    def _ask(self) -> None:
-        if not self._depth and self._in_step():
-            self._asked = True
-            self._send()
+        for owner in self._owners:
+            owner._buffers = dict(dict.items(owner._buffers))
 
     def _send(self) -> None:
         if self._sent or not self._in_step():
             return
         self._sent = [  # the device may have no memory for one of them, and then none is sent
-            _Sent(owner._buffers, name, host, torch.empty_like(host, device=self._device).copy_(host))
-            for owner in self._module.modules()
+            (owner._buffers, name, host, torch.empty_like(host, device=self._device).copy_(host))
+            for owner in self._owners
             for name, host in dict.items(owner._buffers)
             if host is not None and host.device != self._device
         ]
-        for buffer in self._sent:
-            buffer.place[buffer.name] = buffer.sent
+        for buffers, name, _, sent in self._sent:
+            buffers[name] = sent
 
 
 class _Buffers(dict[str, Any]):
@@ -129,23 +112,9 @@ class _Buffers(dict[str, Any]):
         self._ask()
         return super().values()
 
-    def plain(self) -> dict[str, Any]:
-        """A plain dictionary of the same buffers, as torch has it."""
-        return dict(dict.items(self))
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies are plain dictionaries, because a copied module is a plain module."""
-        self._ask()
-        return dict, (self.plain(),)
-
-
-class _Sent(NamedTuple):
-    """A buffer that is on the device: the dictionary and the name that it has in its module, and both tensors."""
-
-    place: dict[str, Tensor | None]
-    name: str
-    host: Tensor
-    sent: Tensor
+        return dict, (dict(self.items()),)
 
 
 class PrunedWeights:
@@ -158,20 +127,27 @@ class PrunedWeights:
 
     def __init__(self, module: nn.Module, device: Device) -> None:
         self._device = device
-        self._pruned = [] if device.computes_on_host else _find_pruned(module)
-        self._masks: dict[tuple[nn.Module, str], _Mask] = {}
+        self._pruned = [  # the modules with a pruned weight, and the name of that weight
+            (child, pruned_attribute(hook))
+            for child in ([] if device.computes_on_host else module.modules())
+            for hook in forward_pre_hooks(child).values()
+            if isinstance(hook, BasePruningMethod)
+        ]
+        # A mask on the host, the version of it that was sent, and its copy on the device.
+        self._masks: dict[tuple[nn.Module, str], tuple[Tensor, int, Tensor]] = {}
         self.hold_host()
 
     def hold_device(self) -> None:
         """Puts the masks on the device, as a step begins or goes on. Those that were not written since are there already."""
         for module, name in self._pruned:
             host = module._buffers.get(f"{name}_mask")
-            mask = self._masks.get((module, name))
             if host is None:  # the user has made the pruning permanent
                 continue
-            if mask is None or mask.host is not host or mask.version != host._version:
-                mask = self._masks[module, name] = _Mask(host, host._version, self._send(host))
-            module._buffers[f"{name}_mask"] = mask.device
+            seen, version, sent = self._masks.get((module, name), (None, 0, host))
+            if seen is not host or version != host._version:
+                sent = self._send(host)
+                self._masks[module, name] = host, host._version, sent
+            module._buffers[f"{name}_mask"] = sent
 
     def hold_host(self) -> None:
         """Brings masks and products to the host, after a step that has ended or was interrupted."""
@@ -179,9 +155,8 @@ class PrunedWeights:
             present = module._buffers.get(f"{name}_mask")
             if present is None:
                 continue
-            mask = self._masks.get((module, name))
-            at_host = mask.host if mask is not None and mask.device is present else self._device.receive(present)
-            module._buffers[f"{name}_mask"] = at_host
+            host, _, sent = self._masks.get((module, name), (None, 0, None))
+            module._buffers[f"{name}_mask"] = host if sent is present else self._device.receive(present)
             product = vars(module).get(name)
             if isinstance(product, Tensor):
                 vars(module)[name] = self._device.receive(product.detach()).requires_grad_(product.requires_grad)
@@ -191,21 +166,3 @@ class PrunedWeights:
             whole = host.detach().clone()  # dense memory, whatever the strides of the user's tensor
             flat = strided(whole, 0, torch.uint8, (whole.nbytes,), (1,))
             return strided(self._device.send(flat), 0, whole.dtype, whole.shape, whole.stride())
-
-
-class _Mask(NamedTuple):
-    """A mask on the host, the version of it that was sent, and its copy on the device."""
-
-    host: Tensor
-    version: int
-    device: Tensor
-
-
-def _find_pruned(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The modules with a pruned weight, and the name of that weight."""
-    return [
-        (child, pruned_attribute(hook))
-        for child in module.modules()
-        for hook in forward_pre_hooks(child).values()
-        if isinstance(hook, BasePruningMethod)
-    ]

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.device.layout import Elsewhere
 from sp_lightning.device.metadata import METADATA
 from sp_lightning.device.modes import never_compiled, no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import (
@@ -149,7 +148,7 @@ class DeviceParameter(nn.Parameter):
     def _ordinary(self, data: Tensor) -> nn.Parameter:
         """A parameter of the user's class with the attributes that the user has given the host's."""
         made: Any = nn.Parameter(data, self.requires_grad)
-        vars(made).update((name, value) for name, value in vars(self.host).items() if name not in Elsewhere.attributes)
+        vars(made).update(vars(self.host))
         made.__class__ = _users_class(type(self))
         return made
 
@@ -215,7 +214,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _users_class(kind: type) -> Any:
-    return next(base for base in kind.__mro__ if not issubclass(base, (DeviceParameter, Elsewhere)))
+    return next(base for base in kind.__mro__ if not issubclass(base, DeviceParameter))
 
 
 def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:

@@ -9,8 +9,10 @@ alone; any other operation, wherever it happens, brings the whole layer first.
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,9 +24,15 @@ from torch.nn.utils.parametrize import is_parametrized
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import part
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
-from sp_lightning.device.torch_private import gradient_hooks, transforms_active
+from sp_lightning.device.torch_private import (
+    forward_pre_hooks,
+    global_forward_pre_hooks,
+    gradient_hooks,
+    transforms_active,
+)
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.model.stacks import NEARLY_ALL, Reading, how_it_reads
+from sp_lightning.observe.messages import say_once
 from sp_lightning.weights.device_parameter import DeviceParameter, Untouched, hides_stand_ins
 from sp_lightning.weights.rows import NOTHING, AllRows, ExpertCache, Rows
 
@@ -61,28 +69,25 @@ class ExpertRows(AllRows):
     Args:
         layer: the layer, whose stacks hold ``layer.planned.rows`` experts.
         device: copies them.
-        say: told why all experts of the layer come, which users are told once for each reason, whatever the layer.
+        log: the logger that is told why all experts of the layer come.
 
     Attributes:
         needed: the rows that the present use of the layer may read.
         present: the rows that are in the slot that the layer is in, or was in last.
-        asked, found: how many rows uses have asked for, and how many of those were on the device.
-        sent_bytes: bytes of the rows that were sent, those of whole layers included.
         comes_whole: why all experts come whatever is routed; empty while that is not so.
     """
 
-    def __init__(self, layer: StreamedLayer, device: Device, say: Callable[[str], None]) -> None:
+    def __init__(self, layer: StreamedLayer, device: Device, log: logging.Logger) -> None:
         self.layer = layer
         self._device = device
         self.count = layer.planned.rows
         self.stacks = frozenset(layer.planned.stacks)
         self.needed: Rows = NOTHING
         self.present: Rows = NOTHING
-        self.asked = self.found = self.sent_bytes = 0
         self.comes_whole = ""
         self._cache: ExpertCache | None = None  # keeps experts on the device that were used
         self._sent: list[int] = []  # the rows of the last fetch that the cache is to have
-        self.say = say
+        self._log = log
         self._calls: dict[int, list[_Call]] = {}  # by thread, those that are running
         self._last: Rows = NOTHING  # of the latest call
         self._training = False
@@ -99,12 +104,12 @@ class ExpertRows(AllRows):
         self._this_step = False
         self._calls.clear()
 
-    def begin_call(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, hooked: bool) -> None:
-        """A call of the module begins in this thread, with these arguments; ``hooked``: a hook may exchange them."""
+    def begin_call(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None) -> None:
+        """A call of the module begins in this thread, with these arguments."""
         trusted, rows = False, None
-        reading = self._reading(module, hooked) if not (self.comes_whole or hides_stand_ins((args, kwargs))) else None
+        reading = None if self.comes_whole or hides_stand_ins((args, kwargs)) else self._reading(module)
         if reading is not None:
-            trusted, rows = reading is Reading.ROUTED_ROWS, self._read_indices([*args, *kwargs.values()])
+            trusted, rows = reading is Reading.ROUTED_ROWS, self._read_indices([*args, *(kwargs or {}).values()])
         few = rows is not None and len(rows) < NEARLY_ALL * self.count
         call = _Call(rows, trusted) if few else _Call()
         self._calls.setdefault(threading.get_ident(), []).append(call)
@@ -114,14 +119,15 @@ class ExpertRows(AllRows):
         self._this_step = True
         self.need(call.rows)
 
-    def _reading(self, module: nn.Module, hooked: bool) -> Reading | None:
+    def _reading(self, module: nn.Module) -> Reading | None:
         """What is known of how the call reads stacks; None if it reads all of them, or nobody knows."""
         if transforms_active():
             return None
         if is_parametrized(module):
-            self.say("a parametrization computes with all of them (PEFT's adapters on stacks, target_parameters)")
+            self._say("a parametrization computes with all of them (PEFT's adapters on stacks, target_parameters)")
             return None
         reading = how_it_reads(module)
+        hooked = len(forward_pre_hooks(module)) + len(global_forward_pre_hooks) > 1  # ours is one of them
         if reading is not Reading.UNKNOWN and not hooked:
             return reading
         self.fall_back(_HOOKED if hooked else "nobody knows how its forward reads them")
@@ -238,8 +244,9 @@ class ExpertRows(AllRows):
                 self._cache.use(self.layer, self.needed)
             present = None if present is None else present | self._cache.rows(self.layer)
         wanted = frozenset(range(self.count)) if self.needed is None else self.needed
-        self.asked += len(wanted)
-        self.found += len(wanted if present is None else wanted & present)
+        found = wanted if present is None else wanted & present
+        self.hits += len(found)
+        self.misses += len(wanted) - len(found)
 
     # ------------------------------------------------------------------ rows are read
 
@@ -288,7 +295,11 @@ class ExpertRows(AllRows):
         """From now on all experts of the layer come with each call."""
         if not self.comes_whole:
             self.comes_whole = why
-            self.say(why)
+            self._say(why)
+
+    def _say(self, why: str) -> None:
+        layers = re.sub(r"\d+", "*", self.layer.name)  # one line for all layers of which the same holds
+        say_once(self._log, f"Superpipeline: all experts of {layers!r} come with each call, because {why}.")
 
     def saved_rows(self, index: int | None, tensor: Tensor, offset: int) -> Rows:
         """The rows in which a saved view lies; if it is of several, those that its call reads."""
@@ -332,14 +343,6 @@ class ExpertRows(AllRows):
         if self._read_whole or rows is None or gradient_hooks(self.layer.block.parameters[index]):
             return None
         return frozenset(rows) if len(rows) < NEARLY_ALL * self.count else None
-
-
-def counted(layers: Iterable[StreamedLayer]) -> dict[str, int]:
-    """The counters of a run that are about stacked experts."""
-    experts = [layer.rows for layer in layers if isinstance(layer.rows, ExpertRows)]
-    found = sum(each.found for each in experts)
-    missing = sum(each.asked for each in experts) - found
-    return {"expert_hits": found, "expert_misses": missing, "expert_bytes": sum(each.sent_bytes for each in experts)}
 
 
 def _numbers(index: Any, count: int) -> frozenset[int]:

@@ -186,6 +186,8 @@ class Gradients(GradientSink[_Drain]):
 
         Something is left of layers of which some parameters get no gradient, so that they are never complete.
         """
+        if not self._waiting:
+            return
         owners = [layer.owner for layer in layers]
         for layer in list(self._waiting):
             if layer not in owners and layer.kind is not Kind.RESIDENTS:

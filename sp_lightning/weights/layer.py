@@ -33,9 +33,9 @@ class StreamedLayer:
     """One layer: everything that the engine knows about it.
 
     The device's copy is valid if :attr:`slot` is not None, nor ``stale``, and the copy is not :attr:`outdated`. Whoever writes
-    the host's weights in a way that no version shows calls :meth:`invalidate`. Residents have no slot: their memory is theirs,
-    and :class:`~sp_lightning.weights.residents.Residents` answers for it. The prefetch asks for the slot alone: what it fetches
-    in vain, or not at all, is found out when the layer is used.
+    the host's weights in a way that no version shows calls :meth:`invalidate`. Residents have a slot of their own, which
+    :class:`~sp_lightning.weights.residents.Residents` answers for. The prefetch asks for the slot alone: what it fetches in
+    vain, or not at all, is found out when the layer is used.
 
     Args:
         index: its index in :attr:`Plan.moving`; that of the residents is the next one after the last.
@@ -43,12 +43,13 @@ class StreamedLayer:
         planned: where each of its parameters lies.
         block: its memory on the host.
         parameters: its device parameters.
-        casts: what travels in place of its masters; None if it has no masters (the attribute is :class:`NoCasts` then).
-        masters: the layer of those masters.
         expert: whether it comes only when something is routed to it.
 
     Attributes:
         spans: where each parameter, then each cast, lies in a slot.
+        casts: what travels in place of its masters: :class:`NoCasts` unless it has any.
+        masters: the layer of those masters; None if it has none.
+        family: the layer and its masters, which are updated together.
         owner: the layer that it is updated with, and whose gradients leave together with its own. Of masters this is the
             layer that they belong to, otherwise the layer itself.
         rows: which rows come if something asks for the layer. Those of a table and of stacked experts set it to their own.
@@ -69,8 +70,6 @@ class StreamedLayer:
         block: HostBlock,
         parameters: ParameterGroup,
         *,
-        casts: NoCasts | None = None,
-        masters: StreamedLayer | None = None,
         expert: bool = False,
     ) -> None:
         self.index = index
@@ -78,12 +77,11 @@ class StreamedLayer:
         self.planned = planned
         self.block = block
         self.parameters = parameters
-        self.casts = casts or NoCasts()
-        self.masters = masters
+        self.casts = NoCasts()
+        self.masters: StreamedLayer | None = None
+        self.family: tuple[StreamedLayer, ...] = (self,)
         self.expert = expert
         self.owner = self
-        if masters is not None:
-            masters.owner = self
         self.spans = (*planned.spans, *planned.casts)
         self.on_demand = kind in (Kind.MASTERS, Kind.TABLE)
         self.rows = AllRows()
@@ -99,11 +97,6 @@ class StreamedLayer:
     def name(self) -> str:
         """The name of the layer's module, or of its parameter if that belongs to no layer's module."""
         return self.planned.name
-
-    @property
-    def family(self) -> tuple[StreamedLayer, ...]:
-        """The layer and its masters, which are updated together."""
-        return (self,) if self.masters is None else (self, self.masters)
 
     def use_gradients(self) -> bool:
         """Has the gradients of the layer and of its masters in memory. Returns whether any of them were on a disk."""
@@ -136,6 +129,9 @@ class StreamedLayer:
     def leave_slot(self) -> None:
         """As :meth:`invalidate`, but weights were given other memory: whoever holds the old one keeps the old values."""
         self.rows.drop_cached()
+        if self.kind is Kind.RESIDENTS and self.slot is not None:
+            self.slot.stale = True  # they take another one when they are used next
+            return
         slot, self.slot = self.slot, None
         if slot is not None:
             slot.layer = None

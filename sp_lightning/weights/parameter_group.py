@@ -342,6 +342,8 @@ class ParameterGroup:
         optimizer step between forward and backward as it would on plain parameters.
         """
         now = versions(self.hosts)
+        if now == self._host_versions:  # nearly always in backward
+            return
         changed = [i for i, (old, new) in enumerate(zip(self._host_versions, now, strict=True)) if old != new]
         for index in changed:
             with no_inference_mode(), Untouched():

@@ -8,7 +8,7 @@ and send each other what they have summed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -23,40 +23,22 @@ from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.weights.gradient_places import Family, Place
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Run:
-    """Neighbouring gradients in the tensor that is sent.
+    """Neighbouring gradients of one dtype in the tensor that is sent.
 
     Attributes:
-        begin, end: where they begin and end, in bytes.
+        begin, end: where they begin and end there, in bytes; once they are summed, where this rank's part of them does.
         sent: the dtype in which they are sent.
         summed: the dtype in which they are multiplied and added up: their parameters'.
+        total: this rank's part of the sum, flat. What other nodes' sums are added to is in float32 until then.
     """
 
     begin: int
     end: int
     sent: torch.dtype
     summed: torch.dtype
-
-
-@dataclass(frozen=True)
-class _Total:
-    """This rank's part of the sum of one run.
-
-    Attributes:
-        begin, end: where it begins and ends in the tensor that is sent, in bytes.
-        dtype: of the sum.
-        wider: how many bytes a byte of what is sent has become.
-        at: where it begins in the memory of all sums of this part, in bytes.
-        memory: the sum, flat ``uint8``.
-    """
-
-    begin: int
-    end: int
-    dtype: torch.dtype
-    wider: int
-    at: int
-    memory: Tensor
+    total: Tensor = field(init=False)
 
 
 @dataclass(frozen=True)
@@ -64,28 +46,12 @@ class RankSum:
     """This rank's part of the sum of one layer's gradients, on the device.
 
     Attributes:
-        totals: the part, run by run.
-        spans: where each gradient lies in the tensor that was sent.
+        parts: for each gradient that has some of it: where that begins in the gradient, in bytes, and the bytes.
         device: the memory that the part was made in, with its own. It has to stay until the part has left.
     """
 
-    totals: list[_Total]
-    spans: Mapping[Place, Span]
+    parts: list[tuple[Place, int, Tensor]]
     device: list[Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the part."""
-        return sum(total.memory.nbytes for total in self.totals)
-
-    def parts(self) -> Iterator[tuple[Place, int, Tensor]]:
-        """For each gradient that has some of this part: where that begins in the gradient, in bytes, and the bytes."""
-        for place, span in self.spans.items():
-            for total in self.totals:
-                begin, end = max(span.offset, total.begin), min(span.offset + span.nbytes, total.end)
-                if begin < end:
-                    first, last = ((each - total.begin) * total.wider for each in (begin, end))
-                    yield place, (begin - span.offset) * total.wider, total.memory[first:last]
 
 
 def is_narrow(family: Family) -> bool:
@@ -109,7 +75,11 @@ def sum_over_ranks(device: Device, ranks: Ranks, family: Family, *, narrow: bool
     places = family.trainable()
     own = [layer.block.parameters[index].dtype for layer, index in places]
     sent_as = [(narrow and layer.parameters.autocast) or dtype for (layer, _), dtype in zip(places, own, strict=True)]
-    spans = dict(zip(places, _laid_out(family, places, sent_as), strict=True))
+    like = [
+        (family.places[place].name, torch.empty_like(place[0].block.parameters[place[1]], dtype=dtype, device="meta"))
+        for place, dtype in zip(places, sent_as, strict=True)
+    ]
+    spans = dict(zip(places, lay_out(like), strict=True))
     nbytes = aligned(-(-total_bytes(tuple(spans.values())) // ranks.size))
     sent, received = (device.empty(nbytes * ranks.size) for _ in range(2))
     device.wait(Stream.REDUCE, device.record(Stream.COMPUTE), Wait.REDUCE_AFTER_GRADIENT)
@@ -118,24 +88,25 @@ def sum_over_ranks(device: Device, ranks: Ranks, family: Family, *, narrow: bool
     with device.on(Stream.REDUCE), no_inference_mode(), torch.no_grad():
         _pack(device, family, spans, sent)
         ranks.exchange(received, sent, what)
-        totals, memory = _own_part(device, ranks, _runs(spans.values(), own), received.view(ranks.size, nbytes))
+        runs, memory = _own_part(device, ranks, _runs(spans.values(), own), received.view(ranks.size, nbytes))
         used = [sent, received, memory]
         device.note("reduce", family.owner.index, begun, Stream.REDUCE, sent.nbytes)
         if ranks.nodes > 1:
             begun = device.mark(Stream.REDUCE)
-            totals, more = _over_nodes(device, ranks, totals, memory, what)
-            used += [*more, *(total.memory for total in totals)]
+            used += [*_over_nodes(device, ranks, runs, memory, what), *(run.total for run in runs)]
             device.note("network", family.owner.index, begun, Stream.REDUCE, memory.nbytes)
-    return RankSum(totals, spans, used)
+    return RankSum(list(_parts(spans, runs)), used)
 
 
-def _laid_out(family: Family, places: Sequence[Place], dtypes: Sequence[torch.dtype]) -> tuple[Span, ...]:
-    """Where gradients lie in the tensor that is sent, in these dtypes."""
-    like = (
-        (family.places[place].name, torch.empty_like(place[0].block.parameters[place[1]], dtype=dtype, device="meta"))
-        for place, dtype in zip(places, dtypes, strict=True)
-    )
-    return lay_out(like)
+def _parts(spans: Mapping[Place, Span], runs: Sequence[_Run]) -> Iterator[tuple[Place, int, Tensor]]:
+    for place, span in spans.items():
+        for run in runs:
+            begin, end = max(span.offset, run.begin), min(span.offset + span.nbytes, run.end)
+            if begin < end:
+                first, last, before = (
+                    each // run.sent.itemsize for each in (begin - run.begin, end - run.begin, begin - span.offset)
+                )
+                yield place, before * run.total.itemsize, run.total[first:last].view(torch.uint8)
 
 
 def _found(family: Family, place: Place) -> list[Tensor]:
@@ -158,7 +129,7 @@ def _pack(device: Device, family: Family, spans: Mapping[Place, Span], sent: Ten
             device.access(family.waiting[place], Stream.REDUCE, write=False)
 
 
-def _own_part(device: Device, ranks: Ranks, runs: Sequence[_Run], received: Tensor) -> tuple[list[_Total], Tensor]:
+def _own_part(device: Device, ranks: Ranks, runs: Sequence[_Run], received: Tensor) -> tuple[list[_Run], Tensor]:
     """Adds the parts of all ranks, in their order, each multiplied by one over their number as DistributedDataParallel does.
 
     Args:
@@ -168,69 +139,56 @@ def _own_part(device: Device, ranks: Ranks, runs: Sequence[_Run], received: Tens
         received: a row of bytes from each rank of the node.
 
     Returns:
-        The sums of the runs, and the memory in which they lie one behind the other, for as many equal parts as there are nodes.
+        The runs with their sums, and the memory in which these lie one behind the other, for as many equal parts as there are
+        nodes.
     """
     nbytes = received.shape[1]
     first = ranks.rank * nbytes
-    parts = [(run, max(run.begin, first), min(run.end, first + nbytes)) for run in runs]
-    parts = [(run, begin, end) for run, begin, end in parts if begin < end]
+    own = [replace(run, begin=max(run.begin, first), end=min(run.end, first + nbytes)) for run in runs]
+    own = [run for run in own if run.begin < run.end]
     # What other nodes' sums are added to is rounded after that alone.
-    dtypes = [run.summed if ranks.nodes == 1 else added_in(run.summed) for run, _, _ in parts]
-    wider = [dtype.itemsize // run.sent.itemsize for dtype, (run, _, _) in zip(dtypes, parts, strict=True)]
-    ends = list(accumulate((end - begin) * wide for (_, begin, end), wide in zip(parts, wider, strict=True)))
-    memory = device.empty(aligned(-(-ends[-1] // ranks.nodes)) * ranks.nodes if ends else 0)
-    totals = []
-    for (run, begin, end), dtype, wide, last in zip(parts, dtypes, wider, ends, strict=True):
-        at = last - (end - begin) * wide
-        total = memory[at:last]
-        rows = received[:, begin - first : end - first].view(run.sent).unbind()
-        sum_in_order((row.to(run.summed).mul_(1 / ranks.world) for row in rows), total.view(dtype))
-        totals.append(_Total(begin, end, run.summed, wide, at, total))
+    dtypes = [run.summed if ranks.nodes == 1 else added_in(run.summed) for run in own]
+    sizes = [(run.end - run.begin) // run.sent.itemsize * each.itemsize for run, each in zip(own, dtypes, strict=True)]
+    memory = device.empty(aligned(-(-sum(sizes) // ranks.nodes)) * ranks.nodes)
+    for run, dtype, size, end in zip(own, dtypes, sizes, accumulate(sizes), strict=True):
+        run.total = memory[end - size : end].view(dtype)
+        rows = received[:, run.begin - first : run.end - first].view(run.sent).unbind()
+        sum_in_order((row.to(run.summed).mul_(1 / ranks.world) for row in rows), run.total)
     device.access(memory, Stream.REDUCE, write=True)
-    return totals, memory
+    return own, memory
 
 
-def _over_nodes(
-    device: Device, ranks: Ranks, totals: Sequence[_Total], own: Tensor, what: str
-) -> tuple[list[_Total], list[Tensor]]:
+def _over_nodes(device: Device, ranks: Ranks, runs: Sequence[_Run], own: Tensor, what: str) -> list[Tensor]:
     """Adds the sums of all nodes, in their order: each peer those of one part, which it sends to the others.
 
     Args:
         device: allocates memory.
         ranks: those who sum.
-        totals: this node's.
+        runs: what is to be summed: this node's sums, which are replaced.
         own: the memory in which they lie. It is overwritten.
         what: what is sent, in words.
 
     Returns:
-        The sums over all nodes, and the memory that was used beside ``own``.
+        The memory that was used beside ``own``.
     """
-    if not totals:  # nor have the peers anything
-        return [], []
+    if not runs:  # nor have the peers anything
+        return []
     received, nbytes = device.empty(own.nbytes), own.nbytes // ranks.nodes
     ranks.exchange_between_nodes(received, own, what)
     rows = received.view(ranks.nodes, nbytes)
-    first = ranks.groups.node * nbytes
+    first = ranks.node * nbytes
     part = device.empty(nbytes)
-    for total in totals:
-        begin, end = max(total.at, first), min(total.at + total.memory.nbytes, first + nbytes)
+    for run in runs:
+        at = run.total.data_ptr() - own.data_ptr()
+        begin, end = max(at, first), min(at + run.total.nbytes, first + nbytes)
         if begin < end:
-            dtype, within = added_in(total.dtype), slice(begin - first, end - first)
+            dtype, within = run.total.dtype, slice(begin - first, end - first)
             sum_in_order((row[within].view(dtype) for row in rows), part[within].view(dtype))
     ranks.gather_between_nodes(own, part, what)
-    rounded = [_rounded(total) for total in totals]
-    for total in rounded:
-        device.access(total.memory, Stream.REDUCE, write=True)
-    return rounded, [received, part]
-
-
-def _rounded(total: _Total) -> _Total:
-    """A sum in the dtype that it is to have."""
-    wide = added_in(total.dtype)
-    if wide is total.dtype:
-        return total
-    memory = total.memory.view(wide).to(total.dtype).view(torch.uint8)
-    return replace(total, wider=total.wider * total.dtype.itemsize // wide.itemsize, memory=memory)
+    for run in runs:
+        run.total = run.total.to(run.summed)
+        device.access(run.total, Stream.REDUCE, write=True)
+    return [received, part]
 
 
 def _runs(spans: Iterable[Span], summed: Iterable[torch.dtype]) -> list[_Run]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -46,6 +45,9 @@ class ReducedGradients(GradientSink[None]):
         layers: all layers.
         staging: page-locks the memory that gradients come to.
         in_flight: the number of layers whose gradients may be on the device at once (k' + 1).
+
+    Attributes:
+        places: where gradients are that all ranks see.
     """
 
     def __init__(
@@ -53,11 +55,10 @@ class ReducedGradients(GradientSink[None]):
     ) -> None:
         super().__init__(device, in_flight, lambda _: None)
         self._ranks = ranks
-        self._layers = layers
         self._staging = staging
-        self._places: GradientPlaces | None = None
-        self._families: dict[StreamedLayer, Family] = {}
-        self._order: list[StreamedLayer] = []
+        self.places = GradientPlaces(ranks, layers)
+        self._families = self.places.families
+        self._order = sorted(self._families, key=lambda owner: (owner.kind is Kind.RESIDENTS, -owner.index))
         self._turn = 0
         # In this backward, in the order in which they were complete here.
         self._completed: dict[StreamedLayer, None] = {}
@@ -163,26 +164,12 @@ class ReducedGradients(GradientSink[None]):
         if self._begun:
             return
         self._wanted = wanted
-        places = self.places()
         compare_trained(self._ranks, self._families.values())
-        if wanted is not None and not self.slots:
+        if wanted is not None and not self.places.slots:
             # For those of k' + 1 transfers, of one that has landed, and of one whose update is under way.
-            places.make_slots(self._in_flight + 2, self._staging)
-        places.lock(self._staging)
+            self.places.make_slots(self._in_flight + 2, self._staging)
+        self.places.lock(self._staging)
         self._begun = True
-
-    def places(self) -> GradientPlaces:
-        """Returns the places of gradients. Makes them if there are none: then this is collective."""
-        if self._places is None:
-            self._places = GradientPlaces(self._ranks, self._layers)
-            self._families = self._places.families
-            self._order = sorted(self._families, key=lambda owner: (owner.kind is Kind.RESIDENTS, -owner.index))
-        return self._places
-
-    @property
-    def slots(self) -> int:
-        """How many layers that are updated in backward have gradients at once; 0 if none is."""
-        return 0 if self._places is None else self._places.slots
 
     def _next(self) -> None:
         """Sends the layer whose turn it is, and receives this rank's part of all ranks' gradients of it."""
@@ -193,11 +180,11 @@ class ReducedGradients(GradientSink[None]):
         family.reduced = True
         self._ready.pop(family, None)
         self._make_way()
-        self.places().keep_others(family)
-        self.places().keep_held(family)
+        self.places.keep_others(family)
+        self.places.keep_held(family)
         agreed = self._agree_on(family)
         if _Agreed.EARLY in agreed:
-            self.places().take_slot(family)
+            self.places.take_slot(family)
         summed = sum_over_ranks(self.device, self._ranks, family, narrow=_Agreed.NARROW in agreed)
         self.device_bytes += sum(each.nbytes for each in summed.device)
         self._drain(family, summed)
@@ -228,7 +215,7 @@ class ReducedGradients(GradientSink[None]):
         if self._ranks.primary:
             with no_inference_mode():
                 for layer, index in family.trainable():
-                    layer.block.parameters[index].grad = self.places().whole(family, (layer, index))
+                    layer.block.parameters[index].grad = self.places.whole(family, (layer, index))
         family.owner.parameters.doors.gradients_complete(family.owner)
 
     def landing(self, owner: StreamedLayer) -> Callable[[], None] | None:
@@ -244,8 +231,8 @@ class ReducedGradients(GradientSink[None]):
     def _drain(self, family: Family, summed: RankSum) -> None:
         """Copies this rank's part of a sum to where everybody sees it."""
         device, targets, sources = self.device, [], []
-        for place, begin, source in summed.parts():
-            targets.append(self.places().common(family, place, begin, source.nbytes))
+        for place, begin, source in summed.parts:
+            targets.append(self.places.common(family, place, begin, source.nbytes))
             sources.append(source)
             if place not in family.came and place[0].block.parameters[place[1]].grad is not None:
                 family.kept.append((place, targets[-1], present(family, place, begin, source.nbytes)))
@@ -271,11 +258,11 @@ class ReducedGradients(GradientSink[None]):
         late = [family for family in self._families.values() if family.slot is None]
         places = [(family, place) for family in late for place in family.places]
         bits = self._agree(places)
-        self.places().forget_writes()
+        self.places.forget_writes()
         for (family, place), (gradient, _) in zip(places, bits, strict=True):
             if gradient:
                 self.device.access(family.of(place), None, write=True)
-                self.places().show(family, place)
+                self.places.show(family, place)
 
     def _agree(self, places: list[tuple[Family, Place]]) -> list[list[int]]:
         """Tells all ranks which parameters have a gradient on any, which had one before, and the order of rank 0."""
@@ -308,17 +295,7 @@ class ReducedGradients(GradientSink[None]):
         self._arriving.clear()
         self._ready.clear()
         self.device_bytes = 0
-        if self._places is not None:
-            self._places.end_backward()
-
-    def written_in_common(self, *owners: StreamedLayer) -> AbstractContextManager[None]:
-        """A context in which what is written to ``param.grad`` of these layers is written for all ranks."""
-        return nullcontext() if self._places is None else self._places.written_in_common(owners)
-
-    def merge(self) -> None:
-        """Makes what the primary's user code has written to gradients everybody's, and forgets what another rank's has."""
-        if self._places is not None:
-            self._places.merge()
+        self.places.end_backward()
 
     def drop(self) -> None:
         """Drops the gradients that did not reach ``param.grad``, after a backward that failed."""

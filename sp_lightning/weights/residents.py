@@ -2,91 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
-from torch import Tensor
-
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import view
 from sp_lightning.device.lease import Lease
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.weights.layer import StreamedLayer
-from sp_lightning.weights.slots import BlockSource
-from sp_lightning.weights.writes import KeptMemory
+from sp_lightning.weights.lent_weights import LentWeights
+from sp_lightning.weights.slots import BlockSource, Slot
 
 
 class Residents:
-    """The device's copy of the resident weights.
+    """The device's copy of the resident weights, in a slot of their own that no other layer comes to.
 
     Args:
         layer: the layer that they form. Its device parameters are attached from the beginning.
         source: brings the layer's bytes on the host up to date.
-        device: allocates the memory and copies into it.
-        write_back: called with the index and the value of each weight that was written on the device.
-        refuses: says whether a weight that host and device have written is refused.
-        stays: addresses of storages that never leave the device. That of the residents' memory is added and kept current.
+        lent: takes back what was written on the device.
 
     Attributes:
         nbytes: bytes of device memory.
     """
 
-    def __init__(
-        self,
-        layer: StreamedLayer,
-        source: BlockSource,
-        device: Device,
-        write_back: Callable[[StreamedLayer, Iterable[tuple[int, Tensor]]], None],
-        refuses: Callable[[], bool],
-        stays: set[int],
-    ) -> None:
+    def __init__(self, layer: StreamedLayer, source: BlockSource, lent: LentWeights) -> None:
         self.layer = layer
         self.group = layer.parameters
         self._source = source
-        self._device = device
-        self._write_back = write_back
-        self._refuses = refuses
-        self._stays = stays
-        self._memory = device.empty(0)
-        self._kept: KeptMemory | None  # what views are compared with that somebody has kept beyond a step
+        self._lent = lent
+        self._device: Device = lent.device
+        self._slot = self._new_slot(0)
         self._take_memory()
         self._current = False
-        self._attach()
 
     @property
     def address(self) -> int:
         """The address of the residents' memory."""
-        return self._memory.data_ptr()
+        return self._slot.memory.data_ptr()
 
     def refresh(self) -> None:
         """Brings the device's copy up to date for everything that is computed from now on."""
-        group = self.group
-        self._source.wait(self.layer)
+        group, layer = self.group, self.layer
+        self._source.wait(layer)
         if not group.hosts or (self._current and not group.stale):
             return
-        if not group.stale or self._kept is not None:
+        if not group.stale or self._slot.kept is not None:
             self.take_back_writes()
-        if self.layer.block.displaced:
+        weights, staged = self._source.stage(layer)
+        if self._slot.stale:
             # The user gave a host parameter other memory (param.data = other). Graphs keep the memory that they have saved
             # views of, as they do with plain autograd.
             self._take_memory()
-            self._attach()
-        self._device.access(self._memory, Stream.COMPUTE, write=False)
+        memory = self._slot.memory
+        self._device.access(memory, Stream.COMPUTE, write=False)
         self._device.wait(Stream.UPLOAD, self._device.record(Stream.COMPUTE), Wait.RESIDENTS_AFTER_USE)
-        weights, staged = self._source.stage(self.layer)
         if staged is not None:
             self._device.wait(Stream.UPLOAD, staged, Wait.FETCH_AFTER_UPDATE)
-        self._device.copy([self._memory], [weights], Stream.UPLOAD)
-        self.layer.transfer = self._device.record(Stream.UPLOAD)
-        self._device.wait(Stream.COMPUTE, self.layer.transfer, Wait.USE_AFTER_RESIDENTS)
-        self._device.access(self._memory, Stream.COMPUTE, write=False)
+        self._device.copy([memory], [weights], Stream.UPLOAD)
+        layer.transfer = self._device.record(Stream.UPLOAD)
+        self._device.wait(Stream.COMPUTE, layer.transfer, Wait.USE_AFTER_RESIDENTS)
+        self._device.access(memory, Stream.COMPUTE, write=False)
         if group.apart:
             self._attach()
         group.fetched()
         group.sync_requires_grad()
         self._current = True
-        if self._kept is not None:
-            self._keep()
+        if self._slot.kept is not None:
+            self._lent.keep(self._slot)
 
     def invalidate(self) -> None:
         """Marks the device's copy as out of date, because host weights were or may have been written.
@@ -94,28 +74,25 @@ class Residents:
         Views of it that somebody keeps see the present weights at once, as views of a plain parameter do.
         """
         self._current = False
-        if self._kept is not None:
+        if self._slot.kept is not None:
             self.refresh()
 
     def take_back_writes(self) -> None:
         """Takes what was written on the device over to the host."""
-        written = self.group.take_written()
-        if self._kept is not None:
-            written = self._kept.written(self.group, self._values(), refuse=self._refuses())
-            self.group.fetched()
+        written, outside = self._lent.take_back_slot(self._slot)
+        if outside:
+            # A parameter was given other memory on the device (param.data = other). A graph that has saved a view
+            # keeps the values that it saw, as with plain autograd.
+            left = self._slot
+            self._take_memory()
+            self._lent.leave_views(left, outside)
         if written:
-            values = [(index, self.group.value(index)) for index in written]
-            if any(value.untyped_storage().data_ptr() != self.address for _, value in values):
-                # A parameter was given other memory on the device (param.data = other). A graph that has saved a view
-                # keeps the values that it saw, as with plain autograd.
-                self._take_memory()
-            self._write_back(self.layer, values)
             self._attach()
             self._current = False
         if self.group.hosts and self._held:
-            self._keep()
+            self._lent.keep(self._slot)
         else:
-            self._kept = None
+            self._slot.kept = None
             self.group.exposed.clear()
 
     @property
@@ -124,18 +101,7 @@ class Residents:
         own = sum(
             self.group.value(index).untyped_storage().data_ptr() == self.address for index in range(len(self.group.all))
         )
-        return self._lease.in_use_beside(own)
-
-    def _keep(self) -> None:
-        """Has what may be written from now on compared with what it is: views, and the host's weights."""
-        self.group.expose()
-        self._kept = KeptMemory(self.group, self._values())
-
-    def _values(self) -> list[Tensor]:
-        """The weights on the device, once everything is done that writes them."""
-        self._device.access(self._memory, Stream.COMPUTE, write=False)
-        self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
-        return [self.group.value(index) for index in range(len(self.group.all))]
+        return self._slot.lease.in_use_beside(own)
 
     def synchronize(self) -> None:
         """Lets the host wait until no transfer reads its weights any more."""
@@ -143,18 +109,21 @@ class Residents:
 
     def close(self) -> None:
         """Frees the device memory."""
-        self._memory = self._device.empty(0)
-        self._lease = Lease(self._memory)
-        self.nbytes = 0
+        self._slot = self._new_slot(0)
 
     def _take_memory(self) -> None:
-        self._stays.discard(self.address)
-        self._memory = self._device.empty(self.layer.planned.nbytes)
-        self._lease = Lease(self._memory)
-        self._kept = None  # whoever holds the old memory keeps its values
-        self._stays.add(self.address)
-        self.nbytes = self._memory.nbytes
+        """Takes new memory. Whoever holds the old one keeps its values."""
+        self._lent.resident_storages.discard(self.address)
+        self._slot = self._new_slot(self.layer.planned.nbytes)
+        self._lent.resident_storages.add(self.address)
+        self._attach()
+
+    def _new_slot(self, nbytes: int) -> Slot:
+        memory = self._device.empty(nbytes)
+        self.nbytes = memory.nbytes
+        self.layer.slot = Slot(-1, memory, Lease(memory), layer=self.layer, lent=True)
+        return self.layer.slot
 
     def _attach(self) -> None:
         with no_inference_mode():  # a batch that is trained may follow a prediction
-            self.group.attach([view(self._lease.memory, span) for span in self.group.spans])
+            self.group.attach(self._slot.lease.views(0, self.group.spans))

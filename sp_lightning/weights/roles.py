@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from sp_lightning.device.layout import Elsewhere
 from sp_lightning.weights.device_parameter import DeviceParameter, set_class
 
 _lock = threading.RLock()  # an update may end in another thread
@@ -73,7 +72,7 @@ def take_all(parameters: Sequence[nn.Parameter], role: type[Role]) -> None:
         for parameter in parameters:
             if type(parameter) is nn.Parameter:
                 set_class(parameter, plain)
-            elif not isinstance(parameter, Elsewhere):
+            else:
                 take(parameter, role)
 
 

@@ -40,13 +40,15 @@ class AllRows:
         compacted: whether the layer's gradient is sparse on the device in this backward, although ``param.grad`` is to be dense.
         looked_up_bytes: bytes of the rows that look-ups have sent.
         host_waits: how often the host has waited for the numbers of rows.
+        hits, misses: how many rows of experts uses have asked for that were on the device, and that were not.
+        sent_bytes: bytes of the experts that were sent, those of whole layers included.
     """
 
     stacks: frozenset[int] = NOTHING
     ahead: Rows = None
     complete = True
     compacted = False
-    looked_up_bytes = host_waits = 0
+    looked_up_bytes = host_waits = hits = misses = sent_bytes = 0
 
     def begin_step(self, *, training: bool) -> None:
         """A step begins."""

@@ -8,7 +8,6 @@ from typing import Any
 from torch import DisableTorchFunctionSubclass, nn
 from torch.jit import ScriptModule
 
-from sp_lightning.device.layout import strides
 from sp_lightning.model.found import Place
 from sp_lightning.model.wrapped import StandInForWrapped, parts
 from sp_lightning.weights.buffers import AveragesOnDevice, PrunedWeights
@@ -35,7 +34,7 @@ class Swap:
         watch: looks for writes of the host's weights, if ``check_writes`` asks for it; otherwise None.
 
     Attributes:
-        averages: by module, the buffers that are on the device only for its calls within a step.
+        averages: the buffers that are on the device from their first use in a step until its end.
         captured: the host's parameters, as user code may have captured them.
     """
 
@@ -52,7 +51,7 @@ class Swap:
         self._residents = residents
         self._pruned = pruned
         self._watch = watch
-        self.averages: dict[nn.Module, AveragesOnDevice] = {}
+        self.averages: list[AveragesOnDevice] = []
         self.blocks = [layer.block for layer in layers]
         self._module = module
         # A ScriptModule, which is moved whole, has wrappers in place of dictionaries, and they equal nothing.
@@ -71,7 +70,7 @@ class Swap:
         # What changed() compares. It is asked before each batch, so it walks along lists, and calls no function of Python's own.
         self._children = [(each, dict(each._modules), len(each._parameters)) for each in self._modules]
         held = [(each, name, p) for each in self._modules for name, p in each._parameters.items()]
-        self._held = [(each, name, p, p.dtype, p.shape, strides(p)) for each, name, p in held if p is not None]
+        self._held = [(each, name, p, p.dtype, p.shape, p.stride()) for each, name, p in held if p is not None]
         self._nothing = [(each, name) for each, name, p in held if p is None]
         self._parts = self._parts_of_wrapped()
         self.on_device = False
@@ -100,7 +99,7 @@ class Swap:
             return
         self._residents.group.ask(before_use=True)
         self._pruned.hold_host()
-        for average in self.averages.values():
+        for average in self.averages:
             average.send_back()
         if self._watch is not None:
             self._watch.look_away()
@@ -125,7 +124,7 @@ class Swap:
             for module, name, p, dtype, shape, stride in self._held:
                 if module._parameters.get(name) is not p or p.dtype is not dtype or p.shape != shape:
                     return True
-                if (p.stride() if type(p) is nn.Parameter else strides(p)) != stride:
+                if p.stride() != stride:
                     return True
             missing = any(module._parameters.get(name, self) is not None for module, name in self._nothing)
             return missing or self._parts_of_wrapped() != self._parts
@@ -134,7 +133,7 @@ class Swap:
         """Drops the device parameters. Buffers stay on the host for good."""
         self._to_device.clear()
         self._to_host.clear()
-        for average in self.averages.values():
+        for average in self.averages:
             average.close()
 
     def _parts_of_wrapped(self) -> list[object]:

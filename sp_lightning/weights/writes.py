@@ -10,17 +10,15 @@ import ctypes
 import hashlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import DisableTorchFunctionSubclass, Tensor
 
-from sp_lightning.device.layout import Elsewhere, part
 from sp_lightning.model.wrapped import parts
 from sp_lightning.store.block import HostBlock
-from sp_lightning.store.file_block import home_of
-from sp_lightning.store.weights_in_files import FilePlace
+from sp_lightning.store.mapped_file import let_go
+from sp_lightning.store.weights_in_files import FilePlace, place_of
 
 if TYPE_CHECKING:
     from sp_lightning.weights.parameter_group import ParameterGroup
@@ -31,12 +29,13 @@ _in_files: dict[tuple[FilePlace, torch.dtype, torch.Size], str] = {}
 
 def digest(tensor: Tensor) -> str:
     """Returns a hexadecimal SHA-256 of a weight's values, shape and dtype. It reads the weight's memory, or its file, once."""
-    home = home_of(tensor)
-    if home is None:
+    place = place_of(tensor)
+    if place is None:
         return _of_values(tensor)
-    key = home.place, tensor.dtype, tensor.shape
+    key = place, tensor.dtype, tensor.shape
     if key not in _in_files:
-        _in_files[key] = _of_values(part(home.block.contents(home.index), replace(home.span, offset=0)))
+        _in_files[key] = _of_values(tensor)
+        let_go(tensor.data_ptr(), tensor.nbytes)
     return _in_files[key]
 
 
@@ -148,6 +147,4 @@ class WeightWatch:
 
 def _look(place: tuple[HostBlock, int]) -> _Look:
     parameter = place[0].parameters[place[1]]
-    if isinstance(parameter, Elsewhere):  # whoever writes it brings it to memory first
-        return parameter._version, 0, ""
     return parameter._version, parameter.data_ptr(), digest(parameter)

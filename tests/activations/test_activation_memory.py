@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.activations import offload
 from sp_lightning.activations.calls import Activations
 from sp_lightning.activations.offload import Offload
+from sp_lightning.activations.recompute import Recompute
 from sp_lightning.device.layout import PAGE
 from sp_lightning.plan.activation_policy import Call, peak_bytes
 from tests.support.models import CASES, Module, Stack, twice, vectors
@@ -204,22 +205,18 @@ def test_a_host_without_room_recomputes(
     monkeypatch.setattr(offload, "WORTH_MOVING", Saves.SIZE)
     monkeypatch.setattr("sp_lightning.trainer.run.spare_bytes", lambda needed: room)
     counts: list[int] = [1] * 8
-    recomputed: list[bool] = []
+    recomputed: list[str] = []
+    run = Recompute.run
 
-    def noted(run: Callable[..., Any], again: bool) -> Callable[..., Any]:
-        def runs(*args: Any) -> Any:
-            recomputed.append(again)
-            return run(*args)
+    def noted(self: Recompute, unit: str, *args: Any) -> Any:
+        recomputed.append(unit)
+        return run(self, unit, *args)
 
-        return runs
-
-    monkeypatch.setattr(Activations, "run_kept", noted(Activations.run_kept, False))
-    monkeypatch.setattr(Activations, "run_recomputed", noted(Activations.run_recomputed, True))
+    monkeypatch.setattr(Recompute, "run", noted)
     ours, _ = train_saving(counts, "offload")
     assert_same(ours, fit(lambda: saving(counts), rows()))
     assert seen[0].ring.peak_bytes <= room
-    assert not any(recomputed[:8])
-    assert sum(recomputed[8:16]) == 6 - room // Saves.SIZE
+    assert recomputed == [f"net.blocks.{index}" for index in range(room // Saves.SIZE, 6)]  # in the second batch
     assert len([each for each in said if "the host has no room for the activations of 'net.blocks." in each]) == 1
 
 

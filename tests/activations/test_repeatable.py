@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.activations.forward_state import Unrepeatable
+from sp_lightning.activations.recompute import Unrepeatable
 from sp_lightning.store.block import HostBlock
 from tests.support.models import Module, Stack, twice, vectors
 from tests.support.repeated_block import Block

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointError
 
-from sp_lightning.activations.forward_state import Unrepeatable
 from sp_lightning.activations.offload import Offload
+from sp_lightning.activations.recompute import Unrepeatable
 from tests.support.models import Module, Stack, twice, vectors
 from tests.support.repeated_block import Block
 from tests.support.runs import assert_same, fit, superpipeline

@@ -66,14 +66,13 @@ def test_the_last_line_has_every_option_that_the_answer_depends_on(
 
 
 @pytest.mark.parametrize(("precision", "gradients"), [("bf16-mixed", 2), ("16-mixed", 2), ("32-true", 4)])
-def test_gradients_that_stay_in_16_bits_are_counted_so_and_what_widens_them_is_named(
+def test_gradients_that_stay_in_16_bits_are_counted_so(
     precision: str, gradients: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["plan", "resnet18", "--k", "1", "--k-prime", "1", "--precision", precision])
     (line,) = re.findall(r"^host memory (.*)$", capsys.readouterr().out, re.MULTILINE)
     (mib,) = re.findall(r"gradients (.*?) MiB", line)
     assert float(mib) == pytest.approx(gradients * 11.69e6 / 2**20, rel=0.05)
-    assert ("hooks between two steps" in line) == (gradients == 2)
 
 
 @pytest.mark.long("the largest torchvision model")

@@ -171,10 +171,11 @@ def test_a_second_node_pays_if_the_network_is_fast(capsys: pytest.CaptureFixture
     for network in ("0.001", "1e6"):
         main(["plan", *MODEL, "--nodes", "2", "--network", network])
         said[network] = capsys.readouterr().out
-    assert "A second node does not pay" in said["0.001"]
+    (gain,) = re.findall(r"beside it, 2 train (\S+) times as many samples", said["0.001"])
+    assert float(gain) < 1, "it does not pay"
     assert "  network ◀" in said["0.001"]
     assert "faster --network" in said["0.001"]
-    assert "2 train 2 times as many samples. A second node adds 100% of what the first one trains" in said["1e6"]
+    assert "2 train 2 times as many samples\n" in said["1e6"]
     assert "network ◀" not in said["1e6"]
     for text in said.values():
         assert "images of 224 × 224 on each of 2 nodes" in text
@@ -189,7 +190,7 @@ def test_a_second_node_pays_if_the_network_is_fast(capsys: pytest.CaptureFixture
 def test_rates_are_in_bytes_or_in_bits_as_networks_are_sold(text: str, rate: float) -> None:
     question = make_parser().parse_args(["plan", "vit_b_16", "--network", text, "--links", text])
     assert question.network == rate
-    assert question.links == pytest.approx(rate / GIGA)
+    assert question.links == rate
 
 
 @pytest.mark.parametrize("text", ["fast", "0Gb/s", "25Gx/s", "1.2.3Gb/s"])

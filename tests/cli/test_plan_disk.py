@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from sp_lightning.__main__ import main
-from sp_lightning.cli.below_memory import BelowMemory
 from sp_lightning.plan.host_memory import kept_for_processes
-from sp_lightning.plan.state_placement import StatePlacement
 from sp_lightning.plan.units import parse_bytes
 from tests.support.answers import plan
 from tests.support.tiers import some
@@ -91,10 +89,10 @@ def test_weights_and_gradients_that_memory_does_not_hold_do_not_fit(capsys: pyte
     with pytest.raises(SystemExit):
         main(["plan", *MODEL, "--disk", "1GB/s", "--host-memory", memory("256MiB")])
     said = capsys.readouterr().out
-    assert "weights and gradients are in host memory" in said
+    assert "disk: as much as possible, and host memory is too small even so" in said
     assert "\nthe times are those without a disk, with enough host memory\n" in said
     assert re.search(
-        r"^It does not fit, although there is a disk: .*; --host-memory \d+MiB is enough", said, re.MULTILINE
+        r"^It does not fit, although there is a disk: .*: --host-memory \d+MiB is enough", said, re.MULTILINE
     )
 
 
@@ -147,7 +145,7 @@ def test_several_devices_have_state_on_the_disk_and_nothing_else(capsys: pytest.
         main(["plan", *MODEL, *asked, "1900MiB"])
     said = capsys.readouterr().out
     assert "trained weights" not in said
-    (enough,) = re.findall(r"--host-memory (\d+MiB) is enough, because processes take memory", said)[:1]
+    (enough,) = re.findall(r"beside what the processes and libraries take, .* --host-memory (\d+MiB) is enough", said)
     assert answer(capsys, *asked, enough)["host_fits"]
 
 
@@ -157,7 +155,8 @@ def test_weights_of_several_devices_are_in_memory(capsys: pytest.CaptureFixture[
     assert "--disk with --predict is for one device" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("room", "told"), [(2**30, ""), (None, ", to which --host-memory sets no limit")])
-def test_a_plan_without_a_limit_says_why_nothing_is_on_the_disk(room: int | None, told: str) -> None:
-    below = BelowMemory(StatePlacement({"layer": 1}, {}, 0, room), 0, training=True)
-    assert below.lines(10, 1.0) == [f"disk: nothing, because everything is in host memory{told}"]
+def test_a_plan_without_a_limit_says_why_nothing_is_on_the_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "tests.cli.test_plan_command:Known", "--k", "1", "--disk", "1GB/s")
+    assert found["disk"] == [
+        "disk: nothing, because everything is in host memory, to which --host-memory sets no limit"
+    ]

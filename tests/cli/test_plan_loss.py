@@ -63,8 +63,8 @@ def test_it_takes_less_memory_and_more_operations(tmp_path: Path, capsys: pytest
     ("options", "message"),
     [
         (["--keep-logits"], "--keep-logits says what becomes of logits with --loss-tokens N"),
-        (["--loss-tokens", "32", "--predict"], "--loss-tokens is for training"),
-        (["--loss-tokens", "32", "--generate", "4"], "--loss-tokens is for training"),
+        (["--loss-tokens", "32", "--predict"], "--loss-tokens are for training"),
+        (["--loss-tokens", "32", "--generate", "4"], "--loss-tokens are for training"),
         (["--loss-tokens", "0"], "'0' is no whole number of at least 1"),
     ],
 )

@@ -36,8 +36,7 @@ from sp_lightning.optim.scaler import HostGradScaler
 from sp_lightning.pytorch_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.trainer.callback import SuperpipelineCallback as LightningsCallback
 from sp_lightning.trainer.compat import base_of, is_a, path
-from sp_lightning.trainer.update_policy import choose_overlap
-from sp_lightning.trainer.user_hooks import hooks_of_users
+from sp_lightning.trainer.user_hooks import choose_overlap, hooks_of_users
 from tests.support.runs import assert_equal
 
 ROOT = Path(__file__).parents[2]
@@ -143,7 +142,7 @@ def test_what_cannot_be_is_refused_as_with_lightning() -> None:
     trainer = trainer_for("superpipeline", callbacks=[StochasticWeightAveraging(1e-2)])
     trainer.strategy.connect(module)
     with pytest.raises(ValueError, match="StochasticWeightAveraging steps without a backward"):
-        choose_overlap("backward", trainer, [module.configure_optimizers()])
+        choose_overlap("backward", trainer, [module.configure_optimizers()], fuse=True)
 
 
 def test_the_scaler_works_on_the_host() -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from time import monotonic, sleep
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from sp_lightning.device import board
-from sp_lightning.device.board import Board, RankError, board_bytes
+from sp_lightning.device.board import Board, NodeNews, RankError, board_bytes
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.shared_memory import SharedMemory, create
 
@@ -19,7 +23,8 @@ def boards(size: int = 2) -> list[Board]:
     descriptor = create(nbytes, "board")
     memory = SharedMemory(descriptor, nbytes)
     os.close(descriptor)
-    return [Board(memory, rank, size, {}) for rank in range(size)]
+    names = [f"rank {rank}" for rank in range(size)]
+    return [Board(memory, rank, {}, names, str) for rank in range(size)]
 
 
 def test_ranks_that_come_in_one_order_see_each_other() -> None:
@@ -67,11 +72,11 @@ def test_each_meeting_has_its_numbers() -> None:
     first, second = boards()
     first.come("backward", 7)
     second.come("backward", 7)
-    assert first.numbers() == [7, 7]
+    assert [first.number(rank) for rank in range(2)] == [7, 7]
     first.come("backward", 5)  # the other one has not looked yet
-    assert second.numbers() == [7, 7]
-    second.come("backward", 8)
-    assert first.numbers() == second.numbers() == [5, 8]
+    assert [second.number(rank) for rank in range(2)] == [7, 7]
+    second.come("backward", 2**53)
+    assert [[each.number(rank) for rank in range(2)] for each in (first, second)] == [[5, 2**53]] * 2
 
 
 def test_a_rank_that_has_ended_its_run_is_not_waited_for() -> None:
@@ -132,3 +137,57 @@ def test_a_rank_that_says_nothing_is_given_up() -> None:
         ),
     ):
         first.until(lambda: False, "it")
+
+
+def comes(true: Callable[[], object]) -> bool:
+    late = monotonic() + 10
+    while not true() and monotonic() < late:
+        sleep(0.005)
+    return bool(true())
+
+
+def listening() -> int:
+    return sum(thread.name == "superpipeline-nodes" for thread in threading.enumerate())
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dist.TCPStore]]:
+    """The store at which the processes have met, which is gone once it is out of this list. No thread listens afterwards."""
+    made = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(made.port))
+    there = [made]
+    del made
+    yield there
+    there.clear()
+    assert comes(lambda: not listening())
+
+
+def test_all_nodes_hear_of_the_first_failure(store: list[dist.TCPStore]) -> None:
+    first, second = (NodeNews("a run", 0.01) for _ in range(2))
+    first.tell("rank 1 (node 0): ValueError: no")
+    second.tell("rank 2 (node 1): RankError: rank 1 has failed")
+    assert comes(lambda: first.failure and second.failure)
+    assert first.failure == second.failure == "rank 1 (node 0): ValueError: no"
+    assert NodeNews("another run", 0.01).failure == ""
+
+
+def test_the_thread_that_listens_ends_with_the_run_and_begins_with_the_next_one(store: list[dist.TCPStore]) -> None:
+    news = NodeNews("a run", 0.01)
+    assert listening() == 1
+    news.end()
+    assert comes(lambda: not listening())
+    news.begin()
+    news.begin()
+    assert comes(lambda: listening() == 1)
+    store[0].set("superpipeline/a run/failure", "no")
+    assert comes(lambda: news.failure == "no")
+    assert comes(lambda: not listening())
+
+
+def test_a_store_that_is_lost_is_no_failure_of_another_node(store: list[dist.TCPStore]) -> None:
+    """The process that has it may have come to its end in order, a little before this one."""
+    news = NodeNews("a run", 0.01)
+    store.clear()
+    assert comes(lambda: news.lost)
+    assert news.failure == ""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import Span
 from sp_lightning.device.lease import MOST_SAVED, Lease, SavedView, SavedViews, lend
-from sp_lightning.engine.access import Access
+from sp_lightning.engine.saved_tensors import SavedTensors
 from sp_lightning.weights.layer import StreamedLayer
 from tests.support.engine import step, streamed
 
@@ -105,17 +105,17 @@ def test_memory_that_was_moved_is_held_for_good() -> None:
 def test_a_saved_weight_holds_its_slot_before_anybody_else_may_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its view was made after the lock was given back: another thread's backward could overwrite the slot in between."""
     held: list[bool] = []
-    unpack = Access.unpack
+    bring = SavedTensors._bring
 
-    def watched(self: Access, layer: StreamedLayer, view: Any, *rest: Any) -> Tensor:
+    def watched(self: SavedTensors, layer: StreamedLayer, *rest: Any) -> Tensor:
         def make_room(layers: Any) -> None:
-            held.append(self._residency.used[layer].lease.in_use)
+            held.append(self.residency.used[layer].lease.in_use)
 
         with monkeypatch.context() as patch:
             patch.setattr(self._backward.gradients, "make_room", make_room)
-            return unpack(self, layer, view, *rest)
+            return bring(self, layer, *rest)
 
-    monkeypatch.setattr(Access, "unpack", watched)
+    monkeypatch.setattr(SavedTensors, "_bring", watched)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
     with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
         loss = step(streamer, lambda: net(torch.ones(2, 4)).sum())

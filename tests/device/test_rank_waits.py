@@ -28,11 +28,11 @@ from lightning.pytorch.callbacks import Callback
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device
-from sp_lightning.device.ranks import CLOSURE, Ranks
+from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.engine.turns import Turns
 from sp_lightning.optim.background import BackgroundUpdates
-from sp_lightning.trainer.rank_steps import RankSteps
+from sp_lightning.trainer.rank_steps import _CLOSURE, RankSteps
 from tests.equality.cases import CASES
 from tests.equality.on_ranks import seen
 from tests.support.models import Module, Stack, vectors
@@ -199,7 +199,7 @@ class Exchanges(Callback):
 
 def goes_on(self: RankSteps, optimizer: Any, closure: Any = None) -> Any:
     """A step of a rank that does not wait for the end of the primary's."""
-    assert self._turns.follow(self._step_of(optimizer), weights=True)[0] == CLOSURE
+    assert self._turns.follow(self._step_of(optimizer), weights=True) == _CLOSURE
     self._run.invalidate()
     result = closure()
     self._turns.begin(self._step_of(optimizer), weights=True)

@@ -13,7 +13,7 @@ where a device waits for more than the simulation: the two that are not are list
 | CLOSE_AFTER_FETCH | prediction |
 | RESIDENTS_AFTER_USE, USE_AFTER_RESIDENTS | training, with residents |
 | UPDATE_AFTER_RESIDENTS | an optimizer step before any forward, in manual optimization |
-| CAST_AFTER_FETCH | updates of masters in the background, and layers that a batch leaves out |
+| CAST_AFTER_FETCH | two optimizers in mixed precision, and a validation after their steps |
 | WRITE_BACK_AFTER_USE | weights written in place on the device |
 | FETCH_AFTER_UPDATE | updates in the background |
 | READ_AFTER_UPDATE | updates in the background, and a callback that looks at weights |

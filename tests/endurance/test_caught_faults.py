@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.activations import forward_state, offload
+from sp_lightning.activations import offload, recompute
 from sp_lightning.device.torch_private import top_saved_tensors_hooks
-from sp_lightning.engine.lent_weights import LentWeights
+from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.engine.step import Step
-from sp_lightning.optim.layerwise import LayerwiseStep
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
+from sp_lightning.weights.lent_weights import LentWeights
 from sp_lightning.weights.residents import Residents
 from sp_lightning.weights.slots import Slots
 from sp_lightning.weights.swap import Swap
@@ -148,7 +148,7 @@ ROWS = [
     Row("activations: enter / leave", offload, "count_once", 1, calls, IN, OFFLOAD),
     Row("activations: enter / leave", torch, "tanh", 2, calls, BOTH, OFFLOAD),
     Row("activations: first run / its end", torch, "tanh", 2, calls, BOTH, RECOMPUTE),
-    Row("activations: second run / its end", forward_state, "put", 1, goes_backward, IN, RECOMPUTE),
+    Row("activations: second run / its end", recompute, "put", 1, goes_backward, IN, RECOMPUTE),
     Row("activations: second run / its end", torch, "tanh", 7, goes_backward, IN, RECOMPUTE),
     Row("optimizer: before a step / after", ByData, "write", 4, steps, IN, RECOMPUTE, manual=True),
     Row("optimizer: before a step / after", ByData, "write", 4, steps_again, IN, RECOMPUTE, manual=True),
@@ -186,7 +186,7 @@ def state_of(module: Catches) -> dict[str, Any]:
         "modules hold": {type(each) is nn.Parameter for each in module.parameters()},
         "activations": (len(streamer.activations._installed), sum("forward" in vars(m) for m in module.modules())),
         "the unit under way": streamer.activations.offload.call,
-        "first runs": list(forward_state.first_runs()),
+        "first runs": list(recompute.first_runs()),
         "optimizer": [set(vars(each)) - {"_opt_called"} for each in module.trainer.optimizers],
         "groups": [len(each.param_groups) for each in module.trainer.optimizers],
         "torch": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),

@@ -21,10 +21,10 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device
 from sp_lightning.engine import backward as engine_backward
 from sp_lightning.engine.access import Access
+from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.engine.saved_tensors import packs
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.optim import background
-from sp_lightning.optim.layerwise import LayerwiseStep
 from sp_lightning.weights import swap
 from tests.support.engine import streamer_of
 from tests.support.models import Module, Stack, vectors

@@ -82,7 +82,7 @@ def test_the_next_step_is_one_thread_s_again(monkeypatch: pytest.MonkeyPatch) ->
 
     def noted(self: Step, shared: bool) -> None:
         share(self, shared)
-        seen.append([layer.parameters.shared for layer in self._layers[:-1]])
+        seen.append([layer.parameters.shared for layer in self.layers[:-1]])
 
     def ended(self: Step, **options: Any) -> None:
         end(self, **options)

@@ -14,12 +14,11 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device import gather_board
 from sp_lightning.device.device import Device
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.observe import messages
 from sp_lightning.tune import slices
-from sp_lightning.weights import sliced_uploads
+from sp_lightning.weights import uploads
 from tests.equality.on_ranks import TRAINED, compare, reference
 from tests.support.models import Module
 from tests.support.ranks import in_ranks, rank
@@ -96,7 +95,7 @@ def train(kind: type[Module], transfer: str) -> tuple[dict[str, Any], int, int]:
     torch.manual_seed(1)
     strategy = SuperpipelineStrategy(k=1, transfer=transfer, fused_optimizer=False)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:  # the process stays for the next test
-        patch.setattr(gather_board, "PATIENCE", 2.0)  # on a busy machine ranks come late to what they agree on
+        patch.setattr(uploads, "PATIENCE", 2.0)  # on a busy machine ranks come late to what they agree on
         outcome = fit(kind, list(torch.randn(8, 2, 32)), strategy, devices=2)
     stats = strategy.stats()
     return outcome.state, stats.gathered_bytes, stats.fetched_bytes
@@ -115,7 +114,7 @@ def train_without_hooks() -> int:
     strategy = SuperpipelineStrategy(k=1, transfer="sliced")
     with pytest.MonkeyPatch.context() as patch:  # the process stays for the next test
         if rank() == 0:
-            patch.setattr(sliced_uploads, "LOOK", 1000.0)  # no thread issues what the engine does not come by
+            patch.setattr(uploads, "LOOK", 1000.0)  # no thread issues what the engine does not come by
         trainer_for(strategy, devices=2).fit(Wide(), DataLoader(list(torch.randn(16, 32)), 2))
     return strategy.stats().gathered_bytes
 

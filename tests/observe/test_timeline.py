@@ -21,7 +21,6 @@ from sp_lightning.device.waits import Stream
 from sp_lightning.model.find import find_layers
 from sp_lightning.observe.stats import Stats, bottleneck
 from sp_lightning.plan.plan import make_plan
-from sp_lightning.trainer.callback import Recording
 from sp_lightning.tune.simulator import predict
 from sp_lightning.tune.visits import measured
 from tests.support.models import Module, Stack, llama, tokens, vectors
@@ -177,8 +176,8 @@ def test_a_run_is_predicted_from_its_own_timeline(tmp_path: Path) -> None:
 
     class Watches(SuperpipelineCallback):
         def on_train_end(self, *args: Any) -> None:
-            self._recording.stop(self._strategy)
-            taken.extend(self._recording.batches.values())
+            self._stop_recording()
+            taken.extend(self._batches.values())
             super().on_train_end(*args)
 
     strategy = SuperpipelineStrategy(k=1, k_prime=1)
@@ -254,10 +253,10 @@ def test_a_run_without_a_batch_that_is_kept_leaves_no_file(tmp_path: Path) -> No
 def test_a_disk_that_fills_up_costs_neither_checkpoint_nor_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: Any, partner: Any) -> None:
+    def full(self: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(Recording, "_write_files", full)
+    monkeypatch.setattr(SuperpipelineCallback, "_write_files", full)
     callback = SuperpipelineCallback(timeline=tmp_path / "run.json", every_n_steps=1)
     fit(lambda: Module(Stack()), vectors(), SuperpipelineStrategy(), callbacks=[callback])
 
@@ -272,8 +271,8 @@ def test_a_disk_that_fills_up_costs_neither_checkpoint_nor_error(
 class Pickles(Module):
     def on_train_batch_end(self, *args: Any) -> None:
         (callback,) = (each for each in self.trainer.callbacks if isinstance(each, SuperpipelineCallback))
-        state = pickle.loads(pickle.dumps(callback.__getstate__()["_recording"]))
-        assert isinstance(state.batches, dict)
+        state = pickle.loads(pickle.dumps(callback.__getstate__()))
+        assert isinstance(state["_batches"], dict)
         assert callback.__getstate__()["_strategy"] is None
 
 

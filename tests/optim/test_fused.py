@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.optim import fused
-from sp_lightning.optim.fused import FusedStep
+from sp_lightning.optim.fused import has_fused_step, runs_fused
 from tests.support.runs import Outcome, assert_same, fit
 from tests.support.simdevice import simulated
 from tests.support.tiers import first
@@ -178,40 +178,15 @@ def test_what_the_user_decided_is_left_alone() -> None:
         torch.optim.Adam(parameters, differentiable=True),
         torch.optim.Adam([nn.Parameter(torch.randn(3, device="meta"))]),
     ):
-        before = [dict(group) for group in optimizer.param_groups]
-        assert not FusedStep(optimizer).switch_on()
-        assert optimizer.param_groups == before
-    assert not FusedStep.suits(torch.optim.RMSprop(parameters))
-    assert not FusedStep.suits(Own(parameters))
+        assert not any(runs_fused(optimizer, group, fuse=True) for group in optimizer.param_groups)
+    assert not has_fused_step(torch.optim.RMSprop(parameters))
+    assert not has_fused_step(Own(parameters))
     two = torch.optim.SGD([{"params": parameters}, {"params": [nn.Parameter(torch.randn(3))]}], lr=0.1)
-    fused = FusedStep(two)
-    two.param_groups[1]["fused"] = False  # chosen in mid-fit
-    two.param_groups.pop(0)
-    assert not fused.switch_on()
-    fused.close()
-    assert [group["fused"] for group in two.param_groups] == [False]
-
-
-def test_it_is_as_before_once_the_strategy_has_gone() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.randn(3))], lr=0.1)
-    fused = FusedStep(optimizer)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.randn(3))]})
-    assert [group["fused"] for group in optimizer.param_groups] == [None, None]
-    assert fused.switch_on()
-    assert [group["fused"] for group in optimizer.param_groups] == [True, True]
-    assert [group["fused"] for group in optimizer.state_dict()["param_groups"]] == [None, None]
-    saved = optimizer.state_dict()
-    saved["param_groups"][0]["fused"] = False
-    optimizer.load_state_dict(saved)
-    assert fused.switch_on()
-    assert [group["fused"] for group in optimizer.param_groups] == [False, True]
-    assert [group["fused"] for group in optimizer.state_dict()["param_groups"]] == [False, None]
-    optimizer.load_state_dict({**saved, "param_groups": [{**group, "fused": None} for group in saved["param_groups"]]})
-    fused.switch_on()
-    fused.close()
-    assert [group["fused"] for group in optimizer.param_groups] == [None, None]
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert [group["fused"] for group in optimizer.param_groups] == [None, None]
+    two.param_groups[1]["fused"] = False
+    assert [runs_fused(two, group, fuse=True) for group in two.param_groups] == [True, False]
+    assert [runs_fused(two, group, fuse=False) for group in two.param_groups] == [False, False]
+    two.param_groups[1]["fused"] = True
+    assert runs_fused(two, two.param_groups[1], fuse=False)
 
 
 class Manual(Net):
@@ -226,6 +201,7 @@ class Manual(Net):
         optimizer: Any = self.optimizers()
         if batch_idx == 0:
             optimizer.optimizer.register_step_pre_hook(self.look)
+            optimizer.optimizer.register_step_post_hook(self.look)
         if batch_idx == 1:
             optimizer.add_param_group({"params": self.net[3].parameters()})
         optimizer.zero_grad()
@@ -236,9 +212,18 @@ class Manual(Net):
         self.seen.append([group["fused"] for group in optimizer.param_groups])
 
 
-def test_groups_that_are_added_are_fused_and_all_are_the_users_afterwards() -> None:
+def test_groups_that_are_added_are_fused_and_all_are_the_users_at_all_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the code of torch's step: hooks of users before it find their own value, and those after it."""
+    module, ran = importlib.import_module("torch.optim.sgd"), list[int]()
+
+    def counted(weights: Any, *args: Any, then: Any = module._fused_sgd, **kwargs: Any) -> None:
+        ran.append(len(weights))
+        then(weights, *args, **kwargs)
+
+    monkeypatch.setattr(module, "_fused_sgd", counted)
     done = fit(Manual, BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=True))
-    assert done.module.seen == [[True], [True, True], [True, True], [True, True]]
+    assert ran == [2] + 3 * [2, 4]
+    assert done.module.seen == 2 * [[None]] + 6 * [[None, None]]
     assert [group["fused"] for group in done.trainer.optimizers[0].param_groups] == [None, None]
 
 

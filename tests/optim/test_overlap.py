@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.device.device import Device
+from sp_lightning.engine import clipping
 from sp_lightning.engine.access import Access
-from sp_lightning.optim import clipping
+from sp_lightning.engine.clipping import Clipping
 from sp_lightning.optim.background import BackgroundUpdates
-from sp_lightning.optim.clipping import Clipping
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.slots import Slots
 from tests.support.models import CASES, Module, Stack, vectors

@@ -252,13 +252,14 @@ def test_validation_waits_first() -> None:
     assert waiting == [0]
 
 
-def test_a_copy_inside_a_step_in_the_background_is_refused() -> None:
+def test_the_trainer_can_be_copied_inside_a_step() -> None:
     class Copies(Module):
         def on_before_zero_grad(self, optimizer: Any) -> None:
             copy.deepcopy(self.trainer)
 
     fit(lambda: Copies(Stack()), vectors(), SuperpipelineStrategy(optimizer_overlap="off"))
-    with pytest.raises(TypeError, match=r"inside an optimizer's step.*on_train_batch_end.*optimizer_overlap=\"off\""):
+    # With updates in the background the trainer has a lock then, of which Python refuses a copy.
+    with pytest.raises(TypeError, match="cannot pickle"):
         fit(lambda: Copies(Stack()), vectors(), SuperpipelineStrategy(optimizer_overlap="forward"), recorded="losses")
 
 

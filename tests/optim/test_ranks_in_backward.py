@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.shared_memory import SharedMemory
+from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.optim.background import BackgroundUpdates
-from sp_lightning.optim.layerwise import LayerwiseStep
 from tests.equality.on_ranks import EveryBatch, seen
 from tests.support.models import Module, Stack, vectors
 from tests.support.ranks import RanksFailed, in_ranks, rank

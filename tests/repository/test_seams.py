@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.activations.calls import MODES, Activations
-from sp_lightning.activations.unit_calls import UnitCall
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import part, versions
 from sp_lightning.device.waits import Stream
 from sp_lightning.engine.host_source import HostSource
 from sp_lightning.optim.background import BackgroundUpdates
-from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.casts import NoCasts
 from sp_lightning.weights.gradients import Gradients
@@ -174,33 +169,3 @@ def test_updates_of_layers_are_done_by_somebody_else() -> None:
     assert_same(ours, fit(fused(lambda: Module(Stack())), vectors(), recorded="losses"))
     blocks = order[: len(strategy.plan.layers)]
     assert blocks == sorted(blocks, reverse=True)  # backward completes the last layer first
-
-
-# ---------------------------------------------------------------------- modes of activations
-
-
-def test_a_mode_of_activations_is_a_name_and_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fourth mode: what a unit saves is bytes until backward."""
-    saved: list[str] = []
-
-    def as_bytes(_: Activations, call: UnitCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        def pack(tensor: Tensor) -> tuple[bytes, torch.dtype, torch.Size]:
-            saved.append(call.unit)
-            return tensor.detach().contiguous().numpy().tobytes(), tensor.dtype, tensor.shape
-
-        def unpack(packed: tuple[bytes, torch.dtype, torch.Size]) -> Tensor:
-            return torch.frombuffer(bytearray(packed[0]), dtype=packed[1]).reshape(packed[2])
-
-        with saved_tensors_hooks(pack, unpack):
-            return forward(*args, **kwargs)
-
-    monkeypatch.setattr("sp_lightning.plan.options.Mode", Literal["keep", "recompute", "offload", "bytes"])
-    monkeypatch.setitem(MODES, "bytes", as_bytes)
-    choice: Any = {"net.blocks.1": "bytes", "net.blocks.2": "offload", "net.blocks.3": "bytes"}
-    ours = fit(lambda: Module(Stack()), vectors(), superpipeline(k=1, activations=choice))
-    assert_same(ours, fit(lambda: Module(Stack()), vectors()))
-    assert set(saved) == {"net.blocks.1", "net.blocks.3"}
-
-
-def test_each_mode_that_users_can_name_is_carried_out() -> None:
-    assert set(MODES) == set(get_args(Mode))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
+from torch import nn
 
-from sp_lightning.store.file_block import FileBlock
+from sp_lightning.store.weights_in_files import place_of
 from sp_lightning.trainer import disk_tier
 
 
@@ -15,15 +14,11 @@ def stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_tier, "choose_in_files", lambda sizes, *_: list(sizes))
 
 
-def brought_to_memory(monkeypatch: pytest.MonkeyPatch, name_of: Callable[[FileBlock, int], str]) -> list[str]:
-    """The weights that come to memory from now on, each under the name that it is given, each name once."""
-    names: list[str] = []
-    bring = FileBlock.bring
+def in_file(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has no values but those of its file."""
+    return place_of(parameter) is not None
 
-    def noted(self: FileBlock, index: int) -> None:
-        if index in self.in_file and name_of(self, index) not in names:
-            names.append(name_of(self, index))
-        bring(self, index)
 
-    monkeypatch.setattr(FileBlock, "bring", noted)
-    return names
+def in_memory(module: nn.Module) -> list[str]:
+    """The names of the parameters that have values of their own."""
+    return [name for name, parameter in module.named_parameters() if not in_file(parameter)]

@@ -11,8 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from sp_lightning.activations.offload import Offload
-from sp_lightning.activations.offloaded_storage import OffloadedStorage
+from sp_lightning.activations.offload import Offload, OffloadedStorage
 from sp_lightning.device.layout import part
 from sp_lightning.device.modes import no_dispatch_modes
 from sp_lightning.store.block import HostBlock

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.store.file_block import InFile
 from sp_lightning.trainer.frozen_weights import FROZEN
-from tests.support.in_files import brought_to_memory, stay
+from tests.support.in_files import in_file, in_memory, stay
 from tests.support.models import Module, Stack, Transformer, enable_checkpointing, llama, tokens, vectors
 from tests.support.runs import assert_equal, assert_same, fit, fused, loader, trainer_for
 from tests.support.simdevice import simulated
@@ -30,12 +30,6 @@ from tests.support.tiers import first
 @pytest.fixture(autouse=True)
 def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     stay(monkeypatch)
-
-
-@pytest.fixture
-def brought(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The weights that came to memory."""
-    return brought_to_memory(monkeypatch, lambda block, index: block.planned.spans[index].name)
 
 
 @pytest.fixture
@@ -70,14 +64,14 @@ def in_place(folder: Path, **options: Any) -> SuperpipelineStrategy:
 
 
 class Kinds(Callback):
-    """Notes the classes of the frozen weights of layers after each batch."""
+    """Notes whether frozen weights of layers are in files after each batch."""
 
     def __init__(self) -> None:
-        self.found: list[set[type]] = []
+        self.found: list[set[bool]] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         layers = [p for name, p in pl_module.named_parameters() if ".layers." in name or ".blocks." in name]
-        self.found.append({type(p) for p in layers if not p.requires_grad})
+        self.found.append({in_file(p) for p in layers if not p.requires_grad})
 
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -97,7 +91,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("variant", first(VARIANTS, "backward", "mixed", why="other options"))
-def test_adapters_train_as_in_plain_lightning(variant: str, file: Path, tmp_path: Path, brought: list[str]) -> None:
+def test_adapters_train_as_in_plain_lightning(variant: str, file: Path, tmp_path: Path) -> None:
     ours, options = VARIANTS[variant]
     make = adapters(file.with_name("half.safetensors") if "precision" in options else file)
     if "optimizer_overlap" in ours:
@@ -106,12 +100,11 @@ def test_adapters_train_as_in_plain_lightning(variant: str, file: Path, tmp_path
 
     class Asks(Callback):
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            assert brought == []
             remarks.extend(strategy.remarks())
 
     mine = fit(make, tokens(), strategy, recorded="losses", callbacks=[kinds, Asks()], val=tokens(1), **options)
     assert_same(mine, fit(make, tokens(), recorded="losses", callbacks=[Kinds()], val=tokens(1), **options))
-    assert kinds.found == [{InFile}] * 3
+    assert kinds.found == [{True}] * 3
     assert any("are read in place from" in line for line in remarks)
 
 
@@ -125,14 +118,14 @@ def test_adapters_on_a_device_that_copies_late(variant: str, file: Path, tmp_pat
     assert_same(mine, fit(make, tokens(), recorded="losses", **options))
 
 
-def test_checkpoints_of_torch(file: Path, tmp_path: Path, brought: list[str]) -> None:
+def test_checkpoints_of_torch(file: Path, tmp_path: Path) -> None:
     """Their recompute keeps frozen weights as they are."""
     make = adapters(file, checkpointing=True)
     ours = fit(make, tokens(), in_place(tmp_path), recorded="losses", callbacks=[Kinds()])
     assert_same(ours, fit(make, tokens(), recorded="losses", callbacks=[Kinds()]))
 
 
-def test_an_unchanged_module_from_transformers(tmp_path: Path, brought: list[str]) -> None:
+def test_an_unchanged_module_from_transformers(tmp_path: Path) -> None:
     """``from_pretrained`` maps the files, if the dtype is theirs."""
     import transformers
 
@@ -149,12 +142,12 @@ def test_an_unchanged_module_from_transformers(tmp_path: Path, brought: list[str
     ours = fit(make, tokens(), in_place(tmp_path), recorded="losses", callbacks=[kinds], precision="bf16-mixed")
     plain = fit(make, tokens(), recorded="losses", callbacks=[Kinds()], precision="bf16-mixed")
     assert_same(ours, plain)
-    assert kinds.found == [{InFile}] * 3
+    assert kinds.found == [{True}] * 3
 
 
 @pytest.mark.parametrize("save_frozen", first([True, False], False, why="with the weights in the file"))
 def test_checkpoints_are_written_and_resumed_without_weights_in_memory(
-    save_frozen: bool, file: Path, tmp_path: Path, brought: list[str]
+    save_frozen: bool, file: Path, tmp_path: Path
 ) -> None:
     make, states = adapters(file), {}
     for name in ("ours", "plain"):
@@ -163,17 +156,16 @@ def test_checkpoints_are_written_and_resumed_without_weights_in_memory(
         class Saves(Callback):
             def on_train_epoch_end(self, trainer: Any, pl_module: Any, checkpoint: Path = checkpoint) -> None:
                 trainer.save_checkpoint(checkpoint)
-                assert brought == []
+                if checkpoint.name == "ours.ckpt":
+                    assert not [name for name in in_memory(pl_module) if ".layers." in name and "lora" not in name]
 
         def strategy(name: str = name) -> Any:
             return in_place(tmp_path, save_frozen=save_frozen) if name == "ours" else "auto"
 
         fit(make, tokens(), strategy(), recorded="nothing", callbacks=[Saves()])
-        brought.clear()  # the comparison looks at them
         again = Saves() if not save_frozen else Kinds()  # the weights of a whole checkpoint come with it
         resumed = {"recorded": "losses", "max_epochs": 2, "ckpt_path": checkpoint, "callbacks": [again]}
         states[name] = fit(make, tokens(), strategy(), **resumed)
-        brought.clear()
     assert_same(states["ours"], states["plain"])
     mine, theirs = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("ours", "plain"))
     if save_frozen:
@@ -218,12 +210,10 @@ class Unfreezes(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.net.blocks[epoch], optimizer)
 
 
-def test_a_weight_that_is_unfrozen_comes_to_memory(
-    backbone: Callable[[], Module], tmp_path: Path, brought: list[str]
-) -> None:
+def test_a_weight_that_is_unfrozen_comes_to_memory(backbone: Callable[[], Module], tmp_path: Path) -> None:
     class UnfreezesAndLooks(Unfreezes):
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            self.brought = set(brought)
+            self.in_memory = in_memory(pl_module.net.blocks)
 
     def make() -> Module:
         module = backbone()
@@ -233,9 +223,7 @@ def test_a_weight_that_is_unfrozen_comes_to_memory(
         return module
 
     mine, _ = same_with(UnfreezesAndLooks, make, tmp_path, max_epochs=4)
-    assert mine.brought == {
-        name for name in dict(make().named_parameters()) if ".blocks.1." in name or ".blocks.2." in name
-    }
+    assert {name for name in dict(make().net.blocks.named_parameters()) if name[0] in "12"} <= set(mine.in_memory)
 
 
 def _thaws_within_a_step(module: Any) -> None:
@@ -291,6 +279,11 @@ def _exchanges(module: Any) -> None:
     module.net.blocks[1].inner.weight = nn.Parameter(torch.full((32, 16), 0.1))
 
 
+def _swaps(module: Any) -> None:
+    one, other = (module.net.blocks[index].inner.weight for index in (1, 3))
+    one.data, other.data = other.data, one.data
+
+
 def _adds_a_module(module: Any) -> None:
     module.net.extra = nn.Linear(2, 2)  # the engine is built anew
 
@@ -299,11 +292,11 @@ TOUCHES = {
     touch.__name__.strip("_"): touch
     for touch in (
         _thaws_within_a_step, _gives_a_gradient, _writes, _writes_what_was_detached, _writes_its_state, _replaces_its_data,
-        _loads_its_own_state, _loads_a_copy, _copies, _converts_and_back, _moves, _exchanges, _adds_a_module,
+        _loads_its_own_state, _loads_a_copy, _copies, _converts_and_back, _moves, _exchanges, _adds_a_module, _swaps,
     )
 }  # fmt: skip
-FREE = ("exchanges", "moves", "loads_its_own_state", "adds_a_module")
-"""What brings nothing to memory."""
+FREE = ("thaws_within_a_step", "gives_a_gradient", "loads_its_own_state", "copies", "moves", "adds_a_module")
+"""What writes nothing."""
 
 
 @pytest.mark.parametrize(
@@ -315,9 +308,7 @@ FREE = ("exchanges", "moves", "loads_its_own_state", "adds_a_module")
 @pytest.mark.parametrize(
     "touch", first(TOUCHES, "writes", "thaws_within_a_step", "exchanges", "loads_a_copy", why="other ways to a weight")
 )
-def test_user_code_finds_the_weights(
-    touch: str, moment: str, backbone: Callable[[], Module], tmp_path: Path, brought: list[str]
-) -> None:
+def test_user_code_finds_the_weights(touch: str, moment: str, backbone: Callable[[], Module], tmp_path: Path) -> None:
     class Touches(Callback):
         held: Any = None
 
@@ -326,19 +317,115 @@ def test_user_code_finds_the_weights(
                 TOUCHES[touch](pl_module)
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            self.held, self.brought = getattr(pl_module, "held", None), list(brought)
+            self.held, self.in_memory = getattr(pl_module, "held", None), in_memory(pl_module.net.blocks)
 
     setattr(Touches, moment, Touches.touched)
     mine, theirs = same_with(Touches, backbone, tmp_path, recorded="losses")
     assert mine.held == theirs.held
-    assert (mine.brought == []) == (touch in FREE)
+    assert (mine.in_memory == []) == (touch in FREE)
+
+
+def test_weights_that_are_swapped_between_forward_and_backward(backbone: Callable[[], Module], tmp_path: Path) -> None:
+    """The graph's values are those of forward: what the block had to hand out then was the new memory's."""
+
+    class Swaps(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.weights = [pl_module.net.blocks[index].inner.weight for index in (1, 3)]
+
+        def on_before_backward(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                one, other = self.weights
+                one.data, other.data = other.data, one.data
+
+    same_with(Swaps, backbone, tmp_path, recorded="losses")
+
+
+class _LoadsAnother(Callback):
+    """Frees the mapped memory of a file and maps another file, to which the system gives the same addresses."""
+
+    def __init__(self, other: Path) -> None:
+        self.other = other
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            named = [(name[4:], p) for name, p in pl_module.named_parameters() if ".blocks." in name]
+            for _, parameter in named:
+                parameter.data = torch.empty(0)
+            values = load_file(self.other)
+            for name, parameter in named:
+                parameter.data = values[name]
+
+
+def test_another_file_at_the_same_addresses(backbone: Callable[[], Module], tmp_path: Path) -> None:
+    torch.manual_seed(99)
+    save_file(dict(Stack().state_dict()), tmp_path / "other.safetensors")
+    same_with(lambda: _LoadsAnother(tmp_path / "other.safetensors"), backbone, tmp_path, recorded="losses")
+
+
+class _TakesADtypeBack(Module):
+    automatic_optimization = False
+
+    def on_train_start(self) -> None:
+        self.held = [self.net.blocks[1].inner.weight]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        if batch_idx == 2:
+            weight, before = self.held[0], self.held[0].data
+            with suppress(RuntimeError):
+                weight.data = before.double()
+                self.manual_backward(loss)
+            weight.data = before
+            return loss
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+def test_a_dtype_that_was_refused_and_taken_back(tmp_path: Path) -> None:
+    """The layer came as zeros from then on: its weight counted as one in memory before the new one was looked at."""
+    torch.manual_seed(5)
+    save_file(dict(Stack().state_dict()), tmp_path / "stack.safetensors")
+
+    def make() -> Module:
+        module = _TakesADtypeBack(Stack())
+        module.net.load_state_dict(load_file(tmp_path / "stack.safetensors"), assign=True)
+        module.net.blocks.requires_grad_(False)
+        return module
+
+    same_with(Callback, make, tmp_path, recorded="losses")
+
+
+def test_a_weight_in_another_order_is_saved(tmp_path: Path) -> None:
+    """With the same memory and the same shape it counted as the file's, and was left out."""
+
+    def net() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)), nn.Linear(16, 16))
+
+    class Transposes(Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            weight = pl_module.net[1][0].weight
+            weight.data = weight.data.t()
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    save_file(dict(net().state_dict()), tmp_path / "net.safetensors")
+    module = Module(net())
+    module.net.load_state_dict(load_file(tmp_path / "net.safetensors"), assign=True)
+    module.net[:3].requires_grad_(False)
+    strategy = in_place(tmp_path, save_frozen=False)
+    trainer_for(strategy, callbacks=[Transposes()]).fit(module, loader(vectors()))
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=False)["state_dict"]
+    assert "net.1.0.weight" in saved
+    assert "net.2.0.weight" not in saved
 
 
 def test_averages(backbone: Callable[[], Module], tmp_path: Path) -> None:
     same_with(lambda: EMAWeightAveraging(decay=0.9), backbone, tmp_path, recorded="losses")
 
 
-def test_predictions_before_and_after(backbone: Callable[[], Module], tmp_path: Path, brought: list[str]) -> None:
+def test_predictions_before_and_after(backbone: Callable[[], Module], tmp_path: Path) -> None:
     found: dict[str, Any] = {}
     for name, strategy in {"ours": in_place(tmp_path), "plain": "auto"}.items():
         pl.seed_everything(7, verbose=False)
@@ -347,8 +434,7 @@ def test_predictions_before_and_after(backbone: Callable[[], Module], tmp_path: 
         trainer.fit(module, loader(vectors()))
         found[name].append(trainer.predict(module, loader(vectors())))
         if name == "ours":
-            assert all(".blocks." not in each for each in brought)
-            assert {type(p) for p in module.net.blocks.parameters()} == {InFile}
+            assert {in_file(p) for p in module.net.blocks.parameters()} == {True}
         found[name].append({name: value.clone() for name, value in module.state_dict().items()})
     assert_equal(found["ours"], found["plain"], "found")
 
@@ -385,7 +471,7 @@ def test_weights_that_were_written_before_are_in_memory(backbone: Callable[[], M
     kinds = Kinds()
     ours = fit(make, vectors(), in_place(tmp_path), callbacks=[kinds])
     assert_same(ours, fit(make, vectors(), callbacks=[Kinds()]))
-    assert kinds.found == [{nn.Parameter}] * 3
+    assert kinds.found == [{False}] * 3
 
 
 def test_the_ledger_counts_what_is_in_memory(backbone: Callable[[], Module], tmp_path: Path) -> None:

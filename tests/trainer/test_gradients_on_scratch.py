@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
-from sp_lightning.optim.layerwise import LayerwiseStep
+from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.plan.state_placement import OnDisk, choose_on_disk
 from sp_lightning.store import mapped_file
 from sp_lightning.store.mapped_file import is_on_disk
@@ -168,16 +168,16 @@ def test_few_gradients_are_in_memory(
     heard: bool, clip: str, overlap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    take = LayerwiseStep._take
+    take = LayerwiseStep.submit
 
-    def looks(self: Any) -> None:  # after backward and clipping, before the updates
+    def looks(self: Any) -> bool:  # after backward and clipping, before the updates
         assert sum(is_on_disk(p.grad) for group in self._optimizer.param_groups for p in group["params"]) == 16
         text = Path("/proc/self/smaps").read_text().split("VmFlags")
         rss = [each for each in text if str(tmp_path) in each]
         sizes.append(sum(int(each.split("Rss:")[1].split()[0]) * 1024 for each in rss))
-        take(self)
+        return take(self)
 
-    monkeypatch.setattr(LayerwiseStep, "_take", looks)
+    monkeypatch.setattr(LayerwiseStep, "submit", looks)
     make = Wide if overlap == "off" else fused(Wide)
     options: Any = {"callbacks": [Hears()] if heard else [], **CLIPS[clip]}
     ours = fit(make, wide(), on_disk(tmp_path, optimizer_overlap=overlap), recorded="nothing", **options)
@@ -277,13 +277,13 @@ def test_none_is_narrow_because_who_looks_would_have_it_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kinds: set[Any] = set()
-    take = LayerwiseStep._take
+    take = LayerwiseStep.submit
 
-    def looks(self: Any) -> None:
+    def looks(self: Any) -> bool:
         kinds.update(type(stored(p)) for group in self._optimizer.param_groups for p in group["params"])
-        take(self)
+        return take(self)
 
-    monkeypatch.setattr(LayerwiseStep, "_take", looks)
+    monkeypatch.setattr(LayerwiseStep, "submit", looks)
     for disk, kind in ((on_disk(tmp_path, optimizer_overlap="forward"), torch.Tensor), (None, NarrowGradient)):
         strategy = disk or superpipeline(k=1, optimizer_overlap="forward")
         fit(fused(Wide), wide(), strategy, recorded="nothing", precision="bf16-mixed")

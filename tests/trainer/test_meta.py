@@ -433,16 +433,16 @@ def changed(**changes: Tensor | None) -> Callable[[dict[str, Tensor]], dict[str,
 WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
     "missing": (
         changed(**{"stem.weight": None}),
-        r"its 'net'\. It lacks 'net\.stem\.weight' \(float32 of shape \(16, 16\)\)\. A file",
+        r"its 'net'\. It lacks 'net\.stem\.weight' of shape \(16, 16\)\. A file",
     ),
-    "unexpected": (changed(more=torch.ones(3)), r"its 'net'\. The module has no 'more' \(F32 of shape \(3,\)\)"),
+    "unexpected": (changed(more=torch.ones(3)), r"its 'net'\. The module has no 'more' of shape \(3,\)"),
     "another": (
         lambda state: {"a": torch.ones(1), "b": torch.ones(1)},
         r"does not fit Module\. It lacks .* and \d+ more",
     ),
     "shape": (
         changed(**{"stem.weight": torch.ones(2, 3)}),
-        r"'stem\.weight' has shape \(2, 3\), and 'net\.stem\.weight' of Module has shape \(16, 16\)",
+        r"It lacks 'net\.stem\.weight' of shape \(16, 16\)\. The module has no 'stem\.weight' of shape \(2, 3\)",
     ),
 }
 

@@ -209,7 +209,7 @@ def test_a_process_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     trainer = trainer_for(SuperpipelineStrategy(k=1), devices=2)
     trainer.strategy._timeout = timedelta(seconds=1)  # type: ignore[attr-defined]  # half an hour
-    with pytest.raises(RuntimeError, match=r"Rank 0 has waited in vain for the other processes .* 1/2 clients joined"):
+    with pytest.raises(RuntimeError, match="1/2 clients joined"):
         trainer.fit(Net(), loader(vectors(2)))
 
 

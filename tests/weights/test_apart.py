@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.activations.forward_state import Unrepeatable
+from sp_lightning.activations.recompute import Unrepeatable
 from tests.support.experts import switch
 from tests.support.models import Block, Module, tokens, vectors
 from tests.support.poison import poisoned

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.activations.forward_state import Unrepeatable
+from sp_lightning.activations.recompute import Unrepeatable
 from tests.support.data_writes import BLOCKS, WRITES, Linears, Writes, multiply, rebind, rebind_twice
 from tests.support.models import Module, Stack, vectors
 from tests.support.poison import poisoned

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from sp_lightning.activations.forward_state import Unrepeatable
+from sp_lightning.activations.recompute import Unrepeatable
 from tests.support.data_writes import BLOCKS, Linears, Writes, multiply
 from tests.support.models import Module, vectors
 from tests.support.poison import poisoned

@@ -294,3 +294,77 @@ def test_a_long_kept_view_follows_its_weight() -> None:
         ours = fit(make, vectors(4), superpipeline(**options))
         assert_same(ours, plain)
         assert ours.module.seen == plain.module.seen
+
+
+class _WritesInBackward(Module):
+    """Writes what it has kept in a hook of the first layer, when backward has updated the last one."""
+
+    def __init__(self, kind: str, taken: int, written: int) -> None:
+        super().__init__(nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))))
+        self.kind, self.batches = kind, (taken, written)
+        self.kept: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == self.batches[0]:
+            self.kept.append(TAKE[self.kind]([self.net[-1][0].weight]))
+        hidden = self.net[0](batch)
+        if batch_idx == self.batches[1]:
+            hidden.register_hook(lambda _: scale(self.kept.pop(), self.kind))
+        return self.net[1:](hidden).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1, fused=True)
+
+
+@pytest.mark.parametrize(("taken", "written"), [(0, 0), (0, 1)])
+@pytest.mark.parametrize("kind", ["data", "detach", "view"])
+@pytest.mark.parametrize("k", [1, 4])
+def test_what_is_written_after_an_early_update_is_refused(kind: str, k: int, taken: int, written: int) -> None:
+    """It was lost: the update leaves nothing that may have been written, but a view does not end with it."""
+    make = lambda: _WritesInBackward(kind, taken, written)  # noqa: E731
+    with pytest.raises(
+        RuntimeError, match=r"Parameter 'net\.3\.0\.weight' was written|modified by an inplace operation"
+    ):
+        fit(make, vectors(4), superpipeline(k=k, k_prime=1, optimizer_overlap="backward"), recorded="losses")
+
+
+class _GivesANeighbourMemory(Module):
+    """Keeps a view of one weight, gives another one of the layer other memory in the same step, and writes the view."""
+
+    def __init__(self, kind: str, written: str) -> None:
+        super().__init__(
+            nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(4)))
+        )
+        self.kind, self.written = kind, written
+        self.kept: list[Any] = []
+
+    def at(self, moment: str) -> None:
+        if moment == self.written and self.kept:
+            scale(self.kept.pop(), self.kind)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            one, other = self.net[1][0].weight, self.net[1][2].weight
+            self.kept.append(TAKE[self.kind]([other]))
+            one.data = one.data * 0.5
+        return self.loss(batch)
+
+    def on_after_backward(self) -> None:
+        self.at("after backward")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.at("batch end")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("written", ["after backward", "batch end"])
+@pytest.mark.parametrize("kind", ["data", "detach"])
+def test_a_view_whose_layer_has_left_its_memory_is_not_written(
+    kind: str, written: str, options: dict[str, Any]
+) -> None:
+    """The layer leaves its slot as one of its weights is given other memory; a write to the slot was lost."""
+    with pytest.raises(RuntimeError, match=r"Parameter 'net\.1\.2\.weight' was written through a view"):
+        fit(lambda: _GivesANeighbourMemory(kind, written), vectors(4), superpipeline(**options))

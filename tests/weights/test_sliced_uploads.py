@@ -21,19 +21,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.device import gather_board
 from sp_lightning.device.board import RankError
 from sp_lightning.device.device import Device
-from sp_lightning.device.gather_board import gather_board_bytes
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.lease import Lease
 from sp_lightning.device.shared_memory import SharedMemory, create
 from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.engine.placement import Placement
-from sp_lightning.weights import sliced_uploads
-from sp_lightning.weights.sliced_uploads import SlicedUploads
+from sp_lightning.weights import uploads
 from sp_lightning.weights.slots import Slot, Slots
-from sp_lightning.weights.uploads import OnItsWay, Uploads
+from sp_lightning.weights.uploads import OnItsWay, SlicedUploads, Uploads, gather_log_bytes
 from tests.equality.cases import CASES
 from tests.support.runs import assert_same, fit, fused, superpipeline
 from tests.support.simdevice import poison
@@ -55,13 +52,27 @@ class Together:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        nbytes = whole_pages(gather_board_bytes(size))
+        nbytes = whole_pages(gather_log_bytes(size))
         descriptor = create(nbytes, "board")
-        self.memory = SharedMemory(descriptor, nbytes)
+        self.memories = [SharedMemory(descriptor, nbytes) for _ in range(size)]
         os.close(descriptor)
         self.barrier = threading.Barrier(size, timeout=SECONDS)
         self.sent: list[dict[int, Tensor]] = []  # of each gather, what the ranks have
         self.lock = threading.Lock()
+
+
+class FakeBoard:
+    """What a rank waits at, without anything else to do meanwhile."""
+
+    def __init__(self, rank: int, together: Together) -> None:
+        self.rank, self.together = rank, together
+
+    def until(self, reached: Callable[[], bool], why: Any) -> None:
+        began = monotonic()
+        while not reached():
+            if monotonic() - began > SECONDS or self.together.barrier.broken:
+                raise Hang(f"rank {self.rank} waits for {why}")
+            sleep(1e-4)
 
 
 class FakeRanks:
@@ -69,22 +80,23 @@ class FakeRanks:
 
     def __init__(self, rank: int, together: Together) -> None:
         self.rank, self.size = rank, together.size
-        self.together = together
+        self.together, self.board = together, FakeBoard(rank, together)
         self.sums = self.gathers = 0
         self.meanwhile: Callable[[], None] = lambda: None
-        self.groups = SimpleNamespace(uploads=None)
+        self.uploads = None
 
     def share(self, nbytes: int, name: str) -> SharedMemory:
-        return self.together.memory
+        return self.together.memories[self.rank]
 
     def until(self, reached: Callable[[], bool], why: Any) -> None:
-        began = monotonic()
-        self.meanwhile()
-        while not reached():
+        def look() -> bool:
+            if reached():
+                return True
             self.meanwhile()
-            if monotonic() - began > SECONDS or self.together.barrier.broken:
-                raise Hang(f"rank {self.rank} waits for {why}")
-            sleep(1e-4)
+            return False
+
+        self.meanwhile()
+        self.board.until(look, why)
 
     def gather(self, everybody: Tensor, group: Any, what: str) -> None:
         together, number = self.together, self.gathers
@@ -221,9 +233,9 @@ def go_through(batches: list[Batch], size: int, *, patience: float) -> list[Rank
     together = Together(size)
     weights = torch.randint(0, 255, (LAYERS, NBYTES), dtype=torch.uint8)
     with (
-        mock.patch.object(gather_board, "PATIENCE", patience),
-        mock.patch.object(sliced_uploads, "LOOK", 0.002),
-        mock.patch.object(sliced_uploads, "_EVERY", 2),
+        mock.patch.object(uploads, "PATIENCE", patience),
+        mock.patch.object(uploads, "LOOK", 0.002),
+        mock.patch.object(uploads, "_EVERY", 2),
     ):
         ranks = [Rank(rank, together, weights, batches) for rank in range(size)]
         for rank in ranks:
@@ -304,7 +316,7 @@ def test_a_rank_that_does_not_answer_is_not_waited_for_again() -> None:
 
     with first.lock, other.lock:
         sent = [first.send(layer) for layer in range(3)]
-        first.uploads._board._until = lost
+        first.uploads._gathers._until = lost
         with pytest.raises(RankError):
             first.uploads.finish(sent[0][1])
         first.uploads.finish()
@@ -354,11 +366,11 @@ def test_nobody_reads_or_overwrites_what_is_on_its_way(
 ) -> None:
     made: list[Late] = []
 
-    def uploads(self: Any, device: Device, *_: Any) -> Uploads:
+    def late(self: Any, device: Device, *_: Any) -> Uploads:
         made.append(Late(device))
         return made[-1]
 
-    monkeypatch.setattr(Placement, "uploads", uploads)
+    monkeypatch.setattr(Placement, "uploads", late)
     case = CASES[name]
     make = case.make if overlap == "off" else fused(case.make)
     options = {"max_epochs": 2, "accumulate_grad_batches": 1 if overlap == "backward" else 2, **case.options({})}

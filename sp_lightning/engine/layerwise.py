@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,17 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.device.patched import state_of
-from sp_lightning.device.torch_private import run_first_after_step, tree_map
+from sp_lightning.device.patched import in_place_of, state_of
+from sp_lightning.device.torch_private import tree_map
 from sp_lightning.device.waits import Stream
-from sp_lightning.optim.background import Updatable
-from sp_lightning.optim.clipping import Clipping
-from sp_lightning.optim.fused import is_separable, lacks_buffers, shares_state
+from sp_lightning.engine.clipping import Clipping
+from sp_lightning.engine.updating import Updating
+from sp_lightning.optim.fused import has_fused_step, is_separable, lacks_buffers, runs_fused, shares_state
 from sp_lightning.optim.pieces import InPieces
 from sp_lightning.optim.state_on_disk import StateOnDisk
 from sp_lightning.store.away import Away, give
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import Change, as_it_came, change, drop, stored
+
+Groups = list[dict[str, Any]]
 
 
 class LayerwiseStep:
@@ -40,6 +42,7 @@ class LayerwiseStep:
     Args:
         optimizer: the user's optimizer, which keeps its groups and its state.
         engine: the engine whose layers are updated.
+        fuse: whether groups run fused of which the user has left that open.
         early: whether each layer is updated while backward goes on (``optimizer_overlap="backward"``).
         measure: whether norms of gradients are computed while backward goes on. This is right only if nobody writes
             gradients between backward and clipping.
@@ -50,74 +53,55 @@ class LayerwiseStep:
 
     Attributes:
         clipping: clips the gradients.
+        begun: the layers whose updates of this step have begun during backward.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        engine: Updatable,
+        engine: Updating,
         *,
+        fuse: bool,
         early: bool,
         measure: bool,
         narrow: bool,
-        state: StateOnDisk | None = None,
-        waits: bool = False,
+        state: StateOnDisk | None,
+        waits: bool,
     ) -> None:
         self._optimizer = optimizer
         self._engine = engine
         self._updates = engine.updates
         self._state = state
         self._waits = waits
+        self._fuse = fuse and has_fused_step(optimizer)
         self._early = early
-        self._measure = measure
         self._separable = waits or is_separable(optimizer)
         self._narrow = narrow and not self._separable  # a step that is not fused reads whole gradients
         self.clipping = Clipping(optimizer, engine)
-        self._armed: dict[StreamedLayer, list[dict[str, Any]]] | None = None
-        self._begun: set[StreamedLayer] = set()  # layers whose updates began during backward
+        self._on_complete = self._update_early if early else self.clipping.measure if measure else None
+        self._armed: dict[StreamedLayer, Groups] | None = None
+        self.begun: set[StreamedLayer] = set()
         self._class = type(optimizer)
-        self._groups = self._none = list[dict[str, Any]]()  # the user's groups while the optimizer has none
-        self._known: set[nn.Parameter] | None = None  # the parameters that had state before this step
-
-    @property
-    def begun(self) -> bool:
-        """Whether updates of this step have begun during backward."""
-        return bool(self._begun)
+        self._groups = self._none = Groups()  # the user's groups while the optimizer has none
+        self._ordered = False  # whether state that this step makes will have the order in which torch's makes it
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """A context in which ``optimizer.step`` submits the updates instead of running them."""
-        step = self._optimizer.step
-
-        def deferred(closure: Callable[[], Any] | None = None) -> Any:
-            self._known = None
-
-            def closed() -> Any:
-                if self._early:
-                    self._engine.on_complete = self._update_early
-                    self._engine.wanted = lambda layer: layer in self._early_groups()
-                result = closure() if closure is not None else None
-                self._take()  # from here to its end torch's step finds no groups, and so has nothing to do
-                return result
-
-            # This hook runs before the user's own hooks after the step, which are to find the groups.
-            restore = self._optimizer.register_step_post_hook(lambda *_: self._give_back_groups())
-            run_first_after_step(self._optimizer, restore)
-            try:
-                return step(closed)
-            finally:
-                restore.remove()
-                self._give_back_groups()
-
-        self._engine.on_complete = self.clipping.measure if self._measure and not self._early else None
-        self._engine.keep_narrow(self._narrow)
+        """A context for a step of the optimizer whose updates :meth:`submit` submits."""
+        # The last step's gradients are there still: where one was sparse, no layer is updated before all gradients are known.
+        self._armed = None if not self._early or all(map(self._cuts, self._optimizer.param_groups)) else {}
+        self._engine.backward.on_complete = self._on_complete
+        self._engine.backward.wanted = (lambda layer: layer in self._early_groups()) if self._early else None
+        self._engine.gradients.keep_narrow = self._narrow
         try:
-            with in_place_of(self._optimizer, {"step": deferred}), _zeroing_narrow(self._optimizer):
+            zero_grad = partial(_zero_grad, self._optimizer, self._optimizer.zero_grad)
+            with in_place_of(self._optimizer, {"zero_grad": zero_grad}):
                 yield
         finally:
-            self._engine.on_complete = self._engine.wanted = None
-            self._engine.keep_narrow(False)
-            self._armed = None
+            self._engine.backward.on_complete = self._engine.backward.wanted = None
+            self._engine.gradients.keep_narrow = False
+            self._ordered = False
+            self.give_back_groups()
             self.clipping.end()
 
     # ------------------------------------------------------------------ updates
@@ -125,20 +109,21 @@ class LayerwiseStep:
     def _update_early(self, layer: StreamedLayer) -> None:
         """Submits the update of a layer whose gradients backward has completed."""
         groups = self._early_groups().pop(layer, None)
-        if groups is not None:
-            for parameter in [each for member in layer.family for each in member.block.parameters]:
-                gradient = stored(parameter)
-                if gradient is not None and gradient.layout is not torch.strided:
-                    raise RuntimeError(_NOT_ALL.format(what="there are sparse gradients"))
-            self._updates.partially_updated = (
-                'a backward with optimizer_overlap="backward" failed after it had updated some layers'
-            )
-            self._begun.add(layer)
-            self._engine.before_early(layer)
-            self._submit(layer, groups)
-            self._updates.bound(1)  # this bounds the memory of gradients that wait, too
+        if groups is None:
+            return
+        if any(_is_sparse(parameter) for member in layer.family for parameter in member.block.parameters):
+            self._armed = {}  # where no layer is updated yet, all are at once
+            self._refuse(_sparse(layer))
+            return
+        self._updates.partially_updated = (
+            'a backward with optimizer_overlap="backward" failed after it had updated some layers'
+        )
+        self.begun.add(layer)
+        self._engine.before_early(layer)
+        self._submit(layer, groups)
+        self._updates.bound(1)  # this bounds the memory of gradients that wait, too
 
-    def _early_groups(self) -> dict[StreamedLayer, list[dict[str, Any]]]:
+    def _early_groups(self) -> dict[StreamedLayer, Groups]:
         """The groups of the layers that are updated as soon as their gradients are complete, and have not been yet."""
         if self._armed is None:
             try:
@@ -147,16 +132,22 @@ class LayerwiseStep:
                 self._armed = {}
         return self._armed
 
-    def _take(self) -> None:
-        """Submits the layers that are not updated yet, after backward and clipping."""
-        self._engine.on_complete = self._engine.wanted = None
-        self._engine.before(deferred=bool(self._begun))  # a forward without a backward may have left transfers
+    def submit(self) -> bool:
+        """Submits the layers that are not updated yet, after backward and clipping.
+
+        Returns:
+            Whether the layers are updated so. Until :meth:`give_back_groups` torch's step finds no groups then, and so has
+            nothing to do; otherwise it is to update all at once.
+        """
+        self._engine.backward.on_complete = self._engine.backward.wanted = None
+        self._engine.before(deferred=bool(self.begun))  # a forward without a backward may have left transfers
         self._engine.gather(self._optimizer)
         try:
             by_layer = self._groups_by_layer()
         except _UndividedError as undivided:
             self._refuse(undivided)
-            self.clipping.finish()  # torch's step updates all at once
+            self.clipping.finish()
+            by_layer = {}
         else:
             self._updates.partially_updated = "the optimizer's step was interrupted, and may have updated some layers"
             for layer in self._engine.order():
@@ -164,31 +155,40 @@ class LayerwiseStep:
                     self._submit(layer, by_layer[layer])
             self.clipping.pending = None
             self._groups, self._optimizer.param_groups = self._optimizer.param_groups, self._none
-        self._begun.clear()
+        self.begun.clear()
+        if type(self._optimizer) is self._class:  # all updates were waited for in backward
+            self._drop_places()
         self._engine.over()
         self._updates.partially_updated = None
         if self._waits:
             self._updates.finish()
+        return self._optimizer.param_groups is self._none
 
     def _refuse(self, undivided: _UndividedError) -> None:
         """Raises an error where only layers can be updated."""
         what, instead = undivided.args
-        if self._begun:
-            raise RuntimeError(_NOT_ALL.format(what=f"{what}, and some layers are updated already")) from undivided
-        if self._state is not None:
-            raise RuntimeError(
-                f"disk= updates layers one by one, but {what}. {instead}, {_WITHOUT_DISK}."
-            ) from undivided
-        if self._engine.several:
-            raise RuntimeError(
-                f"Several devices update layers one by one, but {what}. {instead}, {_AT_ONCE}."
-            ) from undivided
+        needs = {
+            'optimizer_overlap="backward"': self.begun,
+            "disk=": self._state,
+            "Training on several devices": self._engine.several,
+        }
+        for name, needed in needs.items():
+            if needed:
+                without = "leave disk= out and " if self._state is not None else ""
+                raise RuntimeError(
+                    f"{name} updates layers one by one, but {what}. {instead}, or {without}pass optimizer_overlap='off'."
+                ) from undivided
 
-    def _give_back_groups(self) -> None:
+    def _cuts(self, group: dict[str, Any]) -> bool:
+        """Whether the step of a group can be taken apart."""
+        return self._separable or runs_fused(self._optimizer, group, fuse=self._fuse)
+
+    def give_back_groups(self) -> None:
+        """The step is over: the optimizer has its groups again."""
         if self._optimizer.param_groups is self._none:  # otherwise the user has replaced them
             self._optimizer.param_groups = self._groups
 
-    def _groups_by_layer(self) -> dict[StreamedLayer, list[dict[str, Any]]]:
+    def _groups_by_layer(self) -> dict[StreamedLayer, Groups]:
         """The groups, cut by layers.
 
         Settings are copied, because schedulers change them after the step, while updates may still run.
@@ -197,17 +197,17 @@ class LayerwiseStep:
             _UndividedError: they cannot be cut.
         """
         by_layer, state = defaultdict(list), state_of(self._optimizer)
-        if not self._begun and shares_state(self._optimizer.param_groups, state):
+        if not self.begun and shares_state(self._optimizer.param_groups, state):
             raise _UndividedError("two parameters share a state", "Give each parameter a state of its own")
         for group in self._optimizer.param_groups:
-            if not group.get("fused") and not self._separable:
+            # What was fused when the first layer was updated is fused for the others, whose state may lack buffers of those.
+            if not self.begun and not self._cuts(group):
                 raise _UndividedError("a group of parameters is not fused", "Make the optimizer with fused=True")
             settings = tree_map(_snapshot, {key: value for key, value in group.items() if key != "params"})
-            if (
-                self._early
-                and not self._begun
-                and lacks_buffers(group, state, [p for p in group["params"] if p.requires_grad])
-            ):
+            if self.begun or runs_fused(self._optimizer, group, fuse=self._fuse):
+                settings["fused"] = True
+            trained = [p for p in group["params"] if p.requires_grad]
+            if self._early and not self.begun and lacks_buffers(group, state, trained):
                 what = "some parameters of a group have momentum and others have none yet"
                 raise _UndividedError(what, "Pass optimizer_overlap='forward'")
             parts = defaultdict(list)
@@ -216,27 +216,26 @@ class LayerwiseStep:
                 if layer is None:
                     what = f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the module's"
                     raise _UndividedError(what, "Make it the module's")
-                if layer not in self._begun:
-                    gradient = stored(parameter)
-                    if gradient is not None and gradient.layout is not torch.strided:
-                        what = f"{layer.name!r} has sparse gradients"
-                        raise _UndividedError(what, "Make embeddings with sparse=False")
+                if layer not in self.begun:
+                    if _is_sparse(parameter):
+                        raise _sparse(layer)
                     parts[layer].append(parameter)
             for layer, parameters in parts.items():
                 by_layer[layer].append({**settings, "params": parameters})
         return by_layer
 
-    def _submit(self, layer: StreamedLayer, groups: list[dict[str, Any]]) -> None:
+    def _submit(self, layer: StreamedLayer, groups: Groups) -> None:
         parameters = [parameter for group in groups for parameter in group["params"]]
-        has_state = state_of(self._optimizer)
-        if self._known is None and not all(parameter in has_state for parameter in parameters):
-            self._updates.finish()  # those of the step before: new state is put in order step by step
+        if not self._ordered:
+            self._ordered, state = True, state_of(self._optimizer)
+            everything = [p for group in self._optimizer.param_groups for p in group["params"]]
+            if not all(dict.get(state, parameter) for parameter in everything):
+                self._updates.finish()  # those of the step before, whose new state comes first
+                for parameter in everything:
+                    dict.setdefault(state, parameter, {})
         if type(self._optimizer) is self._class:
             self._optimizer.__class__ = _waiting(self._class, self._updates.finish)
-            if self._known is None:
-                self._known = set(state_of(self._optimizer))
-            order = [p for group in self._optimizer.param_groups for p in group["params"]]
-            self._updates.afterwards(partial(self._updated, self._known, order))
+            self._updates.afterwards(self._updated)
         part = object.__new__(self._class)
         vars(part).update(vars(self._optimizer), param_groups=groups)
         clip, engine = self.clipping.pending, self._engine
@@ -246,11 +245,15 @@ class LayerwiseStep:
         def update() -> None:
             if self._state is None:
                 # What an earlier run with ``disk=`` has left away comes.
-                found = (has_state.get(parameter, {}) for parameter in parameters)
+                found = (state_of(part).get(parameter, {}) for parameter in parameters)
                 give([value for each in found for value in each.values() if type(value) is Away])
             else:
                 self._state.bring(layer, part)
             trained = [parameter for parameter in parameters if parameter.grad is not None]
+            # torch makes the state of a parameter without a gradient in a later step, behind that of others.
+            for parameter in parameters:
+                if parameter.grad is None and dict.get(state_of(part), parameter) == {}:
+                    dict.pop(state_of(part), parameter)
             for parameter in trained:
                 engine.device.access(as_it_came(parameter.grad), Stream.UPDATE, write=id(parameter) in clips)
             self._step_layer(layer, part, trained, clips)
@@ -265,66 +268,48 @@ class LayerwiseStep:
     ) -> None:
         """Runs the step of one layer, and casts its new weights."""
         step = partial(self._class.step.__wrapped__, part)  # type: ignore[attr-defined]  # without its hooks: they run once
-        casts = self._engine.casts(layer)
         if self._separable:
             for parameter in trained:
                 if id(parameter) in clips and parameter.grad is not None:
                     clips[id(parameter)](parameter.grad)
             step()
-            self._engine.after(layer, ())
         else:
-            with InPieces(casts, clips):
+            with InPieces(layer.casts.places(Stream.UPDATE), clips):
                 step()
-            self._engine.after(layer, set(map(id, trained)))
+        layer.casts.refresh(by=Stream.UPDATE, but=set() if self._separable else set(map(id, trained)))
 
-    def _updated(self, known: set[nn.Parameter], order: Sequence[nn.Parameter]) -> None:
-        """When all updates are done, puts state of parameters that had none (are not ``known``) in the groups' ``order``."""
+    def _updated(self) -> None:
+        """All updates are done, and may be looked at."""
         self._optimizer.__class__ = self._class
+        if not self.begun:  # else the step goes on, and other layers' state is to have its place
+            self._drop_places()
+
+    def _drop_places(self) -> None:
+        """No update makes new state any more: what has got none has no entry, as after torch's own step."""
         state = self._optimizer.state
-        if len(state) > len(known):
-            for parameter in order:
-                if parameter in state and parameter not in known:
-                    state[parameter] = state.pop(parameter)
+        for parameter in [each for each, values in state.items() if not values]:
+            del state[parameter]
 
 
-@contextmanager
-def in_place_of(owner: Any, methods: Mapping[str, Any]) -> Iterator[None]:
-    """While this is active an object has these in place of its class's methods. What it had of its own before comes back."""
-    own = vars(owner)
-    before = {name: own[name] for name in methods if name in own}
-    own.update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            own.pop(name, None)
-        own.update(before)
+def _zero_grad(optimizer: Optimizer, users: Callable[..., None], set_to_none: bool = True) -> None:
+    """Drops narrow gradients, of which torch's ``zero_grad`` asks each first, which would widen it."""
+    if set_to_none:
+        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+            drop(parameter)
+    users(set_to_none=set_to_none)
 
 
-def _zeroing_narrow(optimizer: Optimizer) -> AbstractContextManager[None]:
-    """While this is active ``zero_grad`` drops narrow gradients. torch's asks for each first, which would widen it."""
-    users = optimizer.zero_grad
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        if set_to_none:
-            for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-                drop(parameter)
-        users(set_to_none=set_to_none)
-
-    return in_place_of(optimizer, {"zero_grad": zero_grad})
-
-
-_NOT_ALL = (
-    'optimizer_overlap="backward" updates layers one by one with a fused optimizer, but {what}. '
-    'Use SuperpipelineStrategy(optimizer_overlap="forward").'
-)
-
-_AT_ONCE = "or pass optimizer_overlap='off'"
-_WITHOUT_DISK = "or leave disk= out and pass optimizer_overlap='off'"
+def _is_sparse(parameter: nn.Parameter) -> bool:
+    gradient = stored(parameter)
+    return gradient is not None and gradient.layout is not torch.strided
 
 
 class _UndividedError(Exception):
     """Groups cannot be cut by layers: why, and what to do about it."""
+
+
+def _sparse(layer: StreamedLayer) -> _UndividedError:
+    return _UndividedError(f"{layer.name!r} has sparse gradients", "Make embeddings with sparse=False")
 
 
 def _waiting(kind: type[Optimizer], finish: Callable[[], None]) -> type[Optimizer]:

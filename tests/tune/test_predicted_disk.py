@@ -1,4 +1,4 @@
-"""The simulated disk: reads and writes queue, and a batch takes as long as the disk needs if that is longest."""
+"""The simulated disk: a batch takes as long as its reads and writes if that is longest."""
 
 from __future__ import annotations
 
@@ -10,41 +10,11 @@ import pytest
 
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
-from sp_lightning.tune.clocks import ClockDevice
-from sp_lightning.tune.disk_queue import DiskQueue
 from sp_lightning.tune.simulator import predict
 from sp_lightning.tune.visits import Rates, schedule_visits
 from tests.support.models import Module, Stack
 
 RATES = Rates(upload=1e9, download=1e9, update=1e9, host_memory=math.inf, visit_seconds=0.0)
-
-
-def clock() -> ClockDevice:
-    return ClockDevice(RATES)
-
-
-def test_transfers_queue() -> None:
-    disk = DiskQueue(clock(), 100.0, {0: 100, 1: 200})
-    assert disk.bring(0, 5.0) == 6.0
-    disk.write(0, 6.0)  # until 7
-    assert disk.bring(1, 6.0) == 9.0
-
-
-def test_what_came_next_is_read_ahead() -> None:
-    disk = DiskQueue(clock(), 100.0, {0: 100, 1: 100})
-    for index in (0, 1):
-        disk.bring(index, 0.0)
-        disk.write(index, 2.0)
-    disk.bring(0, 10.0)  # 1 is read from 11 to 12
-    assert disk.bring(1, 20.0) == 20.0
-
-
-def test_no_more_is_read_than_there_are_buffers() -> None:
-    disk = DiskQueue(clock(), 100.0, dict.fromkeys(range(5), 100))
-    for index in range(3):
-        disk.bring(index, 0.0)
-    disk.write(0, 50.0)
-    assert disk.bring(3, 10.0) == 52.0  # the first buffer is free at 51
 
 
 def plan_of_stack() -> Any:

@@ -2,21 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import Span, view
+from sp_lightning.device.layout import Span
 from sp_lightning.device.lease import shared
-from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.waits import Stream, Wait
-from sp_lightning.engine.residency import Tenants
 from sp_lightning.weights.device_parameter import same_place
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.parameter_group import ParameterGroup
 from sp_lightning.weights.slots import Slot, Slots
-from sp_lightning.weights.writes import KeptMemory, WeightWatch
+from sp_lightning.weights.writes import KeptMemory, WeightWatch, digest
+
+
+class Tenants:
+    """The users of a layer's memory while the layer is in use: here there are none, as in a simulation."""
+
+    def before_use(self, layer: StreamedLayer) -> None:
+        """Called before a layer is used. Its weights on the host have to be up to date afterwards."""
+
+    def before_fetch(self, slots: Sequence[Slot]) -> None:
+        """Called before slots are overwritten."""
+
+    def fetched(self, layer: StreamedLayer) -> None:
+        """Called when the transfer of a layer to the device was issued."""
+
+    def move_in(self, layer: StreamedLayer, slot: Slot) -> None:
+        """Called when a call uses a layer: gives the modules its weights on the device."""
+
+    def move_out(self, layer: StreamedLayer, slot: Slot) -> None:
+        """Called when nobody uses a layer any more: takes its memory from the modules."""
+
+    def moved_out(self, layer: StreamedLayer, slot: Slot) -> None:
+        """Called after the slot was released."""
+
+    def rest(self, layer: StreamedLayer) -> None:
+        """Called instead of :meth:`move_out` where nobody uses a layer any more and it keeps its slot."""
+
+    def written(self, layer: StreamedLayer) -> bool:
+        """Whether a layer that rests may have been written on the device, so that something is to be taken back."""
+        return False
+
+    def let_go(self) -> bool:
+        """Takes the memory from device parameters that nobody keeps any more. Returns whether there were any."""
+        return False
+
+
+class _Left(NamedTuple):
+    """A slot that a layer has left although somebody views it, and the digests of the weights that go on elsewhere."""
+
+    layer: StreamedLayer
+    slot: Slot
+    values: Sequence[Tensor]
+    others: dict[int, str]
 
 
 class LentWeights(Tenants):
@@ -25,24 +66,25 @@ class LentWeights(Tenants):
     Args:
         slots: the slots, whose memory is lent.
         device: waits for compute, and is told of reads and writes.
-        stays: addresses of storages that never leave the device. Memory that weights are given in a step is added for it.
+        resident_storages: addresses of storages that never leave the device. Memory that weights are given in a step is
+            added for it.
         watch: is told which weights the engine itself has written, if ``check_writes`` looks for writes; otherwise None.
 
     Attributes:
-        device: as it was given.
         write_backs: how often the host has waited to take back a weight.
         refuses: whether a weight that host and device have written is refused. Otherwise the host's write counts, because
             there is an error already.
     """
 
-    def __init__(self, slots: Slots, device: Device, stays: set[int], watch: WeightWatch | None) -> None:
+    def __init__(self, slots: Slots, device: Device, resident_storages: set[int], watch: WeightWatch | None) -> None:
         self._slots = slots
         self.device = device
-        self._stays = stays
+        self.resident_storages = resident_storages
         self._watch = watch
         self._given: set[int] = set()  # addresses of the memory that weights were given in this step
         self._kept: set[StreamedLayer] = set()  # released layers of which somebody may keep device parameters
         self._outside: set[StreamedLayer] = set()  # released layers with weights in memory that somebody else holds
+        self._left: list[_Left] = []
         self.write_backs = 0
         self.refuses = True
 
@@ -63,7 +105,7 @@ class LentWeights(Tenants):
         layer.parameters.fetched()
         if layer.slot is not None and layer.slot.kept is not None:
             self._slots.join(layer.slot)  # whoever holds the slot may read it at any time
-            self._keep(layer.slot)
+            self.keep(layer.slot)
 
     def move_in(self, layer: StreamedLayer, slot: Slot) -> None:
         """Makes the layer's device parameters views of its slot."""
@@ -78,11 +120,6 @@ class LentWeights(Tenants):
         group.resting = False
         group.sync_requires_grad()
         layer.casts.offer(views[len(group.all) :])
-
-    def suspect(self, group: ParameterGroup) -> None:
-        """With ``check_writes``, treats every weight that is on the device as one that may have been written there."""
-        if self._watch is not None:
-            group.expose()
 
     # ------------------------------------------------------------------ a use ends
 
@@ -107,18 +144,13 @@ class LentWeights(Tenants):
             return
         outside: dict[int, Tensor] = {}
         try:
-            if indices := self._written(slot):
-                written = {index: group.value(index) for index in indices}
-                places = self._slots.views(layer, slot)
-                outside = {index: value for index, value in written.items() if not same_place(value, places[index])}
-                self.write_back(layer, written.items())
-                if slot.kept is not None:
-                    self._keep(slot)
+            _, outside = self.take_back_slot(slot)
         finally:  # it may be refused
             group.detach()
             if not group.let_go():
                 self._kept.add(layer)
         if outside:  # param.data = other: the slot does not have these values
+            self.leave_views(slot, outside)
             layer.leave_slot()
             self._keep_outside(layer, outside)
 
@@ -171,6 +203,7 @@ class LentWeights(Tenants):
 
     def take_back_late(self, slots: Iterable[Slot]) -> None:
         """Takes back what was written since their layers' release through views that outlived it."""
+        self._refuse_lost_writes()
         for slot in slots:
             if slot.escaped and not slot.lent:
                 self._take_back_escaped(slot)
@@ -179,44 +212,51 @@ class LentWeights(Tenants):
         layer = slot.layer
         if layer is None:
             return
-        group = layer.parameters
-        if written := self._written(slot):
-            self.device.access(slot.memory, Stream.COMPUTE, write=False)
-            with no_inference_mode():
-                values = {index: view(slot.memory, group.spans[index]) for index in written}
-                self.write_back(layer, ((index, group.apart.get(index, value)) for index, value in values.items()))
-        if slot.kept is not None:
-            self._keep(slot)
+        self.take_back_slot(slot)
         self._slots.forget_dropped(slot)
+        group = layer.parameters
         if not slot.escaped and not group.attached:
             group.exposed.intersection_update(group.outside)
             if slot.stale:
                 layer.leave_slot()
 
-    def _written(self, slot: Slot) -> list[int]:
-        """The indices of the weights in a slot that were written since they were taken back last, or may have been."""
-        assert slot.layer is not None
-        group = slot.layer.parameters
-        written = group.take_written()
-        if slot.kept is None:
-            return written
-        found = set(slot.kept.written(group, self._values(slot), refuse=self.refuses))
-        if found:
-            group.fetched()  # the host's are those of before, whatever their versions say
-        if group.attached:  # param.data = other
-            places = self._slots.views(slot.layer, slot)
-            found |= {index for index in written if not same_place(group.value(index), places[index])}
-        return sorted(found)
+    def take_back_slot(self, slot: Slot) -> tuple[bool, dict[int, Tensor]]:
+        """Takes back what was written of the layer in a slot since the last time, or may have been.
 
-    def _values(self, slot: Slot) -> list[Tensor]:
+        Returns:
+            Whether anything may have been written, and by index the weights that were given other memory than the slot's
+            (``param.data = other``) while their layer is in use.
+        """
+        self._refuse_lost_writes()
+        layer = slot.layer
+        assert layer is not None
+        group, written = layer.parameters, set(layer.parameters.take_written())
+        if slot.kept is not None:  # any of them; an early update has them no longer among those that may be written
+            written.update(range(len(group.all)))
+        if not written:
+            return False, {}
+        places = self._slots.views(layer, slot)
+        values = {i: group.value(i) if group.attached else group.apart.get(i, places[i]) for i in written}
+        outside = {i: value for i, value in values.items() if group.attached and not same_place(value, places[i])}
+        if slot.kept is not None:
+            written = set(slot.kept.written(group, self._values(slot), refuse=self.refuses))
+            if written:
+                group.fetched()  # the host's are those of before, whatever their versions say
+            written |= outside.keys()
+        self.device.access(slot.memory, Stream.COMPUTE, write=False)
+        self.write_back(layer, ((index, values[index]) for index in sorted(written)))
+        if slot.kept is not None and written:
+            self.keep(slot)
+        return bool(written), outside
+
+    def _values(self, slot: Slot) -> Sequence[Tensor]:
         """The weights in a slot, once everything is done that writes them."""
         assert slot.layer is not None
         self.device.access(slot.memory, Stream.COMPUTE, write=False)
         self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
-        with no_inference_mode():
-            return [view(slot.memory, span) for span in slot.layer.parameters.spans]
+        return self._slots.views(slot.layer, slot)[: len(slot.layer.parameters.spans)]
 
-    def _keep(self, slot: Slot) -> None:
+    def keep(self, slot: Slot) -> None:
         """Has what may be written of a slot from now on compared with what it is: its views, and the host's weights."""
         assert slot.layer is not None
         group = slot.layer.parameters
@@ -225,13 +265,8 @@ class LentWeights(Tenants):
 
     def take_back(self, layer: StreamedLayer) -> None:
         """Takes back what may have been written of a layer through ``.data``."""
-        group, slot = layer.parameters, layer.slot
-        if group.attached and slot is not None:
-            self.write_back(layer, [(index, group.value(index)) for index in self._written(slot)])
-            if slot.kept is not None:
-                self._keep(slot)
-        elif group.attached:  # residents
-            self.write_back(layer, [(index, group.value(index)) for index in group.take_written()])
+        if layer.parameters.attached and layer.slot is not None:
+            self.take_back_slot(layer.slot)
         else:
             self._take_back_outside(layer)
             self.take_back_late([slot for slot in self._slots.all if slot.layer is layer])
@@ -241,12 +276,12 @@ class LentWeights(Tenants):
         for layer in list(self._outside):
             self._take_back_outside(layer)
             self._keep_outside(layer, {})
-        self._stays -= self._given
+        self.resident_storages -= self._given
         self._given.clear()
         self.take_back_late(self._slots.all)
         for slot in self._slots.all:
             if slot.layer is not None and slot.kept is None and slot.held:
-                self._keep(slot)
+                self.keep(slot)
 
     # ------------------------------------------------------------------ weights that are given other memory
 
@@ -258,11 +293,33 @@ class LentWeights(Tenants):
         """
         group = layer.parameters
         _refuse_other_order(group.spans[index], value)
-        self._given |= {value.untyped_storage().data_ptr()} - self._stays  # a weight may get its own memory back
-        self._stays |= self._given
+        address = value.untyped_storage().data_ptr()
+        if address not in self.resident_storages:  # a weight may get its own memory back
+            self._given.add(address)
+        self.resident_storages |= self._given
         if group.present_values[index].saved:
             self.write_back(layer, [(index, group.value(index))])  # the graphs see earlier writes through .data, too
             keep_saved(layer, index)
+
+    def leave_views(self, slot: Slot, outside: Collection[int]) -> None:
+        """Remembers the views of a slot that its layer leaves: what they show of other weights must not be written."""
+        if slot.lease.in_use and slot.layer is not None:
+            values = self._values(slot)
+            others = {i: digest(value) for i, value in enumerate(values) if i not in outside}
+            self._left.append(_Left(slot.layer, slot, values, others))
+
+    def _refuse_lost_writes(self) -> None:
+        """Raises an error if a weight was written through a view of memory that its layer has left."""
+        if not self._left:  # nearly always; it is asked several times for each layer
+            return
+        before, self._left = self._left, [left for left in self._left if left.slot.lease.in_use]
+        for left in before if self.refuses else ():
+            self.device.access(left.slot.memory, Stream.COMPUTE, write=False)
+            self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
+            for index, value in left.others.items():
+                if digest(left.values[index]) != value:
+                    self._left.clear()
+                    raise RuntimeError(_left_behind(left.layer.parameters.spans[index].name))
 
     def _keep_outside(self, layer: StreamedLayer, outside: Mapping[int, Tensor]) -> None:
         """Remembers the other memory of weights as long as somebody else holds it, who may write it later."""
@@ -312,3 +369,11 @@ def _refuse_other_order(span: Span, value: Tensor) -> None:
             "(param.data = other, module.to(memory_format=…)); kernels choose by them. Give it the same order, param.data = "
             "torch.empty_like(param).copy_(other), or exchange it between two batches or before trainer.fit."
         )
+
+
+def _left_behind(name: str) -> str:
+    return (
+        f"Parameter {name!r} was written through a view of it (.data, .detach(), weight[0]) that was taken before another weight "
+        "of its layer was given other memory in a step (param.data = other); the write would be lost. Take the view anew, from "
+        "its module, or write the other weight in place: param.data.copy_(other)."
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.device.torch_private import accumulation_hooks
 from sp_lightning.device.waits import Stream
-from sp_lightning.optim.background import Updatable
+from sp_lightning.engine.updating import Updating
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import Change, Norms, as_it_came, change, stored
 
@@ -32,19 +31,13 @@ class Clipping:
         at_once: whether gradients change here, layer by layer, and the updates have nothing to do.
     """
 
-    def __init__(self, optimizer: Optimizer, engine: Updatable) -> None:
+    def __init__(self, optimizer: Optimizer, engine: Updating) -> None:
         self._optimizer = optimizer
         self._engine = engine
         self._measured: Measured = {}
         self._norms = Norms()  # the background's
         self.pending: Change | None = None
         self.at_once = False
-
-    def __reduce__(self) -> Any:  # the trainer has this while it steps
-        raise TypeError(
-            "The trainer was copied inside an optimizer's step, whose updates are under way in the background. Copy it "
-            'between batches, in on_train_batch_end, say, or use SuperpipelineStrategy(optimizer_overlap="off").'
-        )
 
     def by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clips by the norm of all gradients together. Norms that are not known yet are computed here."""

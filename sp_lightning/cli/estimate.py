@@ -1,0 +1,329 @@
+"""What is known of a model, whatever the window, and what follows from that for each window.
+
+The model is built without memory, and a batch of it is run without values. What that shows is a frozen record,
+:class:`Estimate`: verdict, text, JSON and picture are made from it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.activations.chunked_loss import chunk_loss
+from sp_lightning.cli.arguments import PRECISIONS, Question, contradictions
+from sp_lightning.cli.host import HostMemory, HostStep, host_memory, host_step
+from sp_lightning.cli.model_source import Arguments, ModelSource, load_model
+from sp_lightning.device.torch_private import VALUES_NEEDED, tree_leaves
+from sp_lightning.model.find import find_layers
+from sp_lightning.model.found import Found
+from sp_lightning.plan.activation_policy import FREEING, Call, Modes, peak_bytes
+from sp_lightning.plan.plan import Plan, make_plan
+from sp_lightning.tune.choices import Balance
+from sp_lightning.tune.dry_run import Cost, Work, estimate, on_paper
+from sp_lightning.tune.host_time import host_seconds
+from sp_lightning.tune.simulator import predict
+from sp_lightning.tune.visits import Prediction, Rates
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is known of a model, whatever the window.
+
+    Attributes:
+        question: what was asked.
+        found: the model's layers.
+        items: what a batch consists of, in words.
+        step: the optimizer's step; None for inference.
+        work: what a batch computes, or, if tokens are generated, what the last token does.
+        guessed: if no batch could be run, the reason. ``work`` is a guess then, which has no activations.
+        uses: how often a forward uses a weight, by that guess.
+        prompts: what the prompts compute, if tokens are generated.
+    """
+
+    question: Question
+    found: Found
+    items: str
+    step: HostStep | None
+    work: Work
+    guessed: str = ""
+    uses: int = 0
+    prompts: Work | None = None
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the weights are."""
+        return sum(parameter.numel() for parameter in self.found.places)
+
+    def plan(self, k: int, k_prime: int) -> Plan:
+        """The plan for a window."""
+        return _plan(self.question, self.found, k, k_prime)
+
+    def weight_bytes(self, plan: Plan) -> int:
+        """Device memory of weights, and in training of their gradients."""
+        return plan.taken(training=not self.question.predict)[0]
+
+    @property
+    def activation_bytes(self) -> int:
+        """Device memory beside weights and their gradients; the least with ``auto``."""
+        choice = self.question.activations
+        return min(map(self.work.alive, FREEING)) if choice == "auto" else self.work.alive(choice)
+
+    @cached_property
+    def host(self) -> HostMemory:
+        """The host's memory. With ``auto``, all units are offloaded in the first batches."""
+        offloaded = self.work.offloaded if self.question.activations in ("offload", "auto") else 0
+        return host_memory(self.question, self.plan(1, 1), self.step, offloaded)
+
+    @property
+    def _traffic(self) -> tuple[int, int]:
+        """Bytes that a fused optimizer's step, and each of its batches on average, reads and writes on the host."""
+        ledger, batches = self.host.ledger, self.question.accumulate
+        if ledger is None:
+            return 0, 0
+        each = ledger.batch_bytes // batches if batches > 1 else 0
+        return ledger.update_bytes - batches * each, each
+
+    @cached_property
+    def rates(self) -> Rates:
+        """What the machine does in a second, as the question says."""
+        asked, update = self.question, math.inf
+        if self.step is not None:
+            gradients = sum(layer.gradient_bytes for layer in self.plan(1, 1).trained)
+            update = gradients / (self.step.seconds or max(self._traffic[0], 1) / asked.dram)
+        visit, weight = host_seconds(training=not asked.predict, measured=asked.measure_host)
+        devices, nodes = asked.devices - 1, asked.nodes - 1  # the others
+        # Sums of 16 bits travel in float32.
+        wide = 2 if PRECISIONS[asked.precision][0].itemsize == 2 else 1
+        return Rates(
+            upload=asked.pcie,
+            download=asked.pcie,
+            update=update,
+            host_memory=asked.dram,
+            visit_seconds=visit,
+            weight_seconds=weight,
+            # Each device keeps its own part of a gradient, and sends the others theirs.
+            links=asked.links * asked.devices / devices if devices else math.inf,
+            # Each node sends the others their parts of its sum, and the whole of its own part; its devices share the network.
+            network=asked.network * asked.nodes / (2 * nodes * wide) if nodes else math.inf,
+            disk=asked.disk or math.inf,
+            sliced=asked.transfer == "sliced" and devices > 0,
+        )
+
+    def _balance(self, plan: Plan, rates: Rates) -> Balance:
+        """What a batch does if all activations are kept, and which choices of their modes there are."""
+        visits = self.work.visits(flops=self.question.tflops * 1e12, memory=self.question.device_bandwidth)
+        return Balance(self.work.calls, {layer.name: at for at, layer in enumerate(plan.layers)}, visits, rates)
+
+    def modes(self, plan: Plan) -> Modes:
+        """The mode of each unit with a window. ``auto`` is, as in a run, the fastest choice within the memory that it leaves."""
+        work, choice, limit = self.work, self.question.activations, self.question.gpu_memory
+        if choice != "auto" or limit is None:
+            return dict.fromkeys((call.unit for call in work.calls), "offload" if choice == "auto" else choice)
+        others = work.alive("offload") - peak_bytes(work.calls, dict.fromkeys((c.unit for c in work.calls), "offload"))
+        choices = self._balance(plan, self.rates).candidates(max(0, limit - self.weight_bytes(plan) - others))
+        return min(choices, key=lambda modes: self.predict(plan, modes).seconds)
+
+    def flops(self, plan: Plan, modes: Modes) -> int:
+        """The floating-point operations of a batch, second forwards included."""
+        visits = self.work.visits(flops=1.0, memory=math.inf)  # each operation takes one second
+        balance = replace(self._balance(plan, Rates(1, 1, 1, 1)), visits=visits)
+        return round(sum(visit.seconds for visit in balance.visited(modes)))
+
+    def predict(self, plan: Plan, modes: Modes, rates: Rates | None = None, *, updates: bool = True) -> Prediction:
+        """The time of a batch with a window and modes, of accumulated ones the average.
+
+        Args:
+            plan: the window.
+            modes: what happens to activations.
+            rates: those of the machine; by default the one that the question describes.
+            updates: whether they take time and the host memory's bandwidth.
+        """
+        rates, batches = rates or self.rates, self.question.accumulate
+        last = self._batch(plan, modes, rates, updates=updates, moves=True)
+        if batches == 1:
+            return last
+        return last.beside(self._batch(plan, modes, rates, updates=False, moves=False), batches - 1)
+
+    def _batch(self, plan: Plan, modes: Modes, rates: Rates, *, updates: bool, moves: bool) -> Prediction:
+        """One batch, with an update or without, and with what that reads and writes on the disk or without."""
+        update, each = self._traffic
+        return predict(
+            plan,
+            self._balance(plan, rates).visited(modes),
+            rates if updates else replace(rates, update=math.inf),
+            overlap=self.question.overlap if self.step is None else self.step.overlap,
+            host_traffic=each + update * updates,
+            on_disk=self.host.moved(plan, self.question.accumulate) if moves else {},
+        )
+
+
+def _plan(question: Question, found: Found, k: int, k_prime: int) -> Plan:
+    training = not question.predict
+    return make_plan(found, k=k, k_prime=k_prime, ranks=question.devices, nodes=question.nodes, training=training)
+
+
+def estimate_model(question: Question) -> Estimate:
+    """Builds the model and runs a batch of it, both without memory.
+
+    Raises:
+        ValueError: the question contradicts itself, or the model is not known, cannot take what it is asked to take, or has
+            nothing to stream or train.
+        ImportError: a library is missing.
+    """
+    for reason in contradictions(question):
+        raise ValueError(reason)
+    dtype, autocast = PRECISIONS[question.precision]
+    with _default_dtype(dtype), on_paper(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        source = load_model(question)
+        module = source.module
+        if not any(True for _ in module.parameters()):
+            raise ValueError(f"{question.model!r} has no parameters, so there is nothing to stream.")
+        module.to(dtype)
+        if question.checkpointing:
+            enable: Any = getattr(module, "gradient_checkpointing_enable", None)
+            if enable is None:
+                raise ValueError(
+                    f"{type(module).__name__} has no gradient_checkpointing_enable; leave out --checkpointing."
+                )
+            enable()
+        if question.loss_tokens is not None:
+            chunk_loss(module, question.loss_tokens, keep_logits=question.keep_logits)
+        module.train(not question.predict)
+        found = find_layers(module, layers=question.layers, resident=question.resident or (), autocast=autocast)
+        if question.generate is not None:
+            prompts, work = _generate(source, found, question)
+            return Estimate(question, found, next(iter(source.batches)), None, work, prompts=prompts)
+        with torch.set_grad_enabled(not question.predict):
+            items, known, why = _run_batch(source, found, question)
+        step = None if question.predict else host_step(question, module)
+        return Estimate(question, found, items, step, known or _guess(question, found, source.uses), why, source.uses)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# ---------------------------------------------------------------------- a batch
+
+
+def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[str, Work | None, str]:
+    """What was run, in words, and what it computes; or None, and the reason why that is not known.
+
+    Raises:
+        ValueError: the model cannot take the size that was asked for.
+    """
+    module, items = source.module, next(iter(source.batches), "no batch known")
+    if not _has_forward(module):
+        return (
+            items,
+            None,
+            (
+                f"{type(module).__name__} has no forward; define one that calls the network as training_step does, or give what "
+                "makes the network itself (package.module:make_network)"
+            ),
+        )
+    if not source.batches:
+        why = "it is not known what the model takes: say --input SIZE …, or set its example_input_array"
+        return items, None, f"ValueError: {why}"
+    autocast, failed = PRECISIONS[question.precision][1], dict[str, Exception]()
+    for batch, arguments in source.batches.items():
+        try:
+            work = estimate(found, partial(_forward, module, arguments, autocast))
+        except Exception as error:  # a module that reads values may raise anything; the report says what
+            failed[batch] = error
+            continue
+        if failed and question.image is not None:
+            raise ValueError(
+                f"--image {question.image}: {question.model!r} cannot take that ({_in_one_line(failed[items])}). "
+                f"Leave --image out: it is run with {batch} then."
+            )
+        return batch, work, ""
+    if question.input is not None and not isinstance(failed[items], VALUES_NEEDED):
+        fraction, whole = map(_in_one_line, failed.values())
+        raise ValueError(
+            f"--input {' '.join(map(str, question.input))}: {question.model!r} cannot take one tensor of that shape "
+            f"(numbers with a fraction: {fraction}; whole numbers: {whole}). Give the shape of a whole batch, or set "
+            "example_input_array in the module to what its forward takes, and leave --input out."
+        )
+    return items, None, _in_one_line(failed[items])
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether a module, or one of its classes, has a forward of its own. Lightning's calls the one of torch, which raises."""
+    forward = getattr(module.forward, "__func__", module.forward)
+    where = getattr(forward, "__module__", None) or ""
+    return where != nn.Module.__module__ and not where.startswith(("lightning.pytorch.", "pytorch_lightning."))
+
+
+def _in_one_line(error: Exception) -> str:
+    said = str(error).strip()
+    return f"{type(error).__name__}: {said.splitlines()[0].removesuffix('.') if said else ''}"
+
+
+def _forward(module: nn.Module, arguments: Callable[[], Arguments], autocast: torch.dtype | None) -> Tensor | None:
+    """Runs one forward. Returns the loss in training: the model's own, or the mean of its first output."""
+    args, kwargs = arguments()
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        output: Any = module(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return None
+        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        if isinstance(loss, Tensor):
+            return loss
+        # A subclass of dict is a leaf to torch, unless its library has registered it.
+        leaves = tree_leaves(dict(output) if isinstance(output, dict) else output)
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not outputs:
+            raise ValueError("nothing that the model returns has a gradient")
+        return outputs[0].float().mean()
+
+
+def _guess(question: Question, found: Found, uses: int) -> Work:
+    """What a batch may compute that cannot be run, if each weight is used so many times in a forward."""
+    plan = _plan(question, found, 1, 1)
+    counts = [sum(math.prod(span.shape) for span in (*layer.spans, *layer.casts)) for layer in plan.layers]
+    costs = [Cost((layer,), backward=False, flops=2 * uses * counts[layer]) for layer in plan.order]
+    if not question.predict:
+        costs += [
+            Cost((layer,), backward=True, flops=4 * uses * counts[layer], needs={layer: None})
+            for layer in reversed(plan.order)
+        ]
+    calls = tuple(Call(layer.name, saved=0, inputs=0) for layer in plan.layers)
+    return Work(tuple(costs), 0, calls, calls, outside=0, largest_outside=None)
+
+
+def _generate(source: ModelSource, found: Found, question: Question) -> tuple[Work, Work]:
+    """What the prompts compute, and what the last token does, which has the memory of both.
+
+    Raises:
+        ValueError: the model generates no text, or cannot be run without values.
+    """
+    if source.generation is None or question.generate is None:
+        raise ValueError(
+            f"{question.model!r} is no language model of transformers with a cache of keys and values; "
+            "leave out --generate."
+        )
+    autocast = PRECISIONS[question.precision][1]
+    try:
+        with torch.no_grad(), torch.autocast("cpu", autocast, enabled=autocast is not None):
+            prompts, token = (estimate(found, run) for run in source.generation(question.generate))
+    except Exception as error:
+        raise ValueError(
+            f"--generate: {question.model!r} could not be run without values ({type(error).__name__}: {error}). Leave it out."
+        ) from error
+    return prompts, replace(token, activation_bytes=max(prompts.activation_bytes, token.activation_bytes))

@@ -1,0 +1,216 @@
+"""The host's side of ``plan``: the optimizer's step, and what is in host memory and on a disk below it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.cli.arguments import Question
+from sp_lightning.plan.host_memory import kept_for_processes
+from sp_lightning.plan.ledger import Ledger, make_ledger
+from sp_lightning.plan.plan import Plan
+from sp_lightning.plan.state_placement import OnDisk, StatePlacement, choose_on_disk, least_room, place_state
+
+_EIGHT_BITS_SECONDS = 21e-9  # per parameter, measured on two cores: tests/results/2026-11-22-updates-cpu.md
+_NOTHING = OnDisk()
+_MOST_OBLONG = 8  # Muon is for the matrices of layers; those of a vocabulary (embeddings, heads) are more oblong
+
+
+# ---------------------------------------------------------------------- the step
+
+
+@dataclass(frozen=True)
+class HostStep:
+    """How an optimizer's step runs.
+
+    Attributes:
+        name: what it is called in the answer.
+        optimizers: optimizers with the same state, so that host memory can be counted.
+        overlap: when updates run, if they can run in the background.
+        seconds: what a step takes, if that is not a pass of a fused optimizer over memory; None if it is.
+        why: how many seconds, in words; empty for a fused optimizer.
+    """
+
+    name: str
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    overlap: Literal["off", "forward", "backward"]
+    seconds: float | None = None
+    why: str = ""
+
+
+def host_step(question: Question, module: nn.Module) -> HostStep:
+    """The step of the optimizer that the question names.
+
+    Raises:
+        ValueError: nothing in the module is trained, or torchao is missing.
+    """
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not trained:
+        raise ValueError(f"No parameter of {question.model!r} requires a gradient. Say --predict.")
+    seconds, why = question.step_seconds, f"{question.step_seconds or 0:g} s (--step-seconds)"
+    if question.optimizer == "muon":
+        matrices = [weight for weight in trained if _is_for_muon(weight)]
+        # SGD with momentum has one tensor of state for each matrix, as Muon has. The others are AdamW's, by convention.
+        others = [weight for weight in trained if not _is_for_muon(weight)]
+        momentum = [torch.optim.SGD(matrices, momentum=0.95)] if matrices else []
+        optimizers = (*momentum, *([torch.optim.AdamW(others)] if others else []))
+        if seconds is None:
+            flops = muon_flops(matrices)
+            seconds = flops / (question.host_tflops * 1e12)
+            why = f"{flops / 1e12:.3g} TFLOP on the host, {seconds:.3g} s with {question.host_tflops:g} TFLOP/s (--host-tflops)"
+        return HostStep("Muon", optimizers, "off", seconds, why)
+    if question.optimizer == "adamw8bit":
+        try:
+            from torchao.optim import AdamW8bit
+        except ImportError as error:
+            raise ValueError("--optimizer adamw8bit needs torchao: pip install torchao") from error
+        if seconds is None:  # its state is converted in each step: only a measurement tells how long that takes
+            seconds = _EIGHT_BITS_SECONDS * sum(parameter.numel() for parameter in trained)
+            why = (
+                f"{seconds:.3g} s, {1e9 * _EIGHT_BITS_SECONDS:g} ns per parameter as on two CPU cores (--step-seconds)"
+            )
+        return HostStep("AdamW8bit", (AdamW8bit(trained),), question.overlap, seconds, why)
+    sgd = question.optimizer == "sgd"
+    fused = torch.optim.SGD(trained, momentum=0.9) if sgd else torch.optim.AdamW(trained)
+    name = "SGD with momentum" if sgd else "AdamW"
+    if seconds is None:
+        return HostStep(name, (fused,), question.overlap)
+    return HostStep(f"an optimizer with the state of {name}", (fused,), "off", seconds, why)
+
+
+def muon_flops(matrices: Iterable[Tensor]) -> int:
+    """What Muon multiplies in a step: five Newton–Schulz iterations for each matrix, as ``torch.optim.Muon`` does them.
+
+    An iteration of an m × n matrix, m ≤ n, has products of m·n·m, m·m·m and m·m·n multiplications and additions.
+
+    Args:
+        matrices: of shape ``(rows, columns)``.
+    """
+    total = 0
+    for matrix in matrices:
+        m, n = sorted(matrix.shape)
+        total += 5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
+    return total
+
+
+def _is_for_muon(weight: Tensor) -> bool:
+    return weight.ndim == 2 and max(weight.shape) <= _MOST_OBLONG * min(weight.shape)
+
+
+# ---------------------------------------------------------------------- memory
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """What is in the host memory of a node, and on its disk. All sizes are in bytes.
+
+    Attributes:
+        nbytes: what is in memory; the least that can be, if there is not as much.
+        limit: what processes leave of the memory that there is. None for no limit.
+        kept: what they take for themselves.
+        ledger: what training has, all of it in memory; None for inference.
+        activations: those of all devices, which are offloaded.
+        placement: which layers' optimizer state, or weights in inference, is on the disk. None without a disk, or if memory
+            does not suffice even with one.
+        trained: what else is on the disk.
+    """
+
+    nbytes: int
+    limit: int | None
+    kept: int
+    ledger: Ledger | None
+    activations: int
+    placement: StatePlacement | None = None
+    trained: OnDisk = _NOTHING
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is as much memory."""
+        return self.limit is None or self.nbytes <= self.limit
+
+    def moved(self, plan: Plan, batches: int) -> Mapping[int, int]:
+        """Bytes that a layer's update reads, and as many that it writes, by the layer's index; or that a fetch reads.
+
+        Gradients are written when they come, and read once, in each batch of a step. Trained weights are written once and read up
+        to three times, twice by fetches. All of that counts as the update's.
+        """
+        if self.placement is None:
+            return {}
+        below = Counter(self.placement.on_disk)
+        for planned in self.trained.weights:
+            below[planned.name] += 2 * planned.nbytes
+        for planned in self.trained.gradients:
+            below[planned.name] += batches * planned.gradient_bytes
+        first = len(plan.layers) + len(plan.masters)
+        indexed = {**dict(enumerate(plan.layers)), **dict(enumerate((*plan.tables, plan.residents), first))}
+        return {index: below[layer.name] for index, layer in indexed.items() if layer.name in below}
+
+
+def host_memory(question: Question, plan: Plan, step: HostStep | None, offloaded: int) -> HostMemory:
+    """Counts host memory, and places on the disk, if there is one, what memory does not hold.
+
+    Args:
+        question: says how much memory there is, and whether there is a disk.
+        plan: the layers.
+        step: the optimizer's; None for inference.
+        offloaded: bytes of activations that each device has there.
+    """
+    memory, disk, activations = question.host_memory, question.disk is not None, question.devices * offloaded
+    kept = 0 if memory is None else min(memory, kept_for_processes(memory, question.devices, disk=disk))
+    limit = None if memory is None else memory - kept
+    if step is None:
+        ledger, nbytes = None, plan.taken(training=False)[1] + activations
+        # Weights that travel as casts, tables and residents stay in memory.
+        sizes = {layer.name: layer.nbytes for layer in plan.layers if not layer.casts}
+        others = nbytes - sum(sizes.values())
+    else:
+        ledger = _ledger(question, plan, step)
+        nbytes, state = ledger.nbytes + activations, ledger.state or 0
+        gradients = sum(layer.gradient_bytes for layer in plan.trained)
+        sizes = {layer.name: layer.gradient_bytes * state // max(gradients, 1) for layer in plan.trained}
+        sizes = {name: size for name, size in sizes.items() if size}
+        others = nbytes - state
+    if not disk:
+        return HostMemory(nbytes, limit, kept, ledger, activations)
+    chosen, placement = _NOTHING, _place(sizes, others, limit)
+    if placement is None and limit is not None and ledger is not None and step is not None and plan.alone:
+        # With several devices nothing but state goes to the disk, where gradients are as wide as parameters.
+        wide = _ledger(question, plan, step, narrow=False).gradients - ledger.gradients
+        missing = others + wide + 2 * max(sizes.values(), default=0) - limit
+        chosen = choose_on_disk(plan, missing, gradients=not _early(question, step))
+        others += wide * bool(chosen.gradients) - chosen.spared
+        placement = _place(sizes, others, limit)
+    nbytes = others + (least_room(sizes) if placement is None else placement.memory_bytes)
+    return HostMemory(nbytes, limit, kept, ledger, activations, placement, chosen)
+
+
+def _place(sizes: Mapping[str, int], others: int, limit: int | None) -> StatePlacement | None:
+    try:
+        return place_state(sizes, None if limit is None else limit - others)
+    except MemoryError:
+        return None
+
+
+def _early(question: Question, step: HostStep) -> bool:
+    """Whether each layer is updated in backward, after which its gradients are freed."""
+    return question.accumulate == 1 and step.overlap == "backward"
+
+
+def _ledger(question: Question, plan: Plan, step: HostStep, *, narrow: bool = True) -> Ledger:
+    fused = step.overlap != "off" and step.seconds is None
+    return make_ledger(
+        plan,
+        step.optimizers,
+        early=_early(question, step),
+        accumulate=question.accumulate,
+        clips=question.clip,
+        scales=question.precision == "16-mixed",
+        pieces=fused,
+        narrow=fused and narrow,
+        sliced=question.transfer == "sliced",
+    )
