@@ -100,7 +100,7 @@ def with_checkout() -> dict[str, str]:
 
 
 def test_one_strategy_has_one_trainer_and_a_name_as_many_as_it_likes() -> None:
-    """What README says about options and several trainers."""
+    """What examples/guide/options.md says about options and several trainers."""
     strategy = SuperpipelineStrategy(k=4)
     trainer_for(strategy)
     with pytest.raises(MisconfigurationException, match="accelerator set through both strategy class and accelerator"):
