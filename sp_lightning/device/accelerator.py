@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.timeline import Timeline
-from sp_lightning.device.waits import Stream, Wait
 
 
 class Accelerator(Device):

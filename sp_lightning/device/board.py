@@ -23,9 +23,9 @@ from zlib import crc32
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from sp_lightning.device.device import Wait
 from sp_lightning.device.layout import PAGE
 from sp_lightning.device.shared_memory import SharedMemory, fence
-from sp_lightning.device.waits import Wait
 
 _WORDS, _KEPT, _ENTRY = 64, 32, 256  # of each rank: words of 8 bytes, meetings that are kept, and bytes of each of them
 _TEXT = _ENTRY - 16

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sp_lightning.device.board import LOOK, Board, RankError, in_words
-from sp_lightning.device.waits import Wait
+from sp_lightning.device.device import Wait
 
 
 class Group(NamedTuple):

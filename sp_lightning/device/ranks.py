@@ -21,9 +21,9 @@ import torch
 
 from sp_lightning.device.board import Board, NodeNews, RankError, board_bytes
 from sp_lightning.device.collectives import Collectives
+from sp_lightning.device.device import Wait
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.shared_memory import SharedMemory, create, hand_out, receive, supported
-from sp_lightning.device.waits import Wait
 
 
 class Ranks(Collectives):

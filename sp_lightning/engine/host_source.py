@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sp_lightning.device.device import Device
-from sp_lightning.device.pinned import PinnedMemory
-from sp_lightning.device.waits import Wait
+from sp_lightning.device.device import Device, Wait
+from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.plan.succession import Succession
 from sp_lightning.store.block import HostBlock

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from sp_lightning.device.device import Device
-from sp_lightning.device.host_allocator import return_free_memory
+from sp_lightning.device.device import Device, Wait
+from sp_lightning.device.host_memory import return_free_memory
 from sp_lightning.device.layout import ALIGNMENT, PAGE, whole_pages
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.device.waits import Wait
 from sp_lightning.engine.host_source import FileSource, HostSource
 from sp_lightning.engine.step import Step
 from sp_lightning.engine.turns import SharedSource, Turns, written_here
@@ -26,8 +25,7 @@ from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.plan.state_placement import OnDisk
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.block import HostBlock
-from sp_lightning.store.block_memory import Allocate, BlockMemory, SharedStore
-from sp_lightning.store.gradient_memory import Staging
+from sp_lightning.store.block_memory import Allocate, BlockMemory, SharedStore, Staging
 from sp_lightning.store.mapped_file import MappedFile, let_go, note_on_disk
 from sp_lightning.store.weights_in_files import FileBlock, FilePlace, WeightReader
 from sp_lightning.weights.gradient_sink import GradientSink

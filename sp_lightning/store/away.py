@@ -11,8 +11,7 @@ from typing import IO, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device.layout import Span
-from sp_lightning.device.metadata import UNCHANGED_BY_UPDATES
+from sp_lightning.device.layout import UNCHANGED_BY_UPDATES, Span
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.patched import state_of
 from sp_lightning.device.torch_private import save_by_way_of, tree_leaves

@@ -20,8 +20,7 @@ from sp_lightning.device.lease import lend
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.model.found import Layer
 from sp_lightning.plan.plan import PlannedLayer
-from sp_lightning.store.block_memory import Allocate
-from sp_lightning.store.gradient_memory import GradientMemory, Staging
+from sp_lightning.store.block_memory import Allocate, GradientMemory, Staging
 
 
 class HostBlock:

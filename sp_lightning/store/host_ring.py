@@ -15,10 +15,9 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Wait
+from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.device.layout import whole_pages
-from sp_lightning.device.pinned import PinnedMemory
-from sp_lightning.device.waits import Wait
 from sp_lightning.store.direct_file import aligned_memory
 
 # An idle buffer is used for something smaller, down to this share of its size.

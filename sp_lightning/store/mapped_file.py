@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sp_lightning.device.layout import PAGE, whole_pages
-from sp_lightning.device.metadata import UNCHANGED_BY_UPDATES
+from sp_lightning.device.layout import PAGE, UNCHANGED_BY_UPDATES, whole_pages
 from sp_lightning.plan.state_placement import WINDOW
 from sp_lightning.plan.succession import Succession
 from sp_lightning.plan.units import human_bytes

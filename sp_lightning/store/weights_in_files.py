@@ -29,9 +29,8 @@ from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.model.found import Layer
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block import HostBlock
-from sp_lightning.store.block_memory import Allocate, SparseMemory
+from sp_lightning.store.block_memory import Allocate, SparseMemory, Staging
 from sp_lightning.store.direct_file import PIECE, THREADS, DirectFile, Transfer, aligned_memory, in_pieces
-from sp_lightning.store.gradient_memory import Staging
 from sp_lightning.store.mapped_file import let_go
 
 _ENTRY = 8

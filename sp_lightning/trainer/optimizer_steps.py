@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
-from sp_lightning.device.host_allocator import free_garbage
+from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.device.patched import in_place_of
 from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.optim.fused import has_fused_step, is_separable, runs_fused

@@ -17,7 +17,7 @@ from sp_lightning.device.lease import lend
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.shared_memory import OwnView, settle
-from sp_lightning.store.gradient_memory import Staging
+from sp_lightning.store.block_memory import Staging
 from sp_lightning.weights.layer import Kind, StreamedLayer
 
 Place = tuple[StreamedLayer, int]

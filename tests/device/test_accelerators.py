@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.accelerator import Accelerator
-from sp_lightning.device.pinned import PinnedMemory
-from sp_lightning.device.waits import Wait
+from sp_lightning.device.device import Wait
+from sp_lightning.device.host_memory import PinnedMemory
 
 EMPTY = torch.empty
 
