@@ -6,6 +6,7 @@ A *block* (host) or a *slot* (device) is one flat ``uint8`` tensor that holds al
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -23,8 +24,8 @@ Results depend on that: vectorised CPU kernels round differently on other alignm
 by alignment.
 """
 
-PAGE = 4096
-"""Bytes of a page of host memory: page-locking works on whole pages."""
+PAGE = mmap.PAGESIZE
+"""Bytes of a page of host memory, 4,096 or, on some ARM systems, 65,536: the system locks and maps whole pages alone."""
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,15 @@ with suppress(ImportError):  # Windows has none, and no devices that share memor
 Page = tuple[int, int]
 """Where a run of pages begins and ends, in bytes from the start of the memory."""
 
+_TRIED_PAGE = 4096
+
 
 def supported() -> str:
     """Returns why memory cannot be shared on this system; an empty string if it can."""
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
         return "the system is no Linux, or too old: it has no memfd_create"
-    if mmap.PAGESIZE != PAGE:
-        return f"its pages have {mmap.PAGESIZE} bytes, and only pages of {PAGE} bytes were tried"
+    if PAGE != _TRIED_PAGE:
+        return f"its pages have {PAGE} bytes, and only pages of {_TRIED_PAGE} bytes were tried"
     return ""
 
 

@@ -74,7 +74,7 @@ class MappedFile:
         Raises:
             OSError: the disk has no room, or its files cannot be mapped.
         """
-        size = max(whole_pages(nbytes), mmap.PAGESIZE)
+        size = whole_pages(nbytes)
         with self._lock:
             unused = self._unused[size]
             if not unused:
