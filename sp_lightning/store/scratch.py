@@ -29,6 +29,14 @@ class Extent:
         self.nbytes = nbytes
 
 
+_MESSAGES = (
+    "A read from the scratch file failed",
+    "A write to the scratch file failed",
+    "The scratch file",
+    ". The step was not finished; go on from the last checkpoint",
+)
+
+
 class ScratchFile(DirectFile):
     """A file for one run. A process that is killed leaves nothing: the file has no name.
 
@@ -42,15 +50,8 @@ class ScratchFile(DirectFile):
         read_bytes, written_bytes: what was read and written so far.
     """
 
-    messages = (
-        "A read from the scratch file failed",
-        "A write to the scratch file failed",
-        "The scratch file",
-        ". The step was not finished; go on from the last checkpoint",
-    )
-
     def __init__(self, folder: Path) -> None:
-        super().__init__(create(folder), str(folder))
+        super().__init__(create(folder), str(folder), _MESSAGES)
         self._folder = folder
         self._end = self._reserved = 0
         self._free: dict[int, list[int]] = {}  # offsets by size

@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import PAGE, addresses, bytes_of, whole_pages
 from sp_lightning.device.modes import no_inference_mode
+from sp_lightning.device.shared_memory import was_written
 from sp_lightning.model.found import Layer
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block import HostBlock
@@ -53,6 +54,15 @@ class FilePlace:
     path: str
     offset: int
     identity: tuple[int, int, int]
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the file is the one that it was.
+
+        Raises:
+            OSError: there is none of its name.
+        """
+        return identity_of(os.stat(self.path)) == self.identity
 
 
 class Mappings:
@@ -127,7 +137,7 @@ class WeightReader:
     """
 
     def __init__(self) -> None:
-        self._files: dict[str, _WeightFile] = {}
+        self._files: dict[str, DirectFile] = {}
         self._threads = ThreadPoolExecutor(THREADS, "superpipeline-weights")
         self._bounce = threading.local()
 
@@ -138,8 +148,10 @@ class WeightReader:
             OSError: it is another one now, or cannot be opened.
         """
         if place.path not in self._files:
-            self._files[place.path] = file = _WeightFile(place)
-            file.refuse_changed()
+            descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
+            self._files[place.path] = file = DirectFile(descriptor, place.path, _MESSAGES)
+            weakref.finalize(file, os.close, descriptor)
+            _refuse_changed(file, place)
 
     def read(self, places: Sequence[FilePlace], targets: Sequence[Tensor]) -> Transfer:
         """Begins to read weights to memory, flat ``uint8``.
@@ -150,43 +162,36 @@ class WeightReader:
         pieces = []
         for place, target in zip(places, targets, strict=True):
             file = self._files[place.path]
-            file.refuse_changed()
-            pieces += in_pieces(self._threads, partial(self._read, file), place.offset, target)
+            _refuse_changed(file, place)
+            pieces += in_pieces(self._threads, partial(self._read, file, place), place.offset, target)
         return Transfer(pieces)
 
-    def _read(self, file: _WeightFile, offset: int, target: Tensor) -> None:
+    def _read(self, file: DirectFile, place: FilePlace, offset: int, target: Tensor) -> None:
         before = offset % PAGE
         needed = before + target.nbytes
         if not hasattr(self._bounce, "memory"):
             self._bounce.memory = aligned_memory(PIECE + PAGE)
         bounce: Tensor = self._bounce.memory
         file.read(bounce[: whole_pages(needed)], offset - before, needed)
-        file.refuse_changed()  # while it was read
+        _refuse_changed(file, place)  # while it was read
         target.copy_(bounce[before:needed])
 
 
-class _WeightFile(DirectFile):
-    """A file of weights that is open for reading."""
+_MESSAGES = "Weights could not be read", "", "This file of weights", ""
 
-    messages = "Weights could not be read", "", "This file of weights", ""
 
-    def __init__(self, place: FilePlace) -> None:
-        super().__init__(os.open(place.path, os.O_RDONLY | os.O_CLOEXEC), place.path)
-        self._identity = place.identity
-        weakref.finalize(self, os.close, self.descriptor)
+def _refuse_changed(file: DirectFile, place: FilePlace) -> None:
+    """Refuses to read a file that another program has written or replaced since it was found.
 
-    def refuse_changed(self) -> None:
-        """Refuses to read a file that somebody has written or replaced since it was found.
-
-        Raises:
-            OSError: its size or the time of its last change is another one.
-        """
-        if identity_of(os.fstat(self.descriptor)) != self._identity:
-            raise OSError(
-                errno.ESTALE,
-                "This file of weights was changed while a run reads it. Run again, and write a new file beside it instead",
-                self.path,
-            )
+    Raises:
+        OSError: its size or the time of its last change is another one.
+    """
+    if identity_of(os.fstat(file.descriptor)) != place.identity:
+        raise OSError(
+            errno.ESTALE,
+            "This file of weights was changed while a run reads it. Run again, and write a new file beside it instead",
+            file.path,
+        )
 
 
 # ---------------------------------------------------------------------- the block of a layer
@@ -257,7 +262,7 @@ class FileBlock(HostBlock):
         """Copies what is not in files, or not any more, to such memory, which has been read to."""
         # User code may have written the mapping since the read began: torch counts no write of numpy's, the system does.
         for index in self.in_file - self.apart:
-            if _pages_in_memory(self.addresses[index], self.planned.spans[index].nbytes) is None:
+            if was_written(self._mapped[index]):
                 self.in_file.discard(index)
         for index, span in enumerate(self.planned.spans):
             if index not in self.in_file:
@@ -280,5 +285,8 @@ def place_of(tensor: Tensor) -> FilePlace | None:
         same = (
             not memory.expired() and memory == StorageWeakRef(tensor.untyped_storage()) and tensor.data_ptr() == address
         )
-        unchanged = same and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        return place if unchanged and _pages_in_memory(address, tensor.nbytes) is not None else None
+        in_order = same and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        try:
+            return place if in_order and place.unchanged and not was_written(tensor) else None
+        except OSError:  # the file has no name any more
+            return None
