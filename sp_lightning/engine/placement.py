@@ -24,9 +24,10 @@ from sp_lightning.optim.background import BackgroundUpdates, SharedUpdates
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.plan.state_placement import OnDisk
 from sp_lightning.plan.units import human_bytes
+from sp_lightning.store.away import note_on_disk
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import Allocate, BlockMemory, SharedStore, Staging
-from sp_lightning.store.mapped_file import MappedFile, let_go, note_on_disk
+from sp_lightning.store.mapped_file import MappedFile, let_go
 from sp_lightning.store.weights_in_files import FileBlock, FilePlace, WeightReader
 from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.gradients import Gradients

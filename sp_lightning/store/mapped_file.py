@@ -15,7 +15,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
@@ -23,10 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
-from sp_lightning.device.layout import PAGE, UNCHANGED_BY_UPDATES, whole_pages
+from sp_lightning.device.layout import PAGE, whole_pages
 from sp_lightning.plan.state_placement import WINDOW
 from sp_lightning.plan.succession import Succession
 from sp_lightning.plan.units import human_bytes
@@ -37,7 +35,6 @@ _PAGE_OUT = 21  # of Linux 5.4
 _POPULATE_READ = 22  # of Linux 5.14; a read that fails is an error then, and not a signal
 _ZERO_RANGE = 0x10 | 0x01  # of fallocate: blocks stay the file's; what they have is neither written nor read
 _WRITE_OUT = 1 | 2 | 4  # wait for what is under way, begin the rest, wait for it
-_tensor_grad: Any = Tensor.grad
 
 
 class MappedFile:
@@ -336,52 +333,3 @@ def let_go(address: int, nbytes: int) -> None:
 def advise(address: int, nbytes: int, advice: int) -> int:
     """Tells the system what becomes of pages, without holding up Python's other threads. Returns its error, or 0."""
     return ctypes.get_errno() if libc.madvise(address, nbytes, advice) else 0
-
-
-# ---------------------------------------------------------------------- forked processes, which have none of the pages
-
-
-_noted: Any = WeakIdKeyDictionary()
-"""Parameters that were noted to be on a disk, or to have their gradients there."""
-
-
-def note_on_disk(parameters: Sequence[nn.Parameter]) -> None:
-    """Notes parameters whose memory, or whose gradients', is mapped from a scratch file. A forked process does not have it."""
-    for parameter in parameters:
-        _noted[parameter] = True
-
-
-class _NotHere(Tensor):
-    """A gradient whose values are on a disk, in a forked process."""
-
-    _what = "gradient"
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in UNCHANGED_BY_UPDATES:
-            with torch.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise RuntimeError(
-            f"This {cls._what} is on a disk, in a file of the process that trains. A forked process cannot read it: read it "
-            "before the fork (clone())."
-        )
-
-
-class _WeightNotHere(_NotHere, nn.Parameter):
-    _what = "weight"
-
-
-def _after_fork() -> None:
-    for parameter in list(_noted):
-        with torch.DisableTorchFunctionSubclass():
-            gradient = _tensor_grad.__get__(parameter)
-        if gradient is not None and is_on_disk(gradient):
-            gradient.__class__ = _NotHere
-        if is_on_disk(parameter):
-            parameter.__class__ = _WeightNotHere
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
