@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import weakref
+from typing import Any
 
 from torch import Tensor
 
@@ -21,6 +22,8 @@ class PinnedMemory:
     Attributes:
         bytes: the memory, ``uint8``, page-aligned, at least ``nbytes`` long.
         pinned: whether the memory is page-locked; False where ``pin`` is False or the system refused.
+        nbytes: how long ``bytes`` is.
+        last: the event of the last transfer from or to it, if its user notes that.
 
     Args:
         device: the device that copies from and to the memory.
@@ -31,7 +34,9 @@ class PinnedMemory:
 
     def __init__(self, device: Device, nbytes: int = 0, *, pin: bool, memory: Tensor | None = None) -> None:
         self.bytes = device.host_empty(nbytes, pin=pin) if memory is None else memory
+        self.nbytes = self.bytes.nbytes
         self.pinned = pin and device.pin(self.bytes)
+        self.last: Any = None
         # The finalizer holds the memory, so that it is unpinned before it is freed.
         self._finalizer = weakref.finalize(self, _unpin, device, self.bytes, os.getpid()) if self.pinned else None
 

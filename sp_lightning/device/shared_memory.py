@@ -179,7 +179,7 @@ class OwnView:
         return sum(end - begin for begin, end in pages)
 
 
-def settle(parts: Iterable[tuple[OwnView, Page]], *, commit: bool) -> int:
+def commit_or_drop(parts: Iterable[tuple[OwnView, Page]], *, commit: bool) -> int:
     """Commits or drops what this process has written in parts of several views: one look at each view. Returns the bytes."""
     by_view: dict[OwnView, list[Page]] = {}
     for view, part in parts:

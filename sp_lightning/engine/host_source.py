@@ -255,5 +255,5 @@ class FileSource(HostSource):
         """Takes a buffer that was read in vain, or, if all of them leave in one transfer, another one."""
         buffer = next((each for each in self._buffers if each.staged is None), None) or self._another()
         if buffer.transfer is not None:
-            buffer.transfer.settle()
+            buffer.transfer.finish()
         buffer.layer = buffer.transfer = None

@@ -27,7 +27,7 @@ from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.away import note_on_disk
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import Allocate, BlockMemory, SharedStore, Staging
-from sp_lightning.store.mapped_file import MappedFile, let_go
+from sp_lightning.store.mapped_file import MappedFile, page_out
 from sp_lightning.store.weights_in_files import FileBlock, FilePlace, WeightReader
 from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.gradients import Gradients
@@ -213,7 +213,7 @@ class OnScratch(Placement):
         self.file.leave()
 
     def settle(self) -> None:
-        self.file.settle()
+        self.file.sync()
 
     def block(
         self, layer: Layer, planned: PlannedLayer, device: Device, staging: Staging, allocate: Allocate, **options: Any
@@ -227,7 +227,7 @@ class OnScratch(Placement):
         block = HostBlock(layer, planned, device, staging, self.file.allocate, **options)
         note_on_disk(block.parameters)
         for source in sources:  # they may be a mapped file's, which stays mapped until all of it was absorbed
-            let_go(*source)
+            page_out(*source)
         block.memory.use()  # those that were absorbed before it go
         return_free_memory()
         return block

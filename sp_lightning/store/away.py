@@ -16,7 +16,7 @@ from sp_lightning.device.layout import UNCHANGED_BY_UPDATES, Span
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.patched import state_of
 from sp_lightning.device.torch_private import save_by_way_of, take_for_parameter, tree_leaves
-from sp_lightning.store.mapped_file import is_on_disk, let_go
+from sp_lightning.store.mapped_file import is_on_disk, page_out
 
 
 class Away(Tensor):
@@ -129,7 +129,7 @@ def save(content: Any, stream: IO[bytes]) -> None:
     def value(data: Any) -> Any:
         nonlocal written
         if written is not None:
-            let_go(written.data_ptr(), written.nbytes())
+            page_out(written.data_ptr(), written.nbytes())
         written = data if data is not None and is_on_disk(data) else None
         if id(data) not in storages:
             return data

@@ -17,7 +17,7 @@ from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.device.layout import Span, bytes_of, lay_out, total_bytes, whole_pages
 from sp_lightning.device.lease import Lease
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.device.shared_memory import OwnView, Page, SharedMemory, settle
+from sp_lightning.device.shared_memory import OwnView, Page, SharedMemory, commit_or_drop
 
 
 class BlockMemory:
@@ -206,7 +206,7 @@ def merge(blocks: Iterable[BlockMemory]) -> int:
     shared = [block for block in blocks if isinstance(block, SharedBlockMemory)]
     for block in shared:
         block.written = False
-    return settle([block.area for block in shared], commit=any(block.primary for block in shared))
+    return commit_or_drop([block.area for block in shared], commit=any(block.primary for block in shared))
 
 
 # ---------------------------------------------------------------------- gradients

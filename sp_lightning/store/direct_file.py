@@ -59,7 +59,7 @@ class Transfer:
         for piece in self._pieces:
             piece.add_done_callback(lambda _: call() if self.done else None)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Waits until no call is under way: until then the memory is in use, even if one has failed."""
         wait(self._pieces)
 
@@ -69,7 +69,7 @@ class Transfer:
         Raises:
             OSError: a read or a write failed.
         """
-        self.settle()
+        self.finish()
         for piece in self._pieces:
             piece.result()
 

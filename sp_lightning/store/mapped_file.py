@@ -149,9 +149,9 @@ class MappedFile:
         with self._lock:
             while self._in_memory:
                 self._leave(self._in_memory.popleft())
-        self.settle()
+        self.sync()
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Waits for what is being written.
 
         Raises:
@@ -323,7 +323,7 @@ def _unmap(process: int, address: int, size: int, gone: Callable[[], None]) -> N
     gone()
 
 
-def let_go(address: int, nbytes: int) -> None:
+def page_out(address: int, nbytes: int) -> None:
     """Has pages leave memory that a file has, too, but for those that have other bytes as well; what was written is kept."""
     begin, end = whole_pages(address), (address + nbytes) // PAGE * PAGE
     if end > begin:

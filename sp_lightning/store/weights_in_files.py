@@ -32,7 +32,7 @@ from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import Allocate, SparseMemory, Staging
 from sp_lightning.store.direct_file import PIECE, THREADS, DirectFile, Transfer, aligned_memory, in_pieces
-from sp_lightning.store.mapped_file import let_go
+from sp_lightning.store.mapped_file import page_out
 
 _ENTRY = 8
 """Bytes that Linux says of one page in ``pagemap``."""
@@ -237,7 +237,7 @@ class FileBlock(HostBlock):
         for index, place in self._places.items():
             parameter = self.parameters[index]
             _left_in_files[parameter] = place, parameter.data_ptr(), StorageWeakRef(parameter.untyped_storage())
-            let_go(parameter.data_ptr(), parameter.nbytes)
+            page_out(parameter.data_ptr(), parameter.nbytes)
 
     def _take(self, index: int, into: Tensor | None) -> None:
         mapped = self._mapped.get(index)
