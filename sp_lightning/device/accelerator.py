@@ -64,7 +64,7 @@ class Accelerator(Device):
 
     def unpin(self, memory: Tensor) -> None:
         if self.device.type != "cuda":
-            return  # torch's allocator takes the memory back when nobody holds it
+            return  # torch's allocator takes the memory back when no tensor holds it
         if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())) != 0:
             _clear_last_error(self.device)
 

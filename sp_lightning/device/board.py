@@ -142,7 +142,7 @@ class Board:
 
     def _part(self, other: int, meeting: int) -> bool:
         mine, theirs = self._entry(self.rank, meeting), self._entry(other, meeting)
-        # Of what is long ago there is nothing left to compare; whoever was behind has done it.
+        # Of what is long ago there is nothing left to compare; the rank that was behind has done it.
         return mine[0] != theirs[0] and max(self._came, self._word(other, _CAME)) - meeting < _KEPT - 1
 
     def _parted(self, other: int, meeting: int) -> str:

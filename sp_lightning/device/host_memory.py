@@ -71,7 +71,7 @@ def return_large_blocks() -> None:
 
 
 def free_garbage() -> None:
-    """Frees what only cycles of references hold, a run that is over, say, before somebody measures how much memory is left."""
+    """Frees what only cycles of references hold, a run that is over, say, before it is measured how much memory is left."""
     gc.collect()
     return_free_memory()
 

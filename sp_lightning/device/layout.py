@@ -88,7 +88,7 @@ def total_bytes(spans: tuple[Span, ...]) -> int:
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """How often each tensor was written, as far as torch counts it."""
-    with torch.DisableTorchFunctionSubclass():  # whoever computes with one has waited for its update
+    with torch.DisableTorchFunctionSubclass():  # code that computes with one has waited for its update
         return list(map(_version, tensors))
 
 

@@ -96,7 +96,7 @@ _theirs: Any = getattr(*ENGINE_CALL)
 
 
 def watch(watcher: Watcher) -> None:
-    """Tells somebody of each call that fails, whoever makes it: ``backward``, ``autograd.grad``, a checkpoint, other threads."""
+    """Tells a watcher of each call that fails: by ``backward``, ``autograd.grad``, a checkpoint, other threads."""
     global _theirs
     if getattr(*ENGINE_CALL) is not _watched:
         _theirs = getattr(*ENGINE_CALL)

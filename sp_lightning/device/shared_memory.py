@@ -169,7 +169,7 @@ class OwnView:
         return [run for area in areas for run in self.written(*area)]
 
     def keep(self, begin: int, end: int) -> None:
-        """Makes all pages of a part this process's own: whoever holds it keeps its values, whatever others write later."""
+        """Makes all pages of a part this process's own: tensors in it keep their values, whatever other processes write later."""
         held = self.bytes[begin:end]
         held.copy_(held.clone())
 
@@ -249,12 +249,30 @@ def _scan(pagemap: int, begin: int, end: int) -> Iterator[Page]:
 
 def _read(pagemap: int, begin: int, end: int) -> Iterator[Page]:
     for first in range(begin, end, step := PAGE << 20):
-        nbytes = min(step, end - first) // PAGE * 8
-        entries = torch.frombuffer(bytearray(os.pread(pagemap, nbytes, first // PAGE * 8)), dtype=torch.int64)
-        written = ((entries & (_ENTRY_PRESENT | _ENTRY_SWAPPED)) != 0) & ((entries & _ENTRY_FILE) == 0)
+        written = _are_written(_entries(pagemap, first, min(step, end - first) // PAGE))
         edges = torch.nn.functional.pad(written.int(), (1, 1)).diff().nonzero().flatten().tolist()
         for start, stop in zip(edges[::2], edges[1::2], strict=True):
             yield first + start * PAGE, first + stop * PAGE
+
+
+def _entries(pagemap: int, begin: int, pages: int) -> Tensor:
+    """What Linux says of pages, a number of 64 bits for each of which it says anything."""
+    found = os.pread(pagemap, 8 * pages, begin // PAGE * 8)
+    return torch.frombuffer(bytearray(found), dtype=torch.int64) if found else torch.empty(0, dtype=torch.int64)
+
+
+def _are_written(entries: Tensor) -> Tensor:
+    return ((entries & (_ENTRY_PRESENT | _ENTRY_SWAPPED)) != 0) & ((entries & _ENTRY_FILE) == 0)
+
+
+def pages_in_memory(address: int, nbytes: int) -> int | None:
+    """How many pages of a private mapping are in memory; None if one of them was written, or nothing is known of one."""
+    pages = whole_pages(address % PAGE + nbytes) // PAGE
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        entries = _entries(pagemap.fileno(), address, pages)
+    if len(entries) != pages or _are_written(entries).any():
+        return None
+    return int((entries & _ENTRY_PRESENT != 0).sum())
 
 
 # ---------------------------------------------------------------------- from one process to the others

@@ -122,7 +122,7 @@ class SharedStore:
         return block
 
     def merge(self) -> int:
-        """Makes what the primary's user code has written everybody's, and forgets what another rank's has.
+        """Gives all ranks what the primary's user code has written, and drops what another rank's has.
 
         Returns:
             The bytes that this rank had written.
@@ -233,7 +233,7 @@ class GradientMemory:
         self._places: dict[tuple[int, torch.dtype], tuple[Lease, Tensor]] = {}
 
     def target(self, index: int, dtype: torch.dtype) -> Tensor | None:
-        """Returns memory with a parameter's shape; None while somebody still holds an earlier gradient in it.
+        """Returns memory with a parameter's shape; None while a tensor still holds an earlier gradient in it.
 
         Args:
             index: of the parameter.
@@ -264,14 +264,14 @@ class GradientMemory:
             self._places[key] = lease, lease.views(None, [replace(span, offset=0)])[0]
 
     def release(self) -> None:
-        """Gives the memory to other layers, unless somebody still holds one of the gradients."""
+        """Gives the memory to other layers, unless a tensor still holds one of the gradients."""
         if not self._held():
             self._places.clear()
             while self._memory:
                 self._staging.give_back(self._memory.pop())
 
     def _held(self) -> bool:
-        """Whether somebody holds one of the gradients."""
+        """Whether a tensor holds one of the gradients."""
         return any(lease.in_use for lease, _ in self._places.values())
 
     def use(self) -> bool:

@@ -2,7 +2,7 @@
 
 User code finds ordinary tensors: what it touches comes, and what it writes is written out when its layer goes. So nothing
 has to be told of reads and writes, and results cannot depend on it. The file has nothing in common with that of optimizer
-state, which is read and written past the page cache; its room is taken before it is mapped, and nobody makes it shorter.
+state, which is read and written past the page cache; its room is taken before it is mapped, and it never becomes shorter.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ class MappedFile:
             uses = self._uses[threading.get_ident()]
             uses.note(memory)
             following = next(uses.coming(), None)
-        memory.populate()
+        number = memory.advise(_POPULATE_READ)
+        if number not in (0, errno.EINVAL):  # an older kernel reads when they are touched
+            raise self._failed("read", errno.EIO if number == errno.EFAULT else number)
         if following is not None and following is not memory:
             following.advise(mmap.MADV_WILLNEED)
 
@@ -179,10 +181,10 @@ class MappedFile:
     def _write_out(self, memory: MappedMemory) -> None:
         descriptor, size = self._descriptor, len(memory.pages)
         if libc.sync_file_range(descriptor, memory.begin, size, _WRITE_OUT):
-            raise self.failed("written", ctypes.get_errno())
+            raise self._failed("written", ctypes.get_errno())
         os.posix_fadvise(descriptor, memory.begin, size, os.POSIX_FADV_DONTNEED)
 
-    def failed(self, what: str, number: int) -> OSError:
+    def _failed(self, what: str, number: int) -> OSError:
         """The error for what could not be read or written."""
         return OSError(
             number,
@@ -226,16 +228,6 @@ class MappedMemory(BlockMemory):
     def renew(self) -> None:
         """Has pages in memory all of which are going to be written."""
         self._file.renew(self)
-
-    def populate(self) -> None:
-        """Reads the pages.
-
-        Raises:
-            OSError: the disk failed.
-        """
-        number = self.advise(_POPULATE_READ)
-        if number not in (0, errno.EINVAL):  # an older kernel reads when they are touched
-            raise self._file.failed("read", errno.EIO if number == errno.EFAULT else number)
 
     def advise(self, advice: int) -> int:
         """As :func:`~sp_lightning.store.mapped_file.advise`, of all pages."""
@@ -286,7 +278,7 @@ def is_on_disk(tensor: Any) -> bool:
 
 
 def map_pages(descriptor: int, begin: int, size: int, gone: Callable[[], None]) -> Any:
-    """Maps whole pages of a file, as long as somebody has a tensor of them. ``mmap`` would hold a descriptor for each mapping.
+    """Maps whole pages of a file, as long as there is a tensor of them. ``mmap`` would hold a descriptor for each mapping.
 
     Args:
         descriptor, begin, size: what of which file.

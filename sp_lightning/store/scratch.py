@@ -18,7 +18,7 @@ from sp_lightning.store.direct_file import THREADS, DirectFile, Transfer, aligne
 
 
 class Extent:
-    """A part of a scratch file. Its place is free again once nobody has this object.
+    """A part of a scratch file. Its place is free again once this object is gone.
 
     Attributes:
         offset, nbytes: where it is; both are multiples of a page.
@@ -99,7 +99,7 @@ class ScratchFile(DirectFile):
         self._reserved = wanted
 
     def allocate(self, nbytes: int) -> Extent:
-        """Returns a part of the file that nobody has.
+        """Returns a part of the file that is not in use.
 
         Raises:
             OSError: the disk is full.
@@ -218,7 +218,7 @@ def _close(descriptor: int, threads: Sequence[ThreadPoolExecutor], process: int)
 
 
 def file_system(folder: Path) -> str:
-    """The kind of file system that a folder is on, as Linux names it (``ext4``); an empty string where nobody says."""
+    """The kind of file system that a folder is on, as Linux names it (``ext4``); an empty string if it is not known."""
     try:
         device = os.stat(folder).st_dev
         lines = Path("/proc/self/mountinfo").read_text().splitlines()

@@ -26,19 +26,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import PAGE, addresses, bytes_of, whole_pages
 from sp_lightning.device.modes import no_inference_mode
-from sp_lightning.device.shared_memory import was_written
+from sp_lightning.device.shared_memory import pages_in_memory, was_written
 from sp_lightning.model.found import Layer
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import Allocate, SparseMemory, Staging
 from sp_lightning.store.direct_file import PIECE, THREADS, DirectFile, Transfer, aligned_memory, in_pieces
 from sp_lightning.store.mapped_file import page_out
-
-_ENTRY = 8
-"""Bytes that Linux says of one page in ``pagemap``."""
-
-_SWAPPED, _OF_FILE = 1 << 62, 1 << 61
-"""Bits of an entry. The highest one says that the page is in memory, so that the entry is negative then."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +73,7 @@ class Mappings:
         self.resident_bytes = 0
         self._begins: list[int] = []
         self._mappings: list[tuple[int, int, int, str]] = []
-        _pages_in_memory(0, 0)  # not every process may ask
+        pages_in_memory(0, 1)  # not every process may ask
         for line in Path("/proc/self/maps").read_text().splitlines():
             fields = line.split(maxsplit=5)
             if len(fields) == 6 and fields[4] != "0" and fields[1].endswith("p"):
@@ -98,25 +92,10 @@ class Mappings:
             return None
         identity = identity_of(os.stat(path))
         # A file that was replaced since it was mapped has another node: these values are in no file any more.
-        if identity[0] != node or (pages := _pages_in_memory(address, tensor.nbytes)) is None:
+        if identity[0] != node or (pages := pages_in_memory(address, tensor.nbytes)) is None:
             return None
         self.resident_bytes += PAGE * pages
         return FilePlace(path, offset + address - self._begins[index], identity)
-
-
-def _pages_in_memory(address: int, nbytes: int) -> int | None:
-    """How many pages of a private mapping are in memory; None if one of them was written, so that it is no longer the file's."""
-    first = address // PAGE
-    count = whole_pages(address + nbytes - first * PAGE) // PAGE
-    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-        entries = os.pread(pagemap.fileno(), count * _ENTRY, first * _ENTRY)
-    if len(entries) != count * _ENTRY:  # nothing is known of some
-        return None
-    pages = torch.frombuffer(bytearray(entries), dtype=torch.int64)
-    present = pages < 0
-    if ((present | (pages & _SWAPPED != 0)) & (pages & _OF_FILE == 0)).any():
-        return None
-    return int(present.sum())
 
 
 def identity_of(status: os.stat_result) -> tuple[int, int, int]:
