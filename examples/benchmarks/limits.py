@@ -19,7 +19,7 @@ from examples.benchmarks import cli, experiments, rows
 from examples.benchmarks.experiments import median_seconds
 from examples.benchmarks.limit_model import ADAMW_BYTES
 from sp_lightning.device.accelerator import device_for
-from sp_lightning.device.pinned import PinnedMemory
+from sp_lightning.device.host_memory import PinnedMemory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TRANSFERS = ("host_to_device_bytes", "device_to_host_bytes", "duplex_bytes")

@@ -23,9 +23,9 @@ from zlib import crc32
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from sp_lightning.device.device import Wait
 from sp_lightning.device.layout import PAGE
 from sp_lightning.device.shared_memory import SharedMemory, fence
-from sp_lightning.device.waits import Wait
 
 _WORDS, _KEPT, _ENTRY = 64, 32, 256  # of each rank: words of 8 bytes, meetings that are kept, and bytes of each of them
 _TEXT = _ENTRY - 16
@@ -142,7 +142,7 @@ class Board:
 
     def _part(self, other: int, meeting: int) -> bool:
         mine, theirs = self._entry(self.rank, meeting), self._entry(other, meeting)
-        # Of what is long ago there is nothing left to compare; whoever was behind has done it.
+        # Of what is long ago there is nothing left to compare; the rank that was behind has done it.
         return mine[0] != theirs[0] and max(self._came, self._word(other, _CAME)) - meeting < _KEPT - 1
 
     def _parted(self, other: int, meeting: int) -> str:

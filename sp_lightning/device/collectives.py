@@ -1,4 +1,4 @@
-"""Collectives: what ranks do together by torch.distributed, in which nobody waits for a rank that has failed or is elsewhere."""
+"""Collectives: what ranks do together by torch.distributed, in which no rank waits for one that has failed or is elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sp_lightning.device.board import LOOK, Board, RankError, in_words
-from sp_lightning.device.waits import Wait
+from sp_lightning.device.device import Wait
 
 
 class Group(NamedTuple):
@@ -29,7 +29,7 @@ class Group(NamedTuple):
 
 
 class Collectives:
-    """What this rank does with the others of its node, with its peers on the other nodes, and with everybody. All ranks come to
+    """What this rank does with the others of its node, with its peers on the other nodes, and with all ranks. All ranks come to
     the same, in one order.
 
     Ranks are numbered node by node. The *peers* of a rank are those that have its place on the other nodes. The process groups

@@ -137,7 +137,7 @@ def truncated_normal_without_values() -> Iterator[None]:
 
 @contextmanager
 def modules_converted_without_swaps() -> Iterator[None]:
-    """``module.to(…)`` makes new parameters. torch's swaps fake ones, which fails while somebody has a weak reference."""
+    """``module.to(…)`` makes new parameters. torch's swaps fake ones, which fails while there is a weak reference to one."""
     theirs = nn.Module._apply
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
 
@@ -225,7 +225,7 @@ sparse_values: Callable[[Tensor], Tensor] = Tensor._values
 def coalesced(numbers: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
     """A sparse tensor of a shape that has ``rows`` ``(n, *shape[1:])``, each once: ``numbers`` ``(n,)``, ``int64``, ascend.
 
-    The public ``torch.sparse_coo_tensor`` warns about checks of invariants that nobody asked for (torch 2.11).
+    The public ``torch.sparse_coo_tensor`` warns about checks of invariants that were not asked for (torch 2.11).
     """
     return torch.ops.aten._sparse_coo_tensor_unsafe(numbers[None], rows, shape, is_coalesced=True)
 

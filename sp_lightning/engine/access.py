@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_lightning.device.device import Wait
 from sp_lightning.device.modes import held
 from sp_lightning.device.torch_private import (
     DIFFERENTIATING,
@@ -27,7 +28,6 @@ from sp_lightning.device.torch_private import (
     interpreter_stack,
     tree_leaves,
 )
-from sp_lightning.device.waits import Wait
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.host_source import tied
 from sp_lightning.engine.module_hooks import Visits

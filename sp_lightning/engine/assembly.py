@@ -15,8 +15,7 @@ from sp_lightning.model.found import Found
 from sp_lightning.model.wrapped import parts, stand_in
 from sp_lightning.plan.plan import Plan
 from sp_lightning.store.block import HostBlock
-from sp_lightning.store.block_memory import Allocate
-from sp_lightning.store.gradient_memory import Staging
+from sp_lightning.store.block_memory import Allocate, Staging
 from sp_lightning.weights.casts import Casts
 from sp_lightning.weights.embedding_rows import EmbeddingRows
 from sp_lightning.weights.expert_rows import ExpertRows

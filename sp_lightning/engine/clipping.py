@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from sp_lightning.device.device import Stream
 from sp_lightning.device.torch_private import accumulation_hooks
-from sp_lightning.device.waits import Stream
 from sp_lightning.engine.updating import Updating
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import Change, Norms, as_it_came, change, stored

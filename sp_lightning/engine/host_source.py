@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sp_lightning.device.device import Device
-from sp_lightning.device.pinned import PinnedMemory
-from sp_lightning.device.waits import Wait
+from sp_lightning.device.device import Device, Wait
+from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.plan.succession import Succession
 from sp_lightning.store.block import HostBlock
@@ -256,5 +255,5 @@ class FileSource(HostSource):
         """Takes a buffer that was read in vain, or, if all of them leave in one transfer, another one."""
         buffer = next((each for each in self._buffers if each.staged is None), None) or self._another()
         if buffer.transfer is not None:
-            buffer.transfer.settle()
+            buffer.transfer.finish()
         buffer.layer = buffer.transfer = None

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sp_lightning.device.device import Stream
 from sp_lightning.device.patched import in_place_of, state_of
 from sp_lightning.device.torch_private import tree_map
-from sp_lightning.device.waits import Stream
 from sp_lightning.engine.clipping import Clipping
 from sp_lightning.engine.updating import Updating
 from sp_lightning.optim.fused import has_fused_step, is_separable, lacks_buffers, runs_fused, shares_state

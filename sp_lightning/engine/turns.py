@@ -10,8 +10,8 @@ from zlib import crc32
 
 from torch import nn
 
+from sp_lightning.device.device import Wait
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.device.waits import Wait
 from sp_lightning.engine.host_source import HostSource
 from sp_lightning.engine.step import Step
 from sp_lightning.store.block_memory import SharedBlockMemory, SharedStore

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sp_lightning.device.device import Wait
 from sp_lightning.device.modes import held
-from sp_lightning.device.waits import Wait
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.step import Part, Step
 from sp_lightning.engine.turns import Turns

@@ -20,10 +20,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from sp_lightning.device.device import Device
-from sp_lightning.device.metadata import UNCHANGED_BY_UPDATES
+from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.device.layout import UNCHANGED_BY_UPDATES
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.block_memory import merge
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.reduced_gradients import ReducedGradients

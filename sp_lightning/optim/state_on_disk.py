@@ -68,7 +68,7 @@ class StateOnDisk:
         tensors = _tensors(optimizer)
         away = [tensor for tensor in tensors if type(tensor) is Away]
         # Another optimizer had them, or they were given to a layer whose state stays in memory, where nothing writes them.
-        give([tensor for tensor in away if tensor.home is not self or layer.name in self._stay])
+        give([tensor for tensor in away if tensor.owner is not self or layer.name in self._stay])
         away = [tensor for tensor in away if type(tensor) is Away]
         with self._lock:
             if not tensors and layer.name not in self._stay and layer not in self._roomy and _trains(optimizer):

@@ -182,7 +182,7 @@ class StateTransfers:
         if stored in self.ahead:
             self.ahead.remove(stored)
         if stored.transfer is not None:
-            stored.transfer.settle()
+            stored.transfer.finish()
         if stored.buffer is not None:
             self.ring.give_back(stored.buffer)
         stored.buffer = stored.transfer = None

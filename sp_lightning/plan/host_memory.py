@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sp_lightning.device.host_allocator import free_garbage
+from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.plan.units import enough_bytes, human_bytes
 
 # A v1 control group without a limit says a number near 2⁶³.

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from sp_lightning.device.host_allocator import free_garbage, return_free_memory, return_large_blocks
+from sp_lightning.device.host_memory import free_garbage, return_free_memory, return_large_blocks
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.engine.host_source import WINDOW as STAGED
 from sp_lightning.engine.placement import ONE_DEVICE, OnFiles, OnScratch, Placement

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
-from sp_lightning.device.host_allocator import free_garbage
+from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.device.patched import in_place_of
 from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.optim.fused import has_fused_step, is_separable, runs_fused
@@ -155,9 +155,9 @@ class OptimizerSteps:
             return ledger.state or 0
         if ranks is not None:
             free_garbage()
-            taken = ranks.told(anonymous_bytes(), "what processes have taken of host memory")
+            taken = ranks.gather_numbers(anonymous_bytes(), "what processes have taken of host memory")
             if not ranks.primary:
-                return ranks.told(0, "where optimizers' state is")[0]
+                return ranks.gather_numbers(0, "where optimizers' state is")[0]
             elsewhere = sum(taken[1:])
         self.disk = DiskTier(disk, self._options.host_memory, self._still, self._log)
         self._run.placement.leave()  # the memory that is counted next has none of them; those of a window come
@@ -168,7 +168,7 @@ class OptimizerSteps:
         self.arrange(self._trainer)
         self.absorb_state()
         in_memory = placement.memory_bytes
-        return in_memory if ranks is None else ranks.told(in_memory, "where optimizers' state is")[0]
+        return in_memory if ranks is None else ranks.gather_numbers(in_memory, "where optimizers' state is")[0]
 
     def absorb_state(self) -> None:
         """Optimizers have state that did not come from their steps. What belongs on the disk goes there."""

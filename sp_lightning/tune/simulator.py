@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from sp_lightning.device.device import Stream, Wait
 from sp_lightning.device.timeline import Kind
-from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.engine.assembly import kinds
 from sp_lightning.engine.residency import Residency
 from sp_lightning.plan.plan import Plan, PlannedLayer

@@ -8,9 +8,8 @@ from time import perf_counter
 
 import torch
 
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.observe.messages import say_once
 from sp_lightning.plan.options import Transfer
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device.metadata import METADATA
+from sp_lightning.device.layout import METADATA
 from sp_lightning.device.modes import never_compiled
 from sp_lightning.device.torch_private import tree_leaves, tree_map_only
 from sp_lightning.weights.device_parameter import DeviceParameter, Untouched, hides_stand_ins

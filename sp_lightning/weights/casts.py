@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream
 from sp_lightning.device.layout import ALIGNMENT, addresses, part, strided, versions
 from sp_lightning.device.lease import SavedView
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import transforms_active
-from sp_lightning.device.waits import Stream
 from sp_lightning.store.block import HostBlock
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from sp_lightning.device.layout import Span, lay_out, part, total_bytes, whole_p
 from sp_lightning.device.lease import lend
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.device.shared_memory import OwnView, settle
-from sp_lightning.store.gradient_memory import Staging
+from sp_lightning.device.shared_memory import OwnView, commit_or_drop
+from sp_lightning.store.block_memory import Staging
 from sp_lightning.weights.layer import Kind, StreamedLayer
 
 Place = tuple[StreamedLayer, int]
@@ -212,7 +212,7 @@ class GradientPlaces:
         self._settle(self.families.values(), commit=self._ranks.primary)
 
     def _settle(self, families: Iterable[Family], *, commit: bool) -> None:
-        settle([(each.view, (each.offset, each.offset + each.pages)) for each in families], commit=commit)
+        commit_or_drop([(each.view, (each.offset, each.offset + each.pages)) for each in families], commit=commit)
 
     def _take_over(self, family: Family, place: Place) -> None:
         gradient = _gradient(place)

@@ -10,8 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from sp_lightning.device.device import Device
-from sp_lightning.device.waits import Stream, Wait
+from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.weights.layer import StreamedLayer
 
 Wanted = Callable[[StreamedLayer], bool]

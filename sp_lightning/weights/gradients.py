@@ -17,13 +17,11 @@ from operator import attrgetter, itemgetter
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import aligned, strided
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import accumulation_hooks, sparse_indices, sparse_values
-from sp_lightning.device.waits import Stream, Wait
-from sp_lightning.store.block_memory import BlockMemory
-from sp_lightning.store.gradient_memory import Staging
+from sp_lightning.store.block_memory import BlockMemory, Staging
 from sp_lightning.weights.embedding_rows import each_row_once
 from sp_lightning.weights.gradient_sink import GradientSink, bytes_of_dense, has_graph
 from sp_lightning.weights.layer import Kind, StreamedLayer

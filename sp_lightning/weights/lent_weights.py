@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import Span
 from sp_lightning.device.lease import shared
-from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.weights.device_parameter import same_place
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.parameter_group import ParameterGroup

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device.metadata import METADATA
+from sp_lightning.device.layout import METADATA
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import no_torch_functions, subclasses_are_asked, tree_leaves
 from sp_lightning.weights.roles import Role, leave, take

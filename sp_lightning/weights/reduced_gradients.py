@@ -15,11 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.device.waits import Stream, Wait
-from sp_lightning.store.gradient_memory import Staging
+from sp_lightning.store.block_memory import Staging
 from sp_lightning.weights.embedding_rows import each_row_once
 from sp_lightning.weights.gradient_places import Family, GradientPlaces, Place, compare_trained, present
 from sp_lightning.weights.gradient_sink import GradientSink, Wanted, has_graph

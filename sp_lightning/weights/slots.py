@@ -18,9 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.lease import Lease
-from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.rows import ExpertCache

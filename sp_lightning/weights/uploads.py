@@ -29,10 +29,9 @@ from typing import Any
 from torch import Tensor
 
 from sp_lightning.device.board import LOOK
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.shared_memory import SharedMemory
-from sp_lightning.device.waits import Stream
 from sp_lightning.observe.messages import say_once
 from sp_lightning.weights.layer import StreamedLayer
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from sp_lightning.device.waits import Stream, Wait
+from sp_lightning.device.device import Stream, Wait
 from sp_lightning.weights.captured import Captured
 from sp_lightning.weights.slots import Slots
 from sp_lightning.weights.swap import Swap

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream
 from sp_lightning.device.timeline import Interval, Timeline
-from sp_lightning.device.waits import Stream
 from sp_lightning.model.find import find_layers
 from sp_lightning.observe.stats import Stats, bottleneck
 from sp_lightning.plan.plan import make_plan

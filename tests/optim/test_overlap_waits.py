@@ -15,8 +15,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Device
-from sp_lightning.device.waits import Stream
+from sp_lightning.device.device import Device, Stream
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import as_it_came, stored

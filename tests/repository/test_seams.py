@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream
 from sp_lightning.device.layout import part, versions
-from sp_lightning.device.waits import Stream
 from sp_lightning.engine.host_source import HostSource
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.store.block import HostBlock

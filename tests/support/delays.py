@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.accelerator import Accelerator
+from sp_lightning.device.device import Stream, Wait
 from sp_lightning.device.modes import no_inference_mode
-from sp_lightning.device.waits import Stream, Wait
 from tests.support.wait_scenarios import IMPLIED
 
 Slow = Literal["copies", "compute"]
