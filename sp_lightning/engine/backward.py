@@ -145,9 +145,10 @@ class Backward(Part):
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Sends off what is left of other layers' gradients, because the backward of ``layers`` begins."""
-        with self._arrivals:
-            self.gradients.make_room(layers)
-        self.gradients.land()
+        if self.gradients.arriving:
+            with self._arrivals:
+                self.gradients.make_room(layers)
+            self.gradients.land()
 
     def given_by_nested(self) -> Callable[[], str | None]:
         """Looks at backwards that begin from now on inside of what runs now, a forward or a forward that runs again.

@@ -53,7 +53,8 @@ class HostSource(BlockSource):
 
     def ready(self, layer: StreamedLayer) -> bool:
         """Whether the layer's update is done."""
-        return self._updates.ready(layer)
+        update = layer.owner.update
+        return update is None or update.done()
 
     def wait(self, layer: StreamedLayer) -> None:
         """Waits for the layer's update."""
@@ -86,7 +87,7 @@ class HostSource(BlockSource):
         for layer in self._layers:
             if layer.kind is Kind.RESIDENTS:
                 self._device.synchronize(layer.transfer, Wait.UPDATE_AFTER_RESIDENTS)
-            if not self._updates.under_way(layer):  # an optimizer, a hook or a callback may write it now
+            if layer.owner.update is None:  # an optimizer, a hook or a callback may write it now
                 self._device.access(layer.block.weights, None, write=True)
 
     def doubt(self, layers: Sequence[StreamedLayer]) -> None:
@@ -95,7 +96,7 @@ class HostSource(BlockSource):
             layer.invalidate()
             # User code that writes weights waits for their updates first. A layer whose update is under way was therefore
             # not written.
-            if not self._updates.under_way(layer):
+            if not layer.whole and layer.owner.update is None:
                 layer.casts.doubt()
 
     def settle(self) -> None:

@@ -102,7 +102,8 @@ class Residency:
             if not layer.rows.complete:
                 self._complete(layer)
             return self.used[layer]
-        self._tenants.before_use(layer)
+        if self._tenants.outside:
+            self._tenants.before_use(layer)
         if layer in self.resting:
             if not layer.outdated:
                 layer.visits += not backward
@@ -110,7 +111,8 @@ class Residency:
                 slot = self.used[layer] = self.resting.pop(layer)
                 return slot
             self._release_resting(layer)
-        self.slots.resume()
+        if self.slots.idle_since is not None:
+            self.slots.resume()
         layer.visits += not backward
         if not layer.on_demand:
             self.prefetch.trace.visit(layer)
@@ -121,7 +123,8 @@ class Residency:
         if not early and layer.outdated:
             layer.invalidate()
         absent = layer.slot is None or layer.slot.stale
-        layer.rows.begin_use()
+        if not layer.whole:
+            layer.rows.begin_use()
         if absent or not layer.rows.complete:
             if early:
                 raise RuntimeError(needed_again(layer, "its weights were needed again"))
@@ -146,8 +149,13 @@ class Residency:
         """Fetches the next layers of the trace for which there are slots."""
         if self.slots.all_settled and len(self.resting) == len(self.slots.settled):
             return  # every layer is there
-        for pairs in self.prefetch.transfers():
-            self._fetch(pairs)
+        for ring in self.prefetch.rings:
+            more = True
+            while more:
+                pairs, more = self.prefetch.next(ring)
+                if not pairs:
+                    break
+                self._fetch(pairs)
 
     def renew(self) -> None:
         """Brings present weights to memory that somebody holds, who sees them there as in views of a plain parameter."""
@@ -175,20 +183,16 @@ class Residency:
     # ------------------------------------------------------------------ layers go
 
     def release(self, layer: StreamedLayer) -> None:
-        """Releases a layer that nobody uses any more. Its slot may be overwritten, unless somebody still views it."""
-        slot = self.used.pop(layer)
-        try:
-            self._tenants.move_out(layer, slot)
-        finally:  # what was written on the device may be refused
-            self.slots.release(slot)  # (5)
-            self._tenants.moved_out(layer, slot)
+        """Releases a layer that no call uses any more. Its slot may be overwritten, unless user code still views it."""
+        self._tenants.release(layer, self.used.pop(layer))
 
     def release_unpinned(self, keep: Collection[StreamedLayer] = ()) -> bool:
         """Releases the layers that no running call pins, but for ``keep``. Returns whether any memory became free."""
         loose = [layer for layer in self.used if not layer.pins and layer not in keep] if self.used else ()
         for layer in loose:
             self._leave(layer)
-        return self._tenants.let_go() or bool(loose)
+        let_go = bool(self._tenants.kept) and self._tenants.let_go()
+        return let_go or bool(loose)
 
     def _leave(self, layer: StreamedLayer) -> None:
         """Releases a layer that nobody uses any more, or lets it rest."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from sp_lightning.plan.plan import PlannedLayer
@@ -53,6 +54,8 @@ class StreamedLayer:
         owner: the layer that it is updated with, and whose gradients leave together with its own. Of masters this is the
             layer that they belong to, otherwise the layer itself.
         rows: which rows come if something asks for the layer. Those of a table and of stacked experts set it to their own.
+        whole: whether all of it comes, and as it is: it has neither casts nor rows, and neither has to be asked.
+        update: its update in the background that the engine has not waited for yet. Masters have none of their own.
         slot: the slot that holds its weights as the host has them, or will hold them after the event ``transfer``.
         transfer: the event of its last transfer to the device.
         fetches: how often it was fetched.
@@ -85,6 +88,8 @@ class StreamedLayer:
         self.spans = (*planned.spans, *planned.casts)
         self.on_demand = kind in (Kind.MASTERS, Kind.TABLE)
         self.rows = AllRows()
+        self.whole = kind is not Kind.TABLE and not planned.rows and planned.masters is None
+        self.update: Future[None] | None = None
         self.slot: Slot | None = None
         self.transfer: Any = None
         self.fetches = 0
@@ -128,7 +133,8 @@ class StreamedLayer:
 
     def leave_slot(self) -> None:
         """As :meth:`invalidate`, but weights were given other memory: whoever holds the old one keeps the old values."""
-        self.rows.drop_cached()
+        if not self.whole:
+            self.rows.drop_cached()
         if self.kind is Kind.RESIDENTS and self.slot is not None:
             self.slot.stale = True  # they take another one when they are used next
             return

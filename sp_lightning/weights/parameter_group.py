@@ -223,8 +223,8 @@ class ParameterGroup:
         """Counts references as the layer's first forward since it came begins: hooks of autograd may keep parameters in it."""
         self._references = self._references or dict(enumerate(self._count_references())) | self._still_kept()
 
-    def detach(self) -> None:
-        """Turns the parameters into stand-ins. The layer's slot may be reused once :meth:`let_go` says so.
+    def detach(self) -> bool:
+        """Turns the parameters into stand-ins. Returns whether none is kept; if one is, until :meth:`let_go` says so.
 
         A device parameter that somebody has kept since :meth:`watch` stays a view of the slot's memory, because autograd
         would read it without a call. A checkpoint's recompute keeps frozen weights in this way, and so do saved-tensor
@@ -239,6 +239,7 @@ class ParameterGroup:
                     set_data(parameter, self.away[index])
                 set_class(parameter, kind)
         self.attached = False
+        return not kept
 
     def let_go(self) -> bool:
         """Takes the memory from the parameters that nobody keeps any more. Returns whether none are kept now."""

@@ -41,7 +41,8 @@ class Residents:
     def refresh(self) -> None:
         """Brings the device's copy up to date for everything that is computed from now on."""
         group, layer = self.group, self.layer
-        self._source.wait(layer)
+        if layer.update is not None:
+            self._source.wait(layer)
         if not group.hosts or (self._current and not group.stale):
             return
         if not group.stale or self._slot.kept is not None:

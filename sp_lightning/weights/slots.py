@@ -170,11 +170,6 @@ class Slots:
         if slot.memory.nbytes:
             self.by_address[slot.memory.data_ptr()] = slot
 
-    @property
-    def timed(self) -> bool:
-        """Whether somebody has a timeline, for which every use begins and ends."""
-        return bool(self._device.timelines)
-
     def views(self, layer: StreamedLayer, slot: Slot) -> list[Tensor]:
         return slot.lease.views(layer.layout, layer.spans)
 
@@ -225,7 +220,7 @@ class Slots:
             if staged is not None:
                 self._device.wait(Stream.UPLOAD, staged, Wait.FETCH_AFTER_UPDATE)
             begun = self._device.mark(Stream.UPLOAD)
-            nbytes = layer.rows.send(slot, source)
+            nbytes = None if layer.whole else layer.rows.send(slot, source)
             if nbytes is None:
                 nbytes = source.nbytes
                 target = slot.memory if slot.memory.nbytes == nbytes else slot.memory[:nbytes]
@@ -265,7 +260,8 @@ class Slots:
         """Lends a fetched layer's memory to compute, which waits for the transfer."""
         slot = layer.slot
         assert slot is not None
-        self._uploads.go_on()
+        if self._uploads.pending:
+            self._uploads.go_on()
         self.join(slot)
         slot.lent = True
         slot.idle = None
@@ -283,7 +279,7 @@ class Slots:
             self._arrive(slot)
         self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
-        if slot.layer is not None:
+        if slot.layer is not None and not slot.layer.whole:
             slot.layer.rows.arrived(slot.memory)
 
     def resume(self) -> None:
@@ -295,7 +291,7 @@ class Slots:
     def release(self, slot: Slot) -> None:
         """Ends the use of a slot. Device parameters have dropped the memory; others may still hold views of it."""
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
-        if self.timed:
+        if self._device.timelines:
             layer = None if slot.layer is None else slot.layer.index
             self._device.note("backward" if slot.backward else "forward", layer, slot.begun, Stream.COMPUTE)
             self.idle_since = self._device.mark(Stream.COMPUTE)
