@@ -90,16 +90,16 @@ class HostSource(BlockSource):
             if layer.owner.update is None:  # an optimizer, a hook or a callback may write it now
                 self._device.access(layer.block.weights, None, write=True)
 
-    def doubt(self, layers: Sequence[StreamedLayer]) -> None:
+    def invalidate(self, layers: Sequence[StreamedLayer]) -> None:
         """Marks the copies of these layers as out of date, because their weights may have been written on the host."""
         for layer in layers:
             layer.invalidate()
             # User code that writes weights waits for their updates first. A layer whose update is under way was therefore
             # not written.
             if not layer.whole and layer.owner.update is None:
-                layer.casts.doubt()
+                layer.casts.invalidate()
 
-    def settle(self) -> None:
+    def adopt(self) -> None:
         """Absorbs the memory that the user gave to parameters of any layer."""
         for layer in self._layers:
             self._adopt(layer)
@@ -119,7 +119,7 @@ class HostSource(BlockSource):
         block.adopt()
         layer.parameters.adopted()
         if layer.owner is not layer:
-            layer.owner.casts.doubt()  # the masters have other values although their block has the same memory
+            layer.owner.casts.invalidate()  # the masters have other values although their block has the same memory
         if self._watch is not None:
             for index in displaced:
                 self._watch.look_at(block, index)

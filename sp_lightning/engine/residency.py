@@ -126,8 +126,7 @@ class Residency:
         if not layer.whole:
             layer.rows.begin_use()
         if absent or not layer.rows.complete:
-            if early:
-                raise RuntimeError(needed_again(layer, "its weights were needed again"))
+            refuse_updated(layer)
             self.demand_fetches += 1
             self._fetch([(layer, layer.slot or self.slots.find(layer, self.prefetch.trace.next_use))])
             self._noted()
@@ -137,8 +136,7 @@ class Residency:
     def _complete(self, layer: StreamedLayer) -> None:
         """Brings the rows of stacked experts that are missing, into the slot that is in use."""
         slot = self.used[layer]
-        if layer.owner.updated_early:
-            raise RuntimeError(needed_again(layer, "its weights were needed again"))
+        refuse_updated(layer)
         if layer.outdated:
             layer.invalidate()
         self.demand_fetches += 1
@@ -191,8 +189,8 @@ class Residency:
         loose = [layer for layer in self.used if not layer.pins and layer not in keep] if self.used else ()
         for layer in loose:
             self._leave(layer)
-        let_go = bool(self._tenants.kept) and self._tenants.let_go()
-        return let_go or bool(loose)
+        freed = bool(self._tenants.kept) and self._tenants.free_dropped()
+        return freed or bool(loose)
 
     def _leave(self, layer: StreamedLayer) -> None:
         """Releases a layer that nobody uses any more, or lets it rest."""
@@ -248,9 +246,14 @@ class Peak:
             self.most = now
 
 
-def needed_again(layer: StreamedLayer, why: str) -> str:
-    """The error message for a layer that is needed although the running backward has updated it."""
-    return (
-        f'optimizer_overlap="backward" had updated layer {layer.name!r} when, in the same backward, '
-        f'{why}: some weights are those of the next step now. Use SuperpipelineStrategy(optimizer_overlap="forward").'
-    )
+def refuse_updated(layer: StreamedLayer, why: str = "its weights were needed again") -> None:
+    """Refuses what needs the weights of a layer as they were before the running backward has updated it.
+
+    Raises:
+        RuntimeError: it has.
+    """
+    if layer.owner.updated_early:
+        raise RuntimeError(
+            f'optimizer_overlap="backward" had updated layer {layer.name!r} when, in the same backward, '
+            f'{why}: some weights are those of the next step now. Use SuperpipelineStrategy(optimizer_overlap="forward").'
+        )

@@ -179,7 +179,7 @@ class Step(Part):
         self.residency.let_rest(False)
         used = self.residency.used
         self.lent.take_back_late(self.residency.slots.all)
-        self.source.doubt([layer for layer in self.layers if layer.kind is not Kind.RESIDENTS and layer not in used])
+        self.source.invalidate([layer for layer in self.layers if layer.kind is not Kind.RESIDENTS and layer not in used])
         self.residency.renew()
 
     def allow_writes(self) -> None:

@@ -144,10 +144,10 @@ class NoCasts:
 
     current = True
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """Nothing depends on masters."""
 
-    def trust(self) -> None:
+    def mark_current(self) -> None:
         """Nothing depends on masters."""
 
     def places(self, by: Stream) -> Mapping[int, Tensor]:
@@ -190,14 +190,14 @@ class Casts(NoCasts):
 
     @property
     def current(self) -> bool:  # type: ignore[override]
-        """Whether the casts agree with the masters, as far as versions and :meth:`doubt` show it."""
+        """Whether the casts agree with the masters, as far as versions and :meth:`invalidate` show it."""
         return self._made_of is not None and self._made_of == self._state()
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """Notes that masters may have been written in a way that no version shows."""
         self._made_of = None
 
-    def trust(self) -> None:
+    def mark_current(self) -> None:
         """Notes that another process has cast the present masters."""
         self._made_of = self._state()
 
@@ -206,7 +206,7 @@ class Casts(NoCasts):
 
         It may not if a graph has saved casts: :meth:`refresh` sees to it that the graph keeps their values.
         """
-        self.doubt()
+        self.invalidate()
         self._given = not self._present_values.saved
         if not self._given:
             return {}

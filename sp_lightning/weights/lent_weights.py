@@ -57,7 +57,7 @@ class Tenants:
         """Whether a layer that rests may have been written on the device, so that something is to be taken back."""
         return False
 
-    def let_go(self) -> bool:
+    def free_dropped(self) -> bool:
         """Takes the memory from device parameters that user code has dropped. Returns whether any of a layer were ``kept``."""
         return False
 
@@ -184,11 +184,11 @@ class LentWeights(Tenants):
             else:
                 layer.invalidate()
 
-    def let_go(self) -> bool:
+    def free_dropped(self) -> bool:
         """Takes the memory from device parameters that user code has dropped. Returns whether any of a layer were ``kept``."""
-        let_go = {layer for layer in self.kept if layer.parameters.let_go()}
-        self.kept -= let_go
-        return bool(let_go)
+        freed = {layer for layer in self.kept if layer.parameters.free_dropped()}
+        self.kept -= freed
+        return bool(freed)
 
     # ------------------------------------------------------------------ the host takes back
 

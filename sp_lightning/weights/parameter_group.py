@@ -224,7 +224,7 @@ class ParameterGroup:
         self._references = self._references or dict(enumerate(self._count_references())) | self._still_kept()
 
     def detach(self) -> bool:
-        """Turns the parameters into stand-ins. Returns whether none is kept; if one is, until :meth:`let_go` says so.
+        """Turns the parameters into stand-ins. Returns whether none is kept; if one is, until :meth:`free_dropped` says so.
 
         A device parameter that somebody has kept since :meth:`watch` stays a view of the slot's memory, because autograd
         would read it without a call. A checkpoint's recompute keeps frozen weights in this way, and so do saved-tensor
@@ -241,7 +241,7 @@ class ParameterGroup:
         self.attached = False
         return not kept
 
-    def let_go(self) -> bool:
+    def free_dropped(self) -> bool:
         """Takes the memory from the parameters that nobody keeps any more. Returns whether none are kept now."""
         if self._kept and not self.attached:
             before, self._kept = self._kept, self._still_kept()

@@ -108,7 +108,7 @@ class BlockSource:
     def synchronize(self) -> None:
         """Waits until no transfer reads the host's weights any more: whatever comes next may write them."""
 
-    def doubt(self, layers: Sequence[StreamedLayer]) -> None:
+    def invalidate(self, layers: Sequence[StreamedLayer]) -> None:
         """The host's weights of these layers may have been written unseen: their copies on the device are out of date."""
 
 
