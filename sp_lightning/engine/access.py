@@ -218,7 +218,7 @@ class Access(Part):
 
     @contextmanager
     def reading_rows(self, layer: StreamedLayer) -> Iterator[Staged | None]:
-        """A context in which a table's host weight is up to date and nobody writes it.
+        """A context in which a table's host weight is up to date and is not written.
 
         It yields the weight's bytes, to gather rows from; None if the whole weight is on the device, where it may be written.
 

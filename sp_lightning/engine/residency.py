@@ -32,8 +32,8 @@ class Residency:
 
     Attributes:
         used: the layers in use, in the order in which they came into use, with their slots.
-        resting: layers that nobody uses and that keep their slots and their device parameters' memory nevertheless, which
-            saves the host's time. Whoever marks copies as out of date first has them released (:meth:`let_rest`).
+        resting: layers that no call uses and that keep their slots and their device parameters' memory nevertheless, which
+            saves the host's time. Code that marks copies as out of date first has them released (:meth:`let_rest`).
         rests: whether layers may rest where there is a slot for each.
         demand_fetches: how often a layer was needed that was not on the device.
     """
@@ -156,7 +156,7 @@ class Residency:
                 self._fetch(pairs)
 
     def renew(self) -> None:
-        """Brings present weights to memory that somebody holds, who sees them there as in views of a plain parameter."""
+        """Brings present weights to memory that user code still views, which sees them there as in views of a plain parameter."""
         for slot in self.slots.all:
             if slot.stale and slot.layer is not None and slot.held:
                 self._fetch([(slot.layer, slot)])
@@ -193,7 +193,7 @@ class Residency:
         return freed or bool(loose)
 
     def _leave(self, layer: StreamedLayer) -> None:
-        """Releases a layer that nobody uses any more, or lets it rest."""
+        """Releases a layer that no call uses any more, or lets it rest."""
         if self.rests and layer in self.slots.settled:
             self._tenants.rest(layer)
             self.resting[layer] = self.used.pop(layer)

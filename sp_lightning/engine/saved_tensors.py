@@ -105,7 +105,7 @@ class RunningCalls:
                 hooks.__exit__(None, None, None)
 
     def reset(self) -> bool:
-        """All calls of this thread have ended. Returns whether there were any of which nobody was told."""
+        """All calls of this thread have ended. Returns whether there were any of whose end no hook was told."""
         ended = self._here.depth
         self.end(ended)
         return ended > 0

@@ -132,7 +132,7 @@ class Step(Part):
         self.residency.fetch_ahead()
 
     def begin_outside(self) -> None:
-        """Prepares for the call of a module outside any step. Nobody knows what was written since the last step."""
+        """Prepares for the call of a module outside any step. What was written since the last step is not known."""
         self.invalidate()
         self.thread = threading.get_ident()
         self.residency.prefetch.start("outside", training=False)
@@ -179,7 +179,9 @@ class Step(Part):
         self.residency.let_rest(False)
         used = self.residency.used
         self.lent.take_back_late(self.residency.slots.all)
-        self.source.invalidate([layer for layer in self.layers if layer.kind is not Kind.RESIDENTS and layer not in used])
+        self.source.invalidate(
+            [layer for layer in self.layers if layer.kind is not Kind.RESIDENTS and layer not in used]
+        )
         self.residency.renew()
 
     def allow_writes(self) -> None:
@@ -244,7 +246,7 @@ class Step(Part):
         """Takes every weight that was written on the device back to the host.
 
         Args:
-            rests: whether layers that rest, and that nobody has written, may go on resting.
+            rests: whether layers that rest, and that were not written, may go on resting.
         """
         self.residency.release_unpinned()
         self.residency.let_rest(rests and self.residency.rests)

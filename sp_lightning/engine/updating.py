@@ -80,7 +80,7 @@ class Updating(Part):
             self._step.resume()
 
     def before_early(self, layer: StreamedLayer) -> None:
-        """Prepares the update of a layer in the middle of backward. A fetch of it that nobody has used may be under way."""
+        """Prepares the update of a layer in the middle of backward. A fetch of it that no call has used may be under way."""
         layer.updated_early = True
         for member in layer.family:
             self.residency.slots.synchronize(Wait.UPDATE_AFTER_FETCH, member)

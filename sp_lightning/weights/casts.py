@@ -128,7 +128,7 @@ class PresentValues:
         """Keeps the present values for the graphs that have saved some of them, before others take their place.
 
         Args:
-            values: the bytes of the present values, flat ``uint8`` on the host. Nobody else writes this memory.
+            values: the bytes of the present values, flat ``uint8`` on the host. No other code writes this memory.
         """
         if self.saved:
             self.now.kept = values

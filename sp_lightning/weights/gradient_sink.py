@@ -32,7 +32,7 @@ class GradientSink(Generic[W]):
         apply: called with what came, once the host has waited for a transfer.
 
     Attributes:
-        keep_narrow: whether gradients that come in a lower dtype than their parameter's keep it until somebody reads them.
+        keep_narrow: whether gradients that come in a lower dtype than their parameter's keep it until user code reads them.
         arriving: the layers, or families of them, of which gradients have arrived that :meth:`make_room` would send off.
         device_bytes: bytes of gradients that are on the device now.
         drained_bytes: bytes that have left for the host.

@@ -79,7 +79,7 @@ class Gradients(GradientSink[_Drain]):
         self._received: dict[StreamedLayer, _Received] = {}
         # Held by the thread that applies gradients: parts of one are added in order.
         self._landing = threading.RLock()
-        # Whether somebody has read one. The next ones would be read, too, and take memory in both dtypes.
+        # Whether user code has read one. The next ones would be read, too, and take memory in both dtypes.
         self._looked_at = False
 
     def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
@@ -193,7 +193,7 @@ class Gradients(GradientSink[_Drain]):
     def land(self, *, everything: bool = False) -> None:
         """Applies gradients that have landed, all but the latest layer's unless ``everything`` is set.
 
-        Nobody waits for another thread that does so: that one may be in a hook, whose own backward may need this thread.
+        No thread waits for another one that does so: that one may be in a hook, whose own backward may need this thread.
         """
         if not (everything or len(self._landed) > 1) or not self._landing.acquire(blocking=False):
             return
@@ -226,7 +226,7 @@ class Gradients(GradientSink[_Drain]):
             self.device.access(map(_memory, drain.landings), None, write=True)
             if any(own is None for _, _, own, _ in drain.landings):  # these are added to others
                 drain.layer.use_gradients()
-            # Landings are taken out, so that nobody but its parameters holds a layer's gradients once it is complete.
+            # Landings are taken out, so that its parameters alone hold a layer's gradients once it is complete.
             while drain.landings:
                 received.applied.add(self._land(*drain.landings.popleft()))
         finally:
@@ -242,7 +242,7 @@ class Gradients(GradientSink[_Drain]):
         """Makes one gradient ``param.grad``, or adds it to that. Returns the parameter's identity."""
         first = parameter.grad is None
         if compacted and own is None and first:
-            gradient = gradient.to_dense()  # the block's memory for it is held by somebody
+            gradient = gradient.to_dense()  # the block's memory for it is still held
         elif own is not None and own is not gradient and first:
             with no_inference_mode():
                 if gradient.layout is torch.strided:

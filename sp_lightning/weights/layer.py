@@ -33,7 +33,7 @@ class Kind(enum.Enum):
 class StreamedLayer:
     """One layer: everything that the engine knows about it.
 
-    The device's copy is valid if :attr:`slot` is not None, nor ``stale``, and the copy is not :attr:`outdated`. Whoever writes
+    The device's copy is valid if :attr:`slot` is not None, nor ``stale``, and the copy is not :attr:`outdated`. Code that writes
     the host's weights in a way that no version shows calls :meth:`invalidate`. Residents have a slot of their own, which
     :class:`~sp_lightning.weights.residents.Residents` answers for. The prefetch asks for the slot alone: what it fetches in
     vain, or not at all, is found out when the layer is used.
@@ -123,7 +123,7 @@ class StreamedLayer:
     def invalidate(self) -> None:
         """Marks the device's copy as out of date, because the host's weights were or may have been written.
 
-        A slot that somebody holds stays the layer's, and the layer will come to it again: views of a weight follow it.
+        A slot that is viewed after its use stays the layer's, and the layer will come to it again: views of a weight follow it.
         """
         if self.slot is None or not self.slot.escaped or self.slot.lease.moved:
             self.leave_slot()
@@ -132,7 +132,7 @@ class StreamedLayer:
             self.slot.stale = True
 
     def leave_slot(self) -> None:
-        """As :meth:`invalidate`, but weights were given other memory: whoever holds the old one keeps the old values."""
+        """As :meth:`invalidate`, but weights were given other memory: views of the old one keep the old values."""
         if not self.whole:
             self.rows.drop_cached()
         if self.kind is Kind.RESIDENTS and self.slot is not None:

@@ -47,11 +47,11 @@ class Tenants:
         """Called when a call uses a layer: gives the modules its weights on the device."""
 
     def release(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Called when nobody uses a layer any more: takes its memory from the modules, and releases the slot."""
+        """Called when no call uses a layer any more: takes its memory from the modules, and releases the slot."""
         self._slots.release(slot)
 
     def rest(self, layer: StreamedLayer) -> None:
-        """Called instead of :meth:`release` where nobody uses a layer any more and it keeps its slot."""
+        """Called instead of :meth:`release` where no call uses a layer any more and it keeps its slot."""
 
     def written(self, layer: StreamedLayer) -> bool:
         """Whether a layer that rests may have been written on the device, so that something is to be taken back."""
@@ -63,7 +63,7 @@ class Tenants:
 
 
 class _Left(NamedTuple):
-    """A slot that a layer has left although somebody views it, and the digests of the weights that go on elsewhere."""
+    """A slot that a layer has left although it is still viewed, and the digests of the weights that go on elsewhere."""
 
     layer: StreamedLayer
     slot: Slot
@@ -112,7 +112,7 @@ class LentWeights(Tenants):
         """Notes that the device's copy is that of the host's present parameters."""
         layer.parameters.fetched()
         if layer.slot is not None and layer.slot.kept is not None:
-            self._slots.join(layer.slot)  # whoever holds the slot may read it at any time
+            self._slots.join(layer.slot)  # user code that holds the slot may read it at any time
             self.keep(layer.slot)
 
     def move_in(self, layer: StreamedLayer, slot: Slot) -> None:
@@ -337,7 +337,7 @@ class LentWeights(Tenants):
                     raise RuntimeError(_left_behind(left.layer.parameters.spans[index].name))
 
     def _keep_outside(self, layer: StreamedLayer, outside: Mapping[int, Tensor]) -> None:
-        """Remembers the other memory of weights as long as somebody else holds it, who may write it later."""
+        """Remembers the other memory of weights as long as user code holds it, which may write it later."""
         group = layer.parameters
         group.outside = {i: value for i, value in outside.items() if i not in group.apart and shared(value)}
         group.exposed.intersection_update(group.outside)

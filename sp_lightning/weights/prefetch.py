@@ -253,5 +253,5 @@ _slot_of = attrgetter("slot")  # None of an absent layer
 
 
 def _is_held(slot: Slot) -> bool:
-    """Whether somebody holds a slot after its use. To ask that takes the host longer than to choose a slot."""
+    """Whether a slot is still viewed after its use. To ask that takes the host longer than to choose a slot."""
     return not slot.lent and slot.lease.in_use

@@ -72,7 +72,7 @@ class Residents:
     def invalidate(self) -> None:
         """Marks the device's copy as out of date, because host weights were or may have been written.
 
-        Views of it that somebody keeps see the present weights at once, as views of a plain parameter do.
+        Views of it that user code keeps see the present weights at once, as views of a plain parameter do.
         """
         self._current = False
         if self._slot.kept is not None:
@@ -113,7 +113,7 @@ class Residents:
         self._slot = self._new_slot(0)
 
     def _take_memory(self) -> None:
-        """Takes new memory. Whoever holds the old one keeps its values."""
+        """Takes new memory. Views of the old one keep its values."""
         self._lent.resident_storages.discard(self.address)
         self._slot = self._new_slot(self.layer.planned.nbytes)
         self._lent.resident_storages.add(self.address)

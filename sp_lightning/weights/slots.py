@@ -2,9 +2,9 @@
 
 A slot's life::
 
-    FREE ──fetch──▶ FILLED ──use──▶ LENT ──release──▶ FILLED or, while somebody still reads it, HELD ──▶ FREE
+    FREE ──fetch──▶ FILLED ──use──▶ LENT ──release──▶ FILLED or, while it is still viewed, HELD ──▶ FREE
 
-A slot's memory is lent under a storage of its own. Once nobody holds that storage, no new kernel can be issued that reads it,
+A slot's memory is lent under a storage of its own. Once no tensor holds that storage, no new kernel can be issued that reads it,
 and an event recorded then covers the kernels that still run. Until then the slot is never overwritten: another slot is
 used, or an extra one is made.
 """
@@ -308,7 +308,7 @@ class Slots:
             slot.kept = None
 
     def give_back_extra(self) -> None:
-        """Frees the extra slots that nobody holds.
+        """Frees the extra slots that no tensor views.
 
         No transfer into one is under way: layers come to them on demand only, and compute has waited for those.
         """
@@ -335,7 +335,7 @@ class Slots:
     def resize(self, plan: Plan) -> None:
         """Gives the same layers the slots of another plan, between two batches.
 
-        A slot that somebody still holds stays as an extra one until nobody does.
+        A slot that is still viewed stays as an extra one until it is not.
         """
         held = [(slot, slot.layer) for slot in self.all if not slot.overwritable]
         self._free()
