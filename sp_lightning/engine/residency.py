@@ -168,7 +168,7 @@ class Residency:
                 self.release(member)
 
     def _fetch(self, pairs: Sequence[tuple[StreamedLayer, Slot]]) -> None:
-        self._tenants.before_fetch([slot for _, slot in pairs])
+        self._tenants.take_back_late([slot for _, slot in pairs])
         transfer = []
         for layer, slot in pairs:
             if self.used:

@@ -37,8 +37,8 @@ class Tenants:
     def before_use(self, layer: StreamedLayer) -> None:
         """Called before a layer is used, if any is ``outside``. Its weights on the host have to be up to date afterwards."""
 
-    def before_fetch(self, slots: Sequence[Slot]) -> None:
-        """Called before slots are overwritten."""
+    def take_back_late(self, slots: Iterable[Slot]) -> None:
+        """Called before slots are overwritten: what was written there is lost afterwards."""
 
     def fetched(self, layer: StreamedLayer) -> None:
         """Called when the transfer of a layer to the device was issued."""
@@ -103,10 +103,6 @@ class LentWeights(Tenants):
         """Takes back what was written outside of the layer's slot, before the layer comes."""
         for member in layer.family:
             self._take_back_outside(member)
-
-    def before_fetch(self, slots: Sequence[Slot]) -> None:
-        """Takes back what was written through views that outlived their layers' releases. Afterwards it would be lost."""
-        self.take_back_late(slots)
 
     def fetched(self, layer: StreamedLayer) -> None:
         """Notes that the device's copy is that of the host's present parameters."""

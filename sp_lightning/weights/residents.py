@@ -104,10 +104,6 @@ class Residents:
         )
         return self._slot.lease.in_use_beside(own)
 
-    def synchronize(self) -> None:
-        """Lets the host wait until no transfer reads its weights any more."""
-        self._device.synchronize(self.layer.transfer, Wait.UPDATE_AFTER_RESIDENTS)
-
     def close(self) -> None:
         """Frees the device memory."""
         self._slot = self._new_slot(0)
