@@ -190,7 +190,7 @@ class Prefetch:
         more = False
         for layer, needed in coming:
             best, may_go, more = self._choose(slots, float(needed))
-            while best is not None and _is_held(best):
+            while best is not None and best.held:  # asked last: to ask that takes the host longer than to choose a slot
                 slots.remove(best)
                 best, may_go, more = self._choose(slots, float(needed))
             if best is None:
@@ -250,8 +250,3 @@ class Prefetch:
 
 
 _slot_of = attrgetter("slot")  # None of an absent layer
-
-
-def _is_held(slot: Slot) -> bool:
-    """Whether a slot is still viewed after its use. To ask that takes the host longer than to choose a slot."""
-    return not slot.lent and slot.lease.in_use
