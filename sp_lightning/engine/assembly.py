@@ -103,7 +103,7 @@ def stand_ins_for_wrapped(found: Found, layers: Sequence[StreamedLayer]) -> dict
 
 
 def _bring(members: Sequence[tuple[ParameterGroup, int]], use: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Returns the parts of a wrapped parameter on the device. Whoever holds them holds their slots."""
+    """Returns the parts of a wrapped parameter on the device. Code that holds them holds their slots."""
     if members[0][0].layer.rows.may_compute_with_wrapped(use, args, kwargs):
         return [group.alias(index) for group, index in members]
     with members[0][0].doors.on_demand([group.all[index] for group, index in members]):

@@ -44,9 +44,9 @@ class LayerwiseStep:
         engine: the engine whose layers are updated.
         fuse: whether groups run fused of which the user has left that open.
         early: whether each layer is updated while backward goes on (``optimizer_overlap="backward"``).
-        measure: whether norms of gradients are computed while backward goes on. This is right only if nobody writes
+        measure: whether norms of gradients are computed while backward goes on. This is right only if no code writes
             gradients between backward and clipping.
-        narrow: whether gradients keep the dtype in which they come. This saves memory only if nobody reads them.
+        narrow: whether gradients keep the dtype in which they come. This saves memory only if user code does not read them.
         state: brings and takes away the optimizer's state; None if it stays on the host.
         waits: whether the step returns once all layers are updated. Then the optimizer need not be fused, because the
             background has as many threads as a whole step would have.
@@ -313,7 +313,7 @@ def _sparse(layer: StreamedLayer) -> _UndividedError:
 
 
 def _waiting(kind: type[Optimizer], finish: Callable[[], None]) -> type[Optimizer]:
-    """The class that an optimizer has while its updates are under way: whoever reads its state waits first."""
+    """The class that an optimizer has while its updates are under way: code that reads its state waits first."""
 
     def state(self: Optimizer) -> Any:
         finish()

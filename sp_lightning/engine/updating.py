@@ -80,11 +80,13 @@ class Updating(Part):
             self._step.resume()
 
     def before_early(self, layer: StreamedLayer) -> None:
-        """Prepares the update of a layer in the middle of backward. A fetch of it that nobody has used may be under way."""
+        """Prepares the update of a layer in the middle of backward. A fetch of it that no call has used may be under way."""
         layer.updated_early = True
         for member in layer.family:
             self.residency.slots.synchronize(Wait.UPDATE_AFTER_FETCH, member)
             slot, group = member.slot, member.parameters
+            if group.attached:  # whatever user code does with the weights from now on is refused
+                group.ask(before_use=True)
             own = len(group.all) if group.attached else 0
             viewed = slot if slot is not None and slot.kept is None and slot.lease.in_use_beside(own) else None
             if group.exposed or viewed is not None:

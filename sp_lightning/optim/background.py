@@ -11,7 +11,6 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -43,8 +42,8 @@ class BackgroundUpdates:
     def __init__(self, layers: Sequence[StreamedLayer], device: Device) -> None:
         self._layers = layers
         self._device = device
-        self._work: dict[StreamedLayer, Future[None]] = {}  # in the order in which the background does it
-        self._then: dict[StreamedLayer, Callable[[], None] | None] = {}
+        # The layers whose updates are under way, in the order of the background, and what is called once each is done.
+        self._under_way: dict[StreamedLayer, Callable[[], None] | None] = {}
         self._lock = threading.RLock()  # several threads may wait; the background never takes the lock
         self._failure: BaseException | None = None
         self._afterwards: list[Callable[[], None]] = []
@@ -86,26 +85,17 @@ class BackgroundUpdates:
                 for parameter in block.parameters:
                     if type(parameter) is not Tensor:  # a part of a wrapped parameter is none, and is not updated
                         take(parameter, self._role)
-            self._work[layer] = self._device.later(update)
-            self._then[layer] = then
+            layer.update = self._device.later(update)
+            self._under_way[layer] = then
 
     def afterwards(self, then: Callable[[], None]) -> None:
         """Has ``then`` called once somebody has waited for all updates, whether they succeeded or not."""
         self._afterwards.append(then)
 
-    def ready(self, layer: StreamedLayer) -> bool:
-        """Whether a layer can be read without waiting."""
-        work = self._work.get(layer.owner)
-        return work is None or work.done()
-
-    def under_way(self, layer: StreamedLayer) -> bool:
-        """Whether a layer was submitted and nobody has waited for its update yet."""
-        return layer.owner in self._work
-
     def bound(self, most: int) -> None:
         """Waits until at most ``most`` updates are under way."""
         with self._lock:
-            for layer in list(self._work)[:-most]:
+            for layer in list(self._under_way)[:-most]:
                 self._finish(layer, Wait.READ_AFTER_UPDATE)
 
     def wait(self, layer: StreamedLayer, why: Wait) -> None:
@@ -118,7 +108,7 @@ class BackgroundUpdates:
         Raises:
             BaseException: what any update raised, with its traceback.
         """
-        if layer.owner in self._work:
+        if layer.owner.update is not None:
             with self._lock:
                 self._finish(layer.owner, why)
         if self._failure is not None:
@@ -143,7 +133,7 @@ class BackgroundUpdates:
     def join(self) -> None:
         """Waits for all updates without raising what they raised: for callers that must not fail, or that fail already."""
         with self._lock:
-            for layer in list(self._work):
+            for layer in list(self._under_way):
                 self._finish(layer, Wait.READ_AFTER_UPDATE)
             while self._afterwards:
                 self._afterwards.pop()()
@@ -158,12 +148,11 @@ class BackgroundUpdates:
         self._failure = None
 
     def _finish(self, layer: StreamedLayer, why: Wait) -> None:
-        if layer in self._work:
-            # A KeyboardInterrupt may come here; the work is still known then.
-            self._device.finish(self._work[layer], why)
-            del self._work[layer]
+        if layer.update is not None:
+            # A KeyboardInterrupt may come here; the update is still known then.
+            self._device.finish(layer.update, why)
+            then, layer.update = self._under_way.pop(layer), None
             _restore_classes(layer.family)
-            then = self._then.pop(layer)
             if then is not None:
                 then()
 

@@ -119,7 +119,7 @@ class ExpertRows(AllRows):
         self.need(call.rows)
 
     def _reading(self, module: nn.Module) -> Reading | None:
-        """What is known of how the call reads stacks; None if it reads all of them, or nobody knows."""
+        """What is known of how the call reads stacks; None if it reads all of them, or that is not known."""
         if transforms_active():
             return None
         if is_parametrized(module):

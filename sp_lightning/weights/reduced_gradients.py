@@ -61,8 +61,7 @@ class ReducedGradients(GradientSink[None]):
         self._turn = 0
         # In this backward, in the order in which they were complete here.
         self._completed: dict[StreamedLayer, None] = {}
-        # Those with gradients on the device: whose others are still to come, and who wait for their turn.
-        self._arriving: dict[Family, None] = {}
+        # Those with gradients on the device that wait for their turn. Of those in ``arriving`` others are still to come.
         self._ready: dict[Family, None] = {}
         self._begun = False  # whether gradients have come in this backward
         self._wanted: Wanted | None = None  # in this backward
@@ -91,7 +90,7 @@ class ReducedGradients(GradientSink[None]):
         if gradient.layout is not torch.strided:
             gradient = self._to_dense(layer, name, gradient)
         family.waiting[place] = gradient
-        (self._ready if layer.owner in self._completed else self._arriving)[family] = None
+        (self._ready if layer.owner in self._completed else self.arriving)[family] = None
         family.came.add(place)
         self.device.access(gradient, Stream.COMPUTE, write=True)
         self.device_bytes += gradient.nbytes
@@ -118,7 +117,7 @@ class ReducedGradients(GradientSink[None]):
         owner.rows.compacted = False
         self._completed[owner] = None
         if family.waiting:
-            self._arriving.pop(family, None)
+            self.arriving.pop(family, None)
             self._ready[family] = None
         while self._turn < len(self._order) and self._order[self._turn] in self._completed:
             self._next()
@@ -134,7 +133,7 @@ class ReducedGradients(GradientSink[None]):
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Moves what is left of other layers' gradients to the host, because the backward of ``layers`` begins."""
         owners = [layer.owner for layer in layers]
-        for family in list(self._arriving):
+        for family in list(self.arriving):
             if family.owner not in owners and family.owner.kind is not Kind.RESIDENTS:
                 self._stash(family)
 
@@ -153,7 +152,7 @@ class ReducedGradients(GradientSink[None]):
     def _gone(self, family: Family) -> None:
         """Its gradients are not on the device any more."""
         family.waiting.clear()
-        self._arriving.pop(family, None)
+        self.arriving.pop(family, None)
         self._ready.pop(family, None)
 
     # ------------------------------------------------------------------ a layer is summed
@@ -291,7 +290,7 @@ class ReducedGradients(GradientSink[None]):
     def _end(self) -> None:
         self._turn, self._begun = 0, False
         self._completed.clear()
-        self._arriving.clear()
+        self.arriving.clear()
         self._ready.clear()
         self.device_bytes = 0
         self.places.end_backward()

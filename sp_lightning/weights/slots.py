@@ -2,9 +2,9 @@
 
 A slot's life::
 
-    FREE ──fetch──▶ FILLED ──use──▶ LENT ──release──▶ FILLED or, while somebody still reads it, HELD ──▶ FREE
+    FREE ──fetch──▶ FILLED ──use──▶ LENT ──release──▶ FILLED or, while it is still viewed, HELD ──▶ FREE
 
-A slot's memory is lent under a storage of its own. Once nobody holds that storage, no new kernel can be issued that reads it,
+A slot's memory is lent under a storage of its own. Once no tensor holds that storage, no new kernel can be issued that reads it,
 and an event recorded then covers the kernels that still run. Until then the slot is never overwritten: another slot is
 used, or an extra one is made.
 """
@@ -107,7 +107,7 @@ class BlockSource:
     def synchronize(self) -> None:
         """Waits until no transfer reads the host's weights any more: whatever comes next may write them."""
 
-    def doubt(self, layers: Sequence[StreamedLayer]) -> None:
+    def invalidate(self, layers: Sequence[StreamedLayer]) -> None:
         """The host's weights of these layers may have been written unseen: their copies on the device are out of date."""
 
 
@@ -169,11 +169,6 @@ class Slots:
         if slot.memory.nbytes:
             self.by_address[slot.memory.data_ptr()] = slot
 
-    @property
-    def timed(self) -> bool:
-        """Whether somebody has a timeline, for which every use begins and ends."""
-        return bool(self._device.timelines)
-
     def views(self, layer: StreamedLayer, slot: Slot) -> list[Tensor]:
         return slot.lease.views(layer.layout, layer.spans)
 
@@ -224,7 +219,7 @@ class Slots:
             if staged is not None:
                 self._device.wait(Stream.UPLOAD, staged, Wait.FETCH_AFTER_UPDATE)
             begun = self._device.mark(Stream.UPLOAD)
-            nbytes = layer.rows.send(slot, source)
+            nbytes = None if layer.whole else layer.rows.send(slot, source)
             if nbytes is None:
                 nbytes = source.nbytes
                 target = slot.memory if slot.memory.nbytes == nbytes else slot.memory[:nbytes]
@@ -264,7 +259,8 @@ class Slots:
         """Lends a fetched layer's memory to compute, which waits for the transfer."""
         slot = layer.slot
         assert slot is not None
-        self._uploads.go_on()
+        if self._uploads.pending:
+            self._uploads.go_on()
         self.join(slot)
         slot.lent = True
         slot.idle = None
@@ -282,7 +278,7 @@ class Slots:
             self._arrive(slot)
         self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
-        if slot.layer is not None:
+        if slot.layer is not None and not slot.layer.whole:
             slot.layer.rows.arrived(slot.memory)
 
     def resume(self) -> None:
@@ -294,7 +290,7 @@ class Slots:
     def release(self, slot: Slot) -> None:
         """Ends the use of a slot. Device parameters have dropped the memory; others may still hold views of it."""
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
-        if self.timed:
+        if self._device.timelines:
             layer = None if slot.layer is None else slot.layer.index
             self._device.note("backward" if slot.backward else "forward", layer, slot.begun, Stream.COMPUTE)
             self.idle_since = self._device.mark(Stream.COMPUTE)
@@ -311,7 +307,7 @@ class Slots:
             slot.kept = None
 
     def give_back_extra(self) -> None:
-        """Frees the extra slots that nobody holds.
+        """Frees the extra slots that no tensor views.
 
         No transfer into one is under way: layers come to them on demand only, and compute has waited for those.
         """
@@ -338,7 +334,7 @@ class Slots:
     def resize(self, plan: Plan) -> None:
         """Gives the same layers the slots of another plan, between two batches.
 
-        A slot that somebody still holds stays as an extra one until nobody does.
+        A slot that is still viewed stays as an extra one until it is not.
         """
         held = [(slot, slot.layer) for slot in self.all if not slot.overwritable]
         self._free()

@@ -322,7 +322,7 @@ def test_no_update_begins_while_somebody_looks() -> None:
         updates, layer = streamer.updates, next(iter(streamer.updating.order()))
         updates.submit(layer, partial(time.sleep, 0.05))
         with updates.still():
-            assert updates.ready(layer)
+            assert layer.update is None
         submits = threading.Thread(target=updates.submit, args=(layer, partial(begun.append, None)))
         with updates.still():
             submits.start()

@@ -36,7 +36,7 @@ class FromFiles:
     def __init__(self, *args: Any) -> None:
         self._host = HostSource(*args)
         self.synchronize = self._host.synchronize
-        self.doubt = self._host.doubt
+        self.invalidate = self._host.invalidate
         self.wait = self._host.wait
 
     def ready(self, layer: StreamedLayer) -> bool:
@@ -98,7 +98,7 @@ class CastsByVersion(NoCasts):
     def current(self) -> bool:  # type: ignore[override]
         return self._seen == versions(self._masters.parameters)
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         self._seen = []
 
     def refresh(self, by: Stream | None = None, *, but: Collection[int] = ()) -> None:

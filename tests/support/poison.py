@@ -49,11 +49,11 @@ def poisoned() -> Iterator[None]:
         copy, block.memory.common = block.weights, hidden.pop(block)
         block.weights.copy_(copy)
 
-    def hide(self: Swap) -> bool:
+    def hide(self: Swap) -> None:
         if not self.on_device:
             for block in self.blocks:
                 hide_one(block)
-        return to_device(self)
+        to_device(self)
 
     def show(self: Swap) -> None:
         if self.on_device:
