@@ -47,7 +47,7 @@ class LayerwiseStep:
         measure: whether norms of gradients are computed while backward goes on. This is right only if nobody writes
             gradients between backward and clipping.
         narrow: whether gradients keep the dtype in which they come. This saves memory only if nobody reads them.
-        state: brings and takes away the optimizer's state; None if it stays on the host.
+        state: loads and stores the optimizer's state; None if it stays on the host.
         waits: whether the step returns once all layers are updated. Then the optimizer need not be fused, because the
             background has as many threads as a whole step would have.
 
@@ -246,7 +246,7 @@ class LayerwiseStep:
                 found = (state_of(part).get(parameter, {}) for parameter in parameters)
                 give([value for each in found for value in each.values() if type(value) is Away])
             else:
-                self._state.bring(layer, part)
+                self._state.load((layer, self._optimizer), part)
             trained = [parameter for parameter in parameters if parameter.grad is not None]
             for (
                 parameter
@@ -257,7 +257,7 @@ class LayerwiseStep:
                 engine.device.access(as_it_came(parameter.grad), Stream.UPDATE, write=id(parameter) in clips)
             self._step_layer(layer, part, trained, clips)
             if self._state is not None:
-                self._state.put(layer, part)
+                self._state.store((layer, self._optimizer), part)
 
         release = partial(engine.release_gradients, layer, parameters) if self._early else None
         self._updates.submit(layer, update, release)

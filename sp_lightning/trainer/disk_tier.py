@@ -6,7 +6,7 @@ Weights that are in the user's files stay there: in training those of frozen wei
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from sp_lightning.device.host_allocator import free_garbage, return_free_memory, return_large_blocks
 from sp_lightning.device.layout import whole_pages
@@ -67,7 +66,7 @@ class DiskTier:
         return_large_blocks()
         self._host_memory = host_memory
         self._still = still
-        self._states: dict[Optimizer, StateOnDisk] = {}
+        self._state: StateOnDisk | None = None
         self._ring = StagingRing(0)
         self.placement: StatePlacement | None = None
         self.steps = 0
@@ -121,6 +120,8 @@ class DiskTier:
         self.placement = place_state(on_disk, self._room(others, elsewhere), self._host_memory)
         self._file.reserve(self.placement.disk_bytes, beside)
         self._ring.limit = self.placement.staging
+        if self.placement.on_disk:
+            self._state = StateOnDisk(self._file, self._ring, self.placement.in_memory, self._still)
         return self.placement
 
     def _room(self, others: int, elsewhere: int) -> int | None:
@@ -140,22 +141,13 @@ class DiskTier:
         return self._file.read_bytes + self._file.written_bytes + where.moved
 
     def of(self, optimizer: Any) -> StateOnDisk | None:
-        """What brings an optimizer's state; None if all of it is in memory."""
-        if self.placement is None or not self.placement.on_disk or is_no_optimizer(optimizer):
-            return None
-        if optimizer not in self._states:
-            self._states[optimizer] = StateOnDisk(self._file, self._ring, self.placement.in_memory, self._still)
-        return self._states[optimizer]
+        """What loads and stores an optimizer's state; None if all of it is in memory."""
+        return None if is_no_optimizer(optimizer) else self._state
 
     def absorb(self, optimizers: Sequence[Any], layer_of: Callable[[nn.Parameter], StreamedLayer | None]) -> None:
         """Writes the state that optimizers have now: layers are new, or a checkpoint has given it."""
-        for optimizer in [each for each in optimizers if not is_no_optimizer(each)]:
-            if (state := self.of(optimizer)) is not None:
-                by_layer = defaultdict(list)
-                for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-                    if (layer := layer_of(parameter)) is not None:
-                        by_layer[layer].append(parameter)
-                state.absorb(optimizer, by_layer)
+        if self._state is not None:
+            self._state.absorb([each for each in optimizers if not is_no_optimizer(each)], layer_of)
 
     def note_in(self, ledger: Ledger, where: Placement) -> Ledger:
         """Returns a ledger with the state on the disk, with the memory that all passes through, and with traffic.
