@@ -280,18 +280,26 @@ class OptimizerSteps:
         try:
             with self._run.whole_after_failure(make_room=make_room), ExitStack() as around:
                 if layerwise is not None:
-                    around.enter_context(in_place_of(plugin, self._clips_layerwise(layerwise, plugin)))
                     around.enter_context(layerwise.deferring())
                     self._step_hooks.deferring = optimizer, layerwise
-                if self._ranks is not None and (layerwise is None or self.overlap == "off"):
-                    around.enter_context(self._ranks.clipping(plugin))
+                around.enter_context(in_place_of(plugin, self._clipping(layerwise, plugin)))
                 return step(closed)
         finally:
             self._step_hooks.give_back_groups()
             self._step_hooks.deferring = outer
 
+    def _clipping(self, layerwise: LayerwiseStep | None, plugin: Any) -> dict[str, Any]:
+        """What clips in place of a precision plugin's methods, by their names: the updates, or the primary for all ranks."""
+        methods = {} if layerwise is None else self._clips_layerwise(layerwise, plugin)
+        ranks = self._ranks
+        if ranks is None:
+            return methods
+        if layerwise is not None and self.overlap != "off":
+            return methods if ranks.primary else dict.fromkeys(methods, _leave_to_primary)
+        return {name: ranks.together(methods.get(name, getattr(plugin, name))) for name in _CLIPPING}
+
     def _clips_layerwise(self, layerwise: LayerwiseStep, plugin: Any) -> dict[str, Any]:
-        """What clips in place of a precision plugin's methods: nothing does where these are not Lightning's."""
+        """The methods of layer by layer clipping: none where the plugin's are not Lightning's."""
         base, kind = base_of(plugin, Precision), type(plugin)
         clips = kind.clip_grad_by_norm, kind.clip_grad_by_value
         on_disk, seen = bool(self._run.placement.on_disk.gradients), self._hooks.may_write_weights("gradients")
@@ -300,10 +308,12 @@ class OptimizerSteps:
         ):
             return {}
         clipping = layerwise.clipping
-        clipping.at_once = seen  # whoever sees gradients finds them clipped
-        if self._run.ranks is not None and not self._run.ranks.primary:
-            return {"clip_grad_by_norm": _leave_to_primary, "clip_grad_by_value": _leave_to_primary}
-        return {"clip_grad_by_norm": clipping.by_norm, "clip_grad_by_value": clipping.by_value}
+        clipping.at_once = seen  # user code that reads gradients finds them clipped
+        return dict(zip(_CLIPPING, (clipping.by_norm, clipping.by_value), strict=True))
+
+
+_CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")
+"""The methods of a precision plugin that clip."""
 
 
 def _leave_to_primary(optimizer: Optimizer, clip_val: float) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from sp_lightning.device.patched import in_place_of, own_step
+from sp_lightning.device.patched import own_step
 from sp_lightning.engine.turns import Turns
 from sp_lightning.optim.scaler import Found, HostGradScaler
 from sp_lightning.trainer.run import Run
@@ -56,9 +56,9 @@ class RankSteps:
                     "one of its own. Return the wrapped optimizer from configure_optimizers, or pass Trainer(devices=1)."
                 )
             self._replaced[optimizer] = vars(optimizer).get("step")
-            step = partial(self._lead_step, own_step(optimizer)) if self._turns.ranks.primary else self._follow_step
+            step = partial(self._lead_step, own_step(optimizer)) if self.primary else self._follow_step
             vars(optimizer)["step"] = MethodType(_with_hooks(step), optimizer)
-            if not self._turns.ranks.primary:
+            if not self.primary:
                 optimizer.state = _Elsewhere()
 
     def detach(self) -> None:
@@ -161,15 +161,15 @@ class RankSteps:
 
     # ------------------------------------------------------------------ clipping
 
-    @contextmanager
-    def clipping(self, plugin: Any) -> Iterator[None]:
-        """While this is active a precision plugin clips gradients once for all ranks."""
-        methods = {name: getattr(plugin, name) for name in ("clip_grad_by_norm", "clip_grad_by_value")}
-        for name, method in methods.items():
-            if getattr(method, "func", None) != self.once:  # else another optimizer steps inside this one's closure
-                methods[name] = partial(self.once, method)
-        with in_place_of(plugin, methods):
-            yield
+    @property
+    def primary(self) -> bool:
+        """Whether this rank's optimizers step."""
+        return self._turns.ranks.primary
+
+    def together(self, action: Callable[..., Any]) -> Callable[..., Any]:
+        """What does something to the gradients of all ranks once: the action, on the primary."""
+        within = getattr(action, "func", None) == self.once  # an optimizer steps inside another one's closure
+        return action if within else partial(self.once, action)
 
     def once(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Does something to the gradients of all ranks, on the primary. The others wait for it."""
