@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from sp_lightning.device.patched import own_step
+from sp_lightning.device.patched import in_place_of, own_step
 from sp_lightning.engine.turns import Turns
 from sp_lightning.optim.scaler import Found, HostGradScaler
 from sp_lightning.trainer.run import Run
@@ -34,8 +34,8 @@ class RankSteps:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._replaced: dict[Optimizer, Any] = {}
-        self._scaler: HostGradScaler | None = None
+        self._own: dict[Optimizer, Any] = {}  # the steps that optimizers have on the object without us
+        self._attached = ExitStack()
 
     @property
     def _turns(self) -> Turns:
@@ -48,32 +48,27 @@ class RankSteps:
         """Replaces the steps of these optimizers, and what a gradient scaler does before them (None: there is none)."""
         self.detach()
         if isinstance(scaler, HostGradScaler):
-            scaler.together, self._scaler = self._unscale, scaler
+            self._attached.enter_context(in_place_of(scaler, {"together": self._unscale}))
         for optimizer in optimizers:
             if "state" not in vars(optimizer):
                 raise ValueError(
                     f"{type(optimizer).__name__} gives the state of an optimizer that it wraps, and several devices give it "
                     "one of its own. Return the wrapped optimizer from configure_optimizers, or pass Trainer(devices=1)."
                 )
-            self._replaced[optimizer] = vars(optimizer).get("step")
+            self._own[optimizer] = vars(optimizer).get("step")
             step = partial(self._lead_step, own_step(optimizer)) if self.primary else self._follow_step
-            vars(optimizer)["step"] = MethodType(_with_hooks(step), optimizer)
+            replaced = {"step": MethodType(_with_hooks(step), optimizer)}
+            self._attached.enter_context(in_place_of(optimizer, replaced))
             if not self.primary:
                 optimizer.state = _Elsewhere()
 
     def detach(self) -> None:
         """Puts the optimizers' own steps back."""
-        if self._scaler is not None:
-            self._scaler.together = None
-            self._scaler = None
-        for optimizer, step in self._replaced.items():
-            if step is None:
-                vars(optimizer).pop("step", None)
-            else:
-                vars(optimizer)["step"] = step
+        self._attached.close()
+        for optimizer in self._own:
             if isinstance(optimizer.state, _Elsewhere):
                 optimizer.state = defaultdict(dict)
-        self._replaced.clear()
+        self._own.clear()
 
     # ------------------------------------------------------------------ steps
 
@@ -132,7 +127,7 @@ class RankSteps:
         Raises:
             RuntimeError: it does, and ranks have written different weights.
         """
-        if calls_closure_first(optimizer, self._replaced.get(optimizer)):
+        if calls_closure_first(optimizer, self._own.get(optimizer)):
             return False
         self._turns.must_be_alike(
             f"{type(optimizer).__name__}.step may write weights before it calls its closure: all ranks then use rank 0's"
@@ -149,10 +144,8 @@ class RankSteps:
         assert streamer is not None
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
-                if (
-                    parameter.grad is not None
-                    and streamer.updating.layer_of(getattr(parameter, "host", parameter)) is None
-                ):
+                host = getattr(parameter, "host", parameter)
+                if parameter.grad is not None and streamer.updating.layer_of(host) is None:
                     raise RuntimeError(
                         f"{type(optimizer).__name__} steps a parameter of shape {tuple(parameter.shape)} that is none of the "
                         f"module's (number {index} of its group {number}): several devices do not sum its gradient. Make it an "
@@ -221,7 +214,7 @@ def _with_hooks(step: Callable[..., Any]) -> Any:
 
 
 class _Elsewhere(defaultdict[Any, Any]):
-    """The state of an optimizer on a rank that has none. It can be saved and loaded; who looks into it is told."""
+    """The state of an optimizer on a rank that has none. It can be saved and loaded; a look into it raises an error."""
 
     def __init__(self) -> None:
         super().__init__(dict)

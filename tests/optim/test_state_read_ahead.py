@@ -41,15 +41,14 @@ def make() -> Module:
 
 @pytest.fixture
 def states(monkeypatch: pytest.MonkeyPatch) -> list[StateOnDisk]:
-    """The state of every optimizer, to look at after a run."""
+    """The optimizers' state of every run, to look at afterwards."""
     made: list[StateOnDisk] = []
-    of = disk_tier.DiskTier.of
 
-    def noted(self: Any, optimizer: Any) -> Any:
-        made.append(of(self, optimizer))
+    def noted(*arguments: Any) -> StateOnDisk:
+        made.append(StateOnDisk(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(disk_tier.DiskTier, "of", noted)
+    monkeypatch.setattr(disk_tier, "StateOnDisk", noted)
     return made
 
 
