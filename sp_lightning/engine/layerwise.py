@@ -44,9 +44,9 @@ class LayerwiseStep:
         engine: the engine whose layers are updated.
         fuse: whether groups run fused of which the user has left that open.
         early: whether each layer is updated while backward goes on (``optimizer_overlap="backward"``).
-        measure: whether norms of gradients are computed while backward goes on. This is right only if nobody writes
+        measure: whether norms of gradients are computed while backward goes on. This is right only if no code writes
             gradients between backward and clipping.
-        narrow: whether gradients keep the dtype in which they come. This saves memory only if nobody reads them.
+        narrow: whether gradients keep the dtype in which they come. This saves memory only if no code reads them.
         state: loads and stores the optimizer's state; None if it stays on the host.
         waits: whether the step returns once all layers are updated. Then the optimizer need not be fused, because the
             background has as many threads as a whole step would have.
@@ -115,9 +115,8 @@ class LayerwiseStep:
             self._armed = {}  # where no layer is updated yet, all are at once
             self._refuse(_sparse(layer))
             return
-        self._updates.partially_updated = (
-            'a backward with optimizer_overlap="backward" failed after it had updated some layers'
-        )
+        failed = 'a backward with optimizer_overlap="backward" failed after it had updated some layers'
+        self._updates.partially_updated = failed
         self.begun.add(layer)
         self._engine.before_early(layer)
         self._submit(layer, groups)
@@ -156,7 +155,7 @@ class LayerwiseStep:
             self.clipping.pending = None
             self._groups, self._optimizer.param_groups = self._optimizer.param_groups, self._none
         self.begun.clear()
-        self._engine.over()
+        self._engine.backward.clear_early_updates()  # all updates are submitted
         self._updates.partially_updated = None
         if self._waits:
             self._updates.finish()
@@ -248,9 +247,8 @@ class LayerwiseStep:
             else:
                 self._state.load((layer, self._optimizer), part)
             trained = [parameter for parameter in parameters if parameter.grad is not None]
-            for (
-                parameter
-            ) in parameters:  # torch makes the state of one without a gradient in a later step, behind others'
+            for parameter in parameters:
+                # torch makes the state of one without a gradient in a later step, behind others'.
                 if parameter.grad is None and dict.get(state_of(part), parameter) == {}:
                     dict.pop(state_of(part), parameter)
             for parameter in trained:
@@ -308,7 +306,7 @@ def _sparse(layer: StreamedLayer) -> _UndividedError:
 
 
 def _waiting(kind: type[Optimizer], finish: Callable[[], None]) -> type[Optimizer]:
-    """The class that an optimizer has while its updates are under way: whoever reads its state waits first."""
+    """The class that an optimizer has while its updates are under way: code that reads its state waits first."""
 
     def state(self: Optimizer) -> Any:
         finish()

@@ -125,13 +125,10 @@ class StateOnDisk:
             for each in old:
                 if each is not stored:
                     self._transfers.release(each)
-            self._forget_seen(stored, leaving)
+            # What users have looked at and what is stored again, or was replaced, is forgotten: its place has other bytes now.
+            again = set(map(id, leaving))
+            self._seen = [seen for seen in self._seen if seen[1] is not stored and id(seen[0]) not in again]
             self._transfers.write(stored)
-
-    def _forget_seen(self, stored: Stored, tensors: Sequence[Tensor]) -> None:
-        """Forgets what users have looked at and what is stored again, or was replaced: its place has other bytes now."""
-        again = set(map(id, tensors))
-        self._seen = [seen for seen in self._seen if seen[1] is not stored and id(seen[0]) not in again]
 
     def absorb(self, optimizers: Iterable[Optimizer], layer_of: Callable[[nn.Parameter], StreamedLayer | None]) -> None:
         """Writes state that has come from elsewhere: from a checkpoint, or from an optimizer's own set-up.
@@ -173,7 +170,7 @@ class StateOnDisk:
     # ------------------------------------------------------------------ what users see
 
     def bring_for_user(self, tensors: Sequence[Away], beside: Collection[Any]) -> None:
-        """Gives tensors that somebody looks at memory of their own, until their next update or until others need the room."""
+        """Gives tensors that user code looks at memory of their own, until their next update or until others need the room."""
         with self._still(), self._lock, no_dispatch_modes(), torch.no_grad():
             tensors = [tensor for tensor in tensors if type(tensor) is Away]  # another thread may have been first
             self._looking.add(threading.get_ident())
@@ -187,7 +184,7 @@ class StateOnDisk:
     def _alone(self) -> bool:
         """Whether no other thread may be computing with what was looked at: its memory would be freed under an operator.
 
-        Nobody is told that a thread reads what another one has brought, so any that may be a user's counts.
+        That a thread reads what another one has loaded is not noticed, so any thread that may be a user's counts.
         """
         others = [each for each in threading.enumerate() if each is not threading.current_thread()]
         ours = "superpipeline"  # how our threads' names begin

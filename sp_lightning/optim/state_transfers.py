@@ -108,11 +108,11 @@ class StateTransfers:
     def _go_on(self) -> None:
         """Reads ahead into the memory of what was written. Runs in a thread of the disk.
 
-        It never waits: whoever has the lock may wait for this thread, and goes on by itself.
+        It never waits: the thread that has the lock may wait for this one, and goes on by itself.
         """
         if self.ring.lock.acquire(blocking=False):
             try:
-                # Whoever needs the memory has the error of a write. There is another one if the process ends.
+                # The thread that needs the memory gets the error of a write. There is another one if the process ends.
                 with suppress(OSError, RuntimeError):
                     self.read_ahead()
             finally:
@@ -163,7 +163,7 @@ class StateTransfers:
         self.release(stored)
 
     def release(self, stored: Stored) -> None:
-        """Gives a buffer back, once nobody writes to it any more."""
+        """Gives a buffer back, once no transfer writes to it any more."""
         if stored in self.ahead:
             self.ahead.remove(stored)
         if stored.transfer is not None:

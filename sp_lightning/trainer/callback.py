@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -294,9 +294,8 @@ def _checked_metrics(metrics: Any) -> tuple[str, ...]:
         return DEFAULT_METRICS if metrics else ()
     if metrics == "all":
         return METRICS
-    listed = isinstance(metrics, Iterable) and not isinstance(metrics, str)
-    names = tuple(metrics) if listed else ()
-    unknown = [name for name in names if name not in METRICS] if listed else [metrics]
+    names = tuple(metrics) if isinstance(metrics, (list, tuple)) else (metrics,)
+    unknown = [name for name in names if name not in METRICS]
     if unknown:
         raise ValueError(
             f'metrics= takes True, False, "all" or a list of names, and found {unknown[0]!r}. The names are {", ".join(METRICS)}.'

@@ -56,7 +56,7 @@ class GivenValues:
         """
         found = find_without_values(module)
         if found and self._path is not None:
-            # What the checkpoint has is written over what the file has, which brings it to memory.
+            # What the checkpoint has is written over what the file has, which loads it to memory.
             self._read_file(module, found, self._path, [each for each in found if state.keys() & each.names])
             return set()
         _check_room(found)
@@ -175,7 +175,6 @@ class SafetensorsFile:
 
     Attributes:
         shapes: the shape of each weight, by its name.
-        dtypes: what the file says of the dtype of each.
 
     Args:
         files: the file in which each weight is, by its name; None for all that are in ``path``.
@@ -197,13 +196,11 @@ class SafetensorsFile:
         self._path: Path | None = None
         self._read = 0
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}
         self._files: dict[str, Path] = {}
         for each in sorted(set(files.values())) if files else [path]:
             file = self._open(each, framework="pt")
             for name in file.keys():  # noqa: SIM118 (it has no iterator)
-                part = file.get_slice(name)
-                self.shapes[name], self.dtypes[name] = tuple(part.get_shape()), part.get_dtype()
+                self.shapes[name] = tuple(file.get_slice(name).get_shape())
                 self._files[name] = each
 
     def read(self, name: str) -> Tensor:
@@ -220,7 +217,7 @@ class TorchFile:
     """A checkpoint of Lightning's, or a state dictionary that ``torch.save`` wrote.
 
     Attributes:
-        shapes, dtypes: as those of :class:`SafetensorsFile`.
+        shapes: as those of :class:`SafetensorsFile`.
 
     Raises:
         ValueError: the file has something else.
@@ -240,7 +237,6 @@ class TorchFile:
             )
         self._state: dict[str, Tensor] = state
         self.shapes = {name: tuple(each.shape) for name, each in self._state.items()}
-        self.dtypes = {name: str(each.dtype) for name, each in self._state.items()}
 
     def read(self, name: str) -> Tensor:
         """As :meth:`SafetensorsFile.read`."""
