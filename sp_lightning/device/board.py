@@ -10,6 +10,7 @@ Each node has a board. That a rank of another node has failed comes by :class:`N
 from __future__ import annotations
 
 import os
+import re
 import select
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +42,16 @@ def board_bytes(size: int) -> int:
 
 class RankError(RuntimeError):
     """Another rank has failed or is elsewhere, so this one cannot go on."""
+
+
+def _failed(who: str, when: str, error: str) -> BaseException:
+    """What is raised where another rank has failed. An interrupt of one is one of all, so that a run ends as it does alone."""
+    said = f"{who} has failed {when}: {error}"
+    return KeyboardInterrupt(said) if _INTERRUPTED.match(error) else RankError(said)
+
+
+_INTERRUPTED = re.compile(r"(rank \d+ \(node \d+\): )?KeyboardInterrupt:")
+"""How the error of an interrupted rank begins, on another node with the rank's name."""
 
 
 class Board:
@@ -138,6 +149,8 @@ class Board:
         for other in self._others:
             both = min(self._came, self._word(other, _CAME))
             if both and self._part(other, both):
+                if self._word(other, _FAILED):  # it comes to other meetings for that
+                    raise _failed(self._names[other], "meanwhile", self._error_of(other))
                 raise RankError(self._parted(other, both))
 
     def _part(self, other: int, meeting: int) -> bool:
@@ -185,6 +198,10 @@ class Board:
         self._memory.bytes[begin : begin + len(text)] = text
         self._write(_FAILED, 1)
 
+    def _error_of(self, rank: int) -> str:
+        end = (rank + 1) * _PAGES
+        return self._memory.bytes[end - PAGE : end].rstrip(b"\0").decode(errors="replace")
+
     def check(self, why: str) -> None:
         """Looks for ranks that will not come.
 
@@ -193,13 +210,12 @@ class Board:
 
         Raises:
             RankError: one has failed, with its own error; or has parted from this one (by the end of its run, say), or ended.
+            KeyboardInterrupt: one was interrupted.
         """
         waited = f"while {self._names[self.rank]} waited for {why}"
         for other in self._others:
             if self._word(other, _FAILED):
-                end = (other + 1) * _PAGES
-                error = self._memory.bytes[end - PAGE : end].rstrip(b"\0").decode(errors="replace")
-                raise RankError(f"{self._names[other]} has failed {waited}: {error}")
+                raise _failed(self._names[other], waited, self._error_of(other))
         self.compare()
         for descriptor, _ in self._processes.poll(0):
             raise RankError(
@@ -207,7 +223,7 @@ class Board:
                 "system for want of memory, say, or it has left trainer.fit earlier than this one."
             )
         if elsewhere := self._elsewhere():
-            raise RankError(f"another node has failed {waited}: {elsewhere}")
+            raise _failed("another node", waited, elsewhere)
 
     def until(self, reached: Callable[[], bool], why: Wait | str) -> None:
         """Waits for something that other ranks bring about.

@@ -80,7 +80,7 @@ class Updating(Part):
             self._step.resume()
 
     def before_early(self, layer: StreamedLayer) -> None:
-        """Prepares the update of a layer in the middle of backward. A fetch of it that no call has used may be under way."""
+        """Prepares the update of a layer in the middle of backward. A fetch of it that was not used may be under way."""
         layer.updated_early = True
         for member in layer.family:
             self.residency.slots.synchronize(Wait.UPDATE_AFTER_FETCH, member)
@@ -105,15 +105,11 @@ class Updating(Part):
         return f"a step of {type(optimizer).__name__}{name}"
 
     def gather(self, optimizer: Optimizer) -> None:
-        """With several ranks, waits for all of them, and makes what the primary's user code has written everybody's."""
+        """With several ranks, waits for all of them, and makes what the primary's user code has written that of all ranks."""
         if self._turns is not None:
             self.updates.finish()
             if self._turns.begin(self.step_of(optimizer), weights=True):
                 self._turns.cast()
-
-    def over(self) -> None:
-        """Allows uses of layers that backward has updated, because the step has submitted all updates."""
-        self.backward.clear_early_updates()
 
     def release_gradients(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> None:
         """Frees the gradients of these parameters of a layer, which are updated."""

@@ -80,7 +80,7 @@ class BackgroundUpdates:
                 self._failure = error
 
         with self._lock:
-            self._finish(layer, Wait.READ_AFTER_UPDATE)  # the last step's update, if nobody has waited for it
+            self._finish(layer, Wait.READ_AFTER_UPDATE)  # the last step's update, if it was not waited for
             for block in blocks:
                 for parameter in block.parameters:
                     if type(parameter) is not Tensor:  # a part of a wrapped parameter is none, and is not updated
@@ -89,7 +89,7 @@ class BackgroundUpdates:
             self._under_way[layer] = then
 
     def afterwards(self, then: Callable[[], None]) -> None:
-        """Has ``then`` called once somebody has waited for all updates, whether they succeeded or not."""
+        """Has ``then`` called once all updates were waited for, whether they succeeded or not."""
         self._afterwards.append(then)
 
     def bound(self, most: int) -> None:
@@ -182,7 +182,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class _BeingUpdated(Role):
-    """A host parameter whose update is under way. Whoever computes with it, or reads its gradient, waits first."""
+    """A host parameter whose update is under way. Code that computes with it, or reads its gradient, waits first."""
 
     rank = 0
     _updates: BackgroundUpdates
@@ -238,7 +238,7 @@ class SharedUpdates(BackgroundUpdates):
             self._submitted[layer] += 1
             shared = partial(self._update, layer, self._submitted[layer], self._gradients.landing(layer), work)
             if self._ranks.primary:
-                # Until somebody waits for the update, the layer's parameters and gradients are those that all ranks see.
+                # Until the update is waited for, the layer's parameters and gradients are those that all ranks see.
                 for member in layer.family:
                     common.enter_context(member.block.written_in_common())
                 common.enter_context(self._gradients.places.written_in_common([layer]))

@@ -9,8 +9,6 @@ import math
 import threading
 from bisect import bisect_left, insort
 from collections import deque
-from typing import Any
-from weakref import WeakSet
 
 from torch import Tensor
 
@@ -103,7 +101,6 @@ class StagingRing:
 
     Attributes:
         lock: the lock of all who use it.
-        users: those who take buffers.
         nbytes: bytes of all buffers now.
         peak_bytes: the most bytes that they were.
     """
@@ -111,7 +108,6 @@ class StagingRing:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.lock = threading.RLock()
-        self.users = WeakSet[Any]()
         self._idle: list[Tensor] = []
         self.nbytes = 0
         self.peak_bytes = 0

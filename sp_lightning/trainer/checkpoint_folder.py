@@ -82,18 +82,13 @@ def _take_out(value: Any, taken: dict[Keys, Tensor], path: Keys = ()) -> Any:
 
 def _is_large(tensor: Tensor) -> bool:
     plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.requires_grad
-    numbers = (
-        tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype in _WHOLE
-    )  # others are in the index
+    # Tensors of other dtypes are in the index.
+    numbers = tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype in _WHOLE
     return plain and numbers and tensor.nbytes >= LEAST and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-def _name(path: Keys) -> str:
-    return ".".join(map(str, path))
 
 
 class _Content:
@@ -125,7 +120,7 @@ class _Content:
 
     def _new_name(self, path: Keys) -> str:
         """A path with dots; with a number if another path reads like it."""
-        name = _name(path)
+        name = ".".join(map(str, path))
         names = chain([name], (f"{name}#{number}" for number in count(1)))
         return next(name for name in names if name not in self.tensors)
 
@@ -185,10 +180,9 @@ def _finish(content: _Content, metadata: Any, place: Path, folder: Path) -> None
     stored = {index.fqn: each for index, each in metadata.storage_data.items()}
     lost = sorted(content.paths.keys() - stored.keys())
     if lost:  # torch waits for its threads, and does not ask how they have ended
-        what = (
-            f"threads of torch.distributed.checkpoint have failed, as they say above, and have not written {lost[0]!r}"
-        )
-        raise OSError(errno.EIO, f"{what}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}")
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        why = "threads of torch.distributed.checkpoint have failed, as they say above, and have not written"
+        raise OSError(errno.EIO, f"{why} {lost[0]!r}{more}")
     tensors = [
         tuple(StoredTensor(paths, stored[name].relative_path, stored[name].offset, stored[name].length))
         for name, paths in content.paths.items()
@@ -249,7 +243,7 @@ def _remove(path: Path) -> None:
 @contextmanager
 def _group(alone: bool) -> Iterator[Any]:
     """A group of all ranks, of its own: other threads may be in the midst of other collectives. None for one process."""
-    if alone or not _several():
+    if alone or not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         yield None
         return
     group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
@@ -259,15 +253,11 @@ def _group(alone: bool) -> Iterator[Any]:
         dist.destroy_process_group(group)
 
 
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _on_first(group: Any, folder: Path, work: Callable[[], Any], told: Callable[[Any], Any]) -> tuple[Any, Any]:
+def _on_first(group: Any, folder: Path, work: Callable[[], Any], share: Callable[[Any], Any]) -> tuple[Any, Any]:
     """Has rank 0 work.
 
     Returns:
-        What the work returns, on rank 0, else None; and on all ranks what is told of it.
+        What the work returns, on rank 0, else None; and on all ranks what ``share`` makes of it.
 
     Raises:
         BaseException: the work's error, on rank 0.
@@ -279,7 +269,7 @@ def _on_first(group: Any, folder: Path, work: Callable[[], Any], told: Callable[
     if group is None or dist.get_rank() == 0:
         try:
             result = work()
-            found = [told(result), None]
+            found = [share(result), None]
         except BaseException as mine:
             error = mine
             found[1] = RuntimeError(f"The checkpoint could not be written: rank 0: {type(mine).__name__}: {mine}")
