@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import combinations
 from typing import Any
 
-from sp_lightning.cli.answer import Answer
-from sp_lightning.cli.answer import answer as answer_again
+from sp_lightning.cli.answer import Answer, answer
 from sp_lightning.cli.arguments import PRECISIONS, Question, changed, contradictions
 from sp_lightning.cli.estimate import Estimate, estimate_model
 from sp_lightning.cli.verdict import enough_host_memory
@@ -20,57 +19,57 @@ Changes = dict[str, Any]
 """New values of arguments, by their names."""
 
 
-def remedies(answer: Answer, say: Callable[[str], None]) -> list[Answer]:
+def remedies(refused: Answer, say: Callable[[str], None]) -> list[Answer]:
     """The answers to changed questions that fit: the two cheapest, none of which contains the other, and more memory.
 
     Args:
-        answer: one that does not fit.
+        refused: one that does not fit.
         say: is told what is tried, if that takes its time.
     """
     found: dict[frozenset[str], Answer] = {}
-    estimates = [answer.estimate]
-    for changes in _candidates(answer):
+    estimates = [refused.estimate]
+    for changes in _candidates(refused):
         names = frozenset(changes)
         if len(found) == _MOST:
             break
         if any(other <= names for other in found):
             continue
-        tried = _try(answer, changes, estimates, say)
+        tried = _try(refused, changes, estimates, say)
         if tried is not None and tried.status == 0:
             found[names] = tried
-    more = _try(answer, _more_memory(answer), estimates, say)
+    more = _try(refused, _more_memory(refused), estimates, say)
     return [*found.values(), *([more] if more is not None and more.status == 0 else [])]
 
 
-def _try(answer: Answer, changes: Changes, estimates: list[Estimate], say: Callable[[str], None]) -> Answer | None:
+def _try(refused: Answer, changes: Changes, estimates: list[Estimate], say: Callable[[str], None]) -> Answer | None:
     """The answer with some changes; None if there is none, or if it would take too long to find."""
-    question = Question(**{**vars(answer.question), **changes})
-    if not changes or any(contradictions(question)) or _is_too_large(answer, question):
+    question = Question(**{**vars(refused.question), **changes})
+    if not changes or any(contradictions(question)) or _is_too_large(refused, question):
         return None
     known = next((each for estimate in estimates if (each := estimate.asked(question)) is not None), None)
     if known is None:
         if len(estimates) > _MOST_RUNS:
             return None
-        say(f"tries {changed(answer.question, question)}")
+        say(f"tries {changed(refused.question, question)}")
         try:
             known = estimate_model(question)
         except (ValueError, ImportError):
             return None
         estimates.append(known)
-    return answer_again(known)
+    return answer(known)
 
 
-def _is_too_large(answer: Answer, question: Question) -> bool:
+def _is_too_large(refused: Answer, question: Question) -> bool:
     """Whether weights alone are more than the host's memory, so that no batch has to be run."""
-    limit, dtype = answer.estimate.host.limit, PRECISIONS[question.precision][0]
-    needed = answer.estimate.parameters * dtype.itemsize
-    return question.disk is None and question.host_memory == answer.question.host_memory and needed > (limit or needed)
+    limit, dtype = refused.estimate.host.limit, PRECISIONS[question.precision][0]
+    needed = refused.estimate.parameters * dtype.itemsize
+    return question.disk is None and question.host_memory == refused.question.host_memory and needed > (limit or needed)
 
 
-def _candidates(answer: Answer) -> Iterator[Changes]:
+def _candidates(refused: Answer) -> Iterator[Changes]:
     """What is lacking needs one step that helps, or several. Of the same price those with fewer steps come first."""
-    lacking = _lacking(answer)
-    steps = [step for step in _steps(answer) if step[1] & lacking]
+    lacking = _lacking(refused)
+    steps = [step for step in _steps(refused) if step[1] & lacking]
     several = [chosen for count in (1, 2, 3) for chosen in combinations(steps, count)]
     for chosen in sorted(several, key=lambda chosen: sum(price for _, _, price in chosen)):
         changes = {name: value for step, _, _ in chosen for name, value in step.items()}
@@ -80,18 +79,18 @@ def _candidates(answer: Answer) -> Iterator[Changes]:
             yield changes
 
 
-def _lacking(answer: Answer) -> frozenset[str]:
-    device = frozenset() if any(row.fits for row in answer.rows) else _DEVICE
-    return device if answer.estimate.host.fits else device | _HOST
+def _lacking(refused: Answer) -> frozenset[str]:
+    device = frozenset() if any(row.fits for row in refused.rows) else _DEVICE
+    return device if refused.estimate.host.fits else device | _HOST
 
 
-def _steps(answer: Answer) -> Iterator[tuple[Changes, frozenset[str], int]]:
+def _steps(refused: Answer) -> Iterator[tuple[Changes, frozenset[str], int]]:
     """Single changes, with the memory of which each may need less, and a price.
 
     What changes nothing of the result has the lowest: it takes time (1), or a drive (2). Other sizes or numbers are worth
     more (3), and so is another training (4).
     """
-    asked, estimate = answer.question, answer.estimate
+    asked, estimate = refused.question, refused.estimate
     work, step = estimate.work, estimate.step
     if asked.k or asked.k_prime:
         yield {"k": None, "k_prime": None}, _DEVICE, 0
@@ -101,7 +100,7 @@ def _steps(answer: Answer) -> Iterator[tuple[Changes, frozenset[str], int]]:
         for mode in ("recompute", "offload"):
             if asked.activations not in (mode, "auto"):
                 yield {"activations": mode}, _DEVICE, 1
-    if asked.batch > 1 and (count := _fitting_batch(answer)):
+    if asked.batch > 1 and (count := _fitting_batch(refused)):
         yield {"batch": count}, _DEVICE, 3
     if step is not None and step.overlap == "forward":
         yield {"overlap": "backward"}, _HOST, 1
@@ -109,25 +108,25 @@ def _steps(answer: Answer) -> Iterator[tuple[Changes, frozenset[str], int]]:
         yield {"disk": 7e9}, _HOST, 2
     if PRECISIONS[asked.precision][0].itemsize > 2:
         yield {"precision": "bf16-true"}, _DEVICE | _HOST, 3
-    weights, gradients = answer.shown.plan.plain
+    weights, gradients = refused.shown.plan.plain
     if not asked.predict and asked.lora is None and gradients > weights / 2:  # else there are adapters already
         yield {"lora": 16}, _DEVICE | _HOST, 4
 
 
-def _fitting_batch(answer: Answer) -> int:
+def _fitting_batch(refused: Answer) -> int:
     """About how large a batch may be: activations and caches grow with it, weights do not."""
-    asked, activations = answer.question, answer.estimate.activation_bytes
-    room = (asked.gpu_memory or 0) - answer.shown.device_bytes + activations
+    asked, activations = refused.question, refused.estimate.activation_bytes
+    room = (asked.gpu_memory or 0) - refused.shown.device_bytes + activations
     return min(asked.batch - 1, asked.batch * room // activations) if activations > 0 and room > 0 else 0
 
 
-def _more_memory(answer: Answer) -> Changes:
+def _more_memory(refused: Answer) -> Changes:
     """The least card and host memory of which there is enough."""
-    lacking, changes = _lacking(answer), Changes()
+    lacking, changes = _lacking(refused), Changes()
     if "host" in lacking:
-        changes["host_memory"] = -(-enough_host_memory(answer) // 2**30) * 2**30
+        changes["host_memory"] = -(-enough_host_memory(refused) // 2**30) * 2**30
     if "device" in lacking:
-        card = next((gib for gib in _CARDS if gib * 2**30 >= answer.shown.device_bytes), None)
+        card = next((gib for gib in _CARDS if gib * 2**30 >= refused.shown.device_bytes), None)
         if card is None:
             return {}
         changes["gpu_memory"] = card * 2**30
