@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from sp_lightning.cli.arguments import LIGHTNING, Question, make_parser
+from sp_lightning.cli.arguments import LIGHTNING, Question, make_parser, separate
 from sp_lightning.cli.commands import run_convert, run_lightning, run_plan
 
 
@@ -13,8 +13,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command that the arguments name; by default those of the process.
 
     Raises:
-        SystemExit: with status 1 if a model does not fit, with status 2 if a command cannot do what it is asked to do. The
-            message says why.
+        SystemExit: with status 1 if a model does not fit, with status 3 if it is not known whether it fits, with status 2 if
+            a command cannot do what it is asked to do. The message says why.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in LIGHTNING:
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if given.command == "convert":
             run_convert(given.source, given.target, trust=given.trust)
         else:
-            run_plan(given)
+            run_plan(separate(given))
     except (ValueError, ImportError, OSError) as error:
         parser.exit(2, f"{parser.prog} {given.command}: {error}\n")
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.activations.chunked_loss import chunk_loss
+from sp_lightning.cli.adapters import add_adapters
 from sp_lightning.cli.arguments import PRECISIONS, Question, contradictions
 from sp_lightning.cli.host import HostMemory, HostStep, host_memory, host_step
 from sp_lightning.cli.model_source import Arguments, ModelSource, load_model
@@ -31,6 +32,12 @@ from sp_lightning.tune.dry_run import Cost, Work, estimate, on_paper
 from sp_lightning.tune.host_time import host_seconds
 from sp_lightning.tune.simulator import predict
 from sp_lightning.tune.visits import Prediction, Rates
+
+_DRY_RUN = (
+    "model", "predict", "generate", "precision", "batch", "tokens", "image", "input", "checkpointing", "loss_tokens", "lora",
+    "keep_logits", "optimizer", "step_seconds", "layers", "resident", "host_tflops",
+)  # fmt: skip
+"""What of a question a batch without values, or the optimizer's step, depends on, but for when updates run."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,30 @@ class Estimate:
     def parameters(self) -> int:
         """How many numbers the weights are."""
         return sum(parameter.numel() for parameter in self.found.places)
+
+    def asked(self, question: Question) -> Estimate | None:
+        """The estimate for another question about the same batch; None if a batch has to be run for it."""
+        if any(getattr(question, name) != getattr(self.question, name) for name in _DRY_RUN):
+            return None
+        step = self.step
+        if step is not None and step.overlap == self.question.overlap:
+            step = replace(step, overlap=question.overlap)
+        return replace(self, question=question, step=step)
+
+    @cached_property
+    def plain_bytes(self) -> int:
+        """Device memory of plain Lightning.
+
+        That is weights and, in training, gradients and optimizer state, and the more of two: casts and activations, or a third
+        tensor per trained parameter in the step of torch's optimizers, unless they are fused. ``ddp`` has gradients twice.
+        """
+        plan, ledger = self.plan(1, 1), self.host.ledger
+        weights, gradients = plan.plain
+        nbytes = sum(span.nbytes for layer in plan.layers for span in layer.casts) + self.work.alive("keep")
+        if ledger is None:
+            return weights + nbytes
+        copies = 1 if plan.alone else 2
+        return weights + copies * gradients + (ledger.state or 0) + max(nbytes, gradients)
 
     def plan(self, k: int, k_prime: int) -> Plan:
         """The plan for a window."""
@@ -187,6 +218,8 @@ def estimate_model(question: Question) -> Estimate:
         module = source.module
         if not any(True for _ in module.parameters()):
             raise ValueError(f"{question.model!r} has no parameters, so there is nothing to stream.")
+        if question.lora is not None:
+            add_adapters(module, question.lora, layers=question.layers)
         module.to(dtype)
         if question.checkpointing:
             enable: Any = getattr(module, "gradient_checkpointing_enable", None)

@@ -71,7 +71,26 @@ def load_model(asked: Question) -> ModelSource:
         return _load_factory(asked)
     if path.is_dir() or path.suffix == ".json":
         return _load_transformers(asked, path / "config.json" if path.is_dir() else path)
+    if "/" in source:
+        return _load_transformers(asked, _cached(source))
     return _load_torchvision(asked)
+
+
+def _cached(name: str) -> Path:
+    """The config of a model of the Hugging Face hub, as far as it is in the cache: nothing is downloaded.
+
+    Raises:
+        ValueError: it is not.
+    """
+    try:
+        from transformers.utils.hub import cached_file
+
+        return Path(cached_file(name, "config.json", local_files_only=True) or "")
+    except (ImportError, OSError, ValueError) as error:
+        raise ValueError(
+            f"{name!r} is no folder here, and its config.json is not in the cache of the Hugging Face hub (nothing is "
+            f"downloaded). Save {name}/config.json as a file, and give its path."
+        ) from error
 
 
 def _images(batch: int, size: int) -> str:

@@ -22,7 +22,7 @@ def kib_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: st
     """What travels of the experts, for each share of them that is on the device already."""
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
-    main(["plan", str(config), "--k", "1", "--k-prime", "1", "--precision", "32-true", *more])
+    main(["plan", str(config), "--k", "1", "--k-prime", "1", "--precision", "32-true", "--verbose", *more])
     said = capsys.readouterr().out
     assert "of which only those travel that something is routed to" in said
     sizes = re.findall(r"of that experts +([\d.]+) (KiB|MiB)", said)
