@@ -4,8 +4,10 @@
 ``pytorch_lightning`` :mod:`sp_lightning.pytorch_lightning` does so, and has the same classes.
 """
 
+import importlib
 import importlib.metadata
 import sys
+from typing import TYPE_CHECKING
 
 from lightning_utilities.core import rank_zero
 from lightning_utilities.core.imports import RequirementCache
@@ -17,18 +19,39 @@ for _package, _needed in (("torch", "2.10"), ("lightning", "2.6")):
             f'Install it: pip install -U "{_package}>={_needed}"'
         )
 
-# Whichever of Lightning's two packages is imported last takes the logger of their messages. It stays with the users'.
-_log = rank_zero.log if "pytorch_lightning" in sys.modules else None
-
-from lightning.pytorch.strategies import StrategyRegistry
-
 from sp_lightning._version import __version__
 from sp_lightning.activations.chunked_loss import chunk_loss
 from sp_lightning.device.rank_order import rank_order_hook
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.plan import Plan, PlannedLayer
-from sp_lightning.trainer.callback import SuperpipelineCallback
-from sp_lightning.trainer.strategy import SuperpipelineStrategy
+
+# ``python -m sp_lightning plan`` trains nothing. Lightning's import, with all that it looks for, takes longer than a plan. Python
+# has not yet replaced the first argument while it imports the package.
+_planning = sys.argv[:2] == ["-m", "plan"]
+
+if TYPE_CHECKING or not _planning:
+    # Whichever of Lightning's two packages is imported last takes the logger of their messages. It stays with the users'.
+    _log = rank_zero.log if "pytorch_lightning" in sys.modules else None
+
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    from sp_lightning.trainer.callback import SuperpipelineCallback
+    from sp_lightning.trainer.strategy import SuperpipelineStrategy
+
+    SuperpipelineStrategy.register_strategies(StrategyRegistry)
+    if _log is not None:
+        rank_zero.log = _log
+        if RequirementCache("pytorch-lightning>=2.6"):
+            import sp_lightning.pytorch_lightning  # noqa: F401 (registers its own)
+else:
+
+    def __getattr__(name: str) -> object:
+        """The classes for a trainer, which a factory's module may import."""
+        where = {"SuperpipelineCallback": "callback", "SuperpipelineStrategy": "strategy"}
+        if name not in where:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"sp_lightning.trainer.{where[name]}"), name)
+
 
 __all__ = [
     "Plan",
@@ -40,9 +63,3 @@ __all__ = [
     "chunk_loss",
     "rank_order_hook",
 ]
-
-SuperpipelineStrategy.register_strategies(StrategyRegistry)
-if _log is not None:
-    rank_zero.log = _log
-    if RequirementCache("pytorch-lightning>=2.6"):
-        import sp_lightning.pytorch_lightning  # noqa: F401 (registers its own)

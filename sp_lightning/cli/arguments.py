@@ -84,6 +84,10 @@ def _option(meaning: str, **how: Any) -> dict[str, Any]:
     return {"help": meaning, **how}
 
 
+class Usual(int):
+    """A size that nobody asked for. A model may take less."""
+
+
 class Question(argparse.Namespace):
     """What ``plan`` is asked: each attribute is an argument of the command line. Memory is in bytes, rates in bytes/s."""
 
@@ -93,7 +97,7 @@ class Question(argparse.Namespace):
     generate: Annotated[int | None, _option(_GENERATE, type=_count, metavar="N")]
     precision: Annotated[str, _option("(%(default)s)", choices=PRECISIONS, default="bf16-mixed")]
     batch: Annotated[int, _option("sequences or images at once on a device (%(default)s)", type=_count, default=1)]
-    tokens: Annotated[int, _option("per sequence (%(default)s)", type=_count, default=2048)]
+    tokens: Annotated[int, _option("per sequence (%(default)s)", type=_count, default=Usual(2048))]
     image: Annotated[int | None, _option("pixels on each side (what the model is made for)", type=_count)]
     input: Annotated[list[int] | None, _option("shape of what a factory's module takes", type=_count, nargs="+")]
     checkpointing: Annotated[bool, _option("gradient checkpointing, of transformers' models", action="store_true")]
@@ -170,7 +174,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--trust", action="store_true", help="read a checkpoint that holds other objects than tensors and plain values"
     )
     plan = commands.add_parser(
-        "plan", help="does a model fit, with which k, and how fast? (exit status 1: it does not fit)"
+        "plan", help="does a model fit, with which k, and how fast? (exit status 1: it does not fit; 3: its activations are not known)"
     )
     for name, annotated in get_type_hints(Question, include_extras=True).items():
         _, how = get_args(annotated)

@@ -13,8 +13,6 @@ from sp_lightning.cli.arguments import Question
 from sp_lightning.cli.report import as_json, as_text
 from sp_lightning.device.torch_private import FAKE_TENSOR_LOGGER
 from sp_lightning.observe.plot import Point, draw_windows, require_matplotlib
-from sp_lightning.trainer.checkpoint_folder import write
-from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 
 
 def run_plan(question: Question) -> None:
@@ -22,10 +20,12 @@ def run_plan(question: Question) -> None:
 
     Raises:
         ValueError, ImportError: the question cannot be answered.
-        SystemExit: with status 1, because the model does not fit.
+        SystemExit: with status 1, because the model does not fit, or with status 3, because its activations are not known.
     """
     question.predict = question.predict or question.generate is not None
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    # Others, torchao among them, have torch warn its own developers.
+    logging.getLogger("torch").setLevel(logging.ERROR)
     # torch logs every error under its FakeTensorMode, and a size that the model cannot take is one.
     logging.getLogger(FAKE_TENSOR_LOGGER).setLevel(logging.CRITICAL)
     if question.plot is not None:
@@ -40,6 +40,8 @@ def run_plan(question: Question) -> None:
         draw_windows(points, question.gpu_memory, question.plot, f"{question.model}, {question.precision}")
     if answered.best is None:
         raise SystemExit(1)
+    if answered.estimate.guessed:
+        raise SystemExit(3)
 
 
 def run_lightning(arguments: list[str]) -> None:
@@ -77,6 +79,10 @@ def run_convert(source: Path, target: Path, *, trust: bool) -> None:
     Raises:
         ValueError, OSError: the checkpoint cannot be read, or cannot be written.
     """
+    # These import Lightning, which takes longer than a plan.
+    from sp_lightning.trainer.checkpoint_folder import write
+    from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
+
     io = AtomicCheckpointIO()
     if os.path.lexists(target):
         raise ValueError(f"{target} is there already. Name another target, or remove it.")

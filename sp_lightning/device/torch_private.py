@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, autograd, nn, serialization
 from torch._dynamo import decorators, eval_frame
 from torch._functorch import pyfunctorch
-from torch._subclasses import fake_tensor
+from torch._subclasses import fake_impls, fake_tensor
 from torch.autograd import forward_ad
 from torch.nn.modules import batchnorm
 from torch.optim import Optimizer
@@ -133,6 +133,26 @@ def truncated_normal_without_values() -> Iterator[None]:
         yield
     finally:
         nn.init._no_grad_trunc_normal_ = theirs
+
+
+@contextmanager
+def grouped_products_without_values() -> Iterator[None]:
+    """``grouped_mm`` takes fake tensors of each dtype, as it takes real ones. torch's own shapes are bfloat16's alone before 2.15."""
+
+    def shape_only(mode: Any, func: Any, a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+        groups = [len(offs)] if a.dim() == b.dim() == 2 else [len(a)] if a.dim() == b.dim() == 3 else []
+        with mode:
+            return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
+
+    implementations: Any = fake_impls.op_implementations_dict
+    theirs = implementations.get(grouped_mm_operator.default)
+    implementations[grouped_mm_operator.default] = shape_only
+    try:
+        yield
+    finally:
+        del implementations[grouped_mm_operator.default]
+        if theirs is not None:
+            implementations[grouped_mm_operator.default] = theirs
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from sp_lightning.device.torch_private import (
     cpu_attention_backward_operator,
     cpu_attention_operator,
     grouped_mm_operator,
+    grouped_products_without_values,
     modules_converted_without_swaps,
     storage_id,
     to_copy_operator,
@@ -140,7 +141,7 @@ def on_paper() -> Iterator[None]:
     # copy.deepcopy of a fake tensor would copy its mode as well. The copied tensor would belong to that mode, its views
     # to this one.
     mode.__deepcopy__ = lambda memo: mode
-    with truncated_normal_without_values(), modules_converted_without_swaps(), mode:
+    with truncated_normal_without_values(), modules_converted_without_swaps(), grouped_products_without_values(), mode:
         yield
 
 
