@@ -13,8 +13,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command that the arguments name; by default those of the process.
 
     Raises:
-        SystemExit: with status 1 if a model does not fit, with status 3 if its activations are not known, with status 2 if a command cannot do what it is asked to do. The
-            message says why.
+        SystemExit: with status 1 if a model does not fit, with status 2 if a command cannot do what it is asked to do, with
+            status 3 if activations are not known. The message says why.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in LIGHTNING:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from sp_lightning.cli.arguments import Question
 from sp_lightning.cli.estimate import Estimate, estimate_model
+from sp_lightning.observe.messages import working
 from sp_lightning.plan.activation_policy import Modes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.tune.choices import SAME
@@ -64,6 +65,7 @@ def answer(question: Question) -> Answer:
         ValueError, ImportError: as :func:`~sp_lightning.cli.estimate.estimate_model`.
     """
     estimate, best, prompt_seconds = estimate_model(question), None, None
+    working("The windows are predicted")
     rows = tuple(_row(estimate, k, k_prime) for k, k_prime in _windows(estimate))
     if fitting := [row for row in rows if row.fits and estimate.host.fits]:
         enough = min(row.prediction.seconds for row in fitting) * SAME

@@ -174,7 +174,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--trust", action="store_true", help="read a checkpoint that holds other objects than tensors and plain values"
     )
     plan = commands.add_parser(
-        "plan", help="does a model fit, with which k, and how fast? (exit status 1: it does not fit; 3: its activations are not known)"
+        "plan",
+        help="does a model fit, with which k, and how fast? (exit status 1: no; 3: activations are not known)",
     )
     for name, annotated in get_type_hints(Question, include_extras=True).items():
         _, how = get_args(annotated)

@@ -12,6 +12,7 @@ from sp_lightning.cli.answer import answer
 from sp_lightning.cli.arguments import Question
 from sp_lightning.cli.report import as_json, as_text
 from sp_lightning.device.torch_private import FAKE_TENSOR_LOGGER
+from sp_lightning.observe.messages import working
 from sp_lightning.observe.plot import Point, draw_windows, require_matplotlib
 
 
@@ -31,7 +32,10 @@ def run_plan(question: Question) -> None:
     if question.plot is not None:
         require_matplotlib()
         question.plot.parent.mkdir(parents=True, exist_ok=True)
-    answered = answer(question)
+    try:
+        answered = answer(question)
+    finally:
+        working("")
     print(as_json(answered) if question.json else as_text(answered), flush=True)
     if question.plot is not None:
         points = [

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +24,15 @@ from sp_lightning.cli.model_source import Arguments, ModelSource, load_model
 from sp_lightning.device.torch_private import VALUES_NEEDED, tree_leaves
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found
+from sp_lightning.observe.messages import working
 from sp_lightning.plan.activation_policy import FREEING, Call, Modes, peak_bytes
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.tune.choices import Balance
 from sp_lightning.tune.dry_run import Cost, Work, estimate, on_paper
-from sp_lightning.tune.known_values import known_values
 from sp_lightning.tune.host_time import host_seconds
+from sp_lightning.tune.known_values import answered
 from sp_lightning.tune.simulator import predict
 from sp_lightning.tune.visits import Prediction, Rates
-
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -189,6 +187,7 @@ def estimate_model(question: Question) -> Estimate:
     dtype, autocast = PRECISIONS[question.precision]
     with _default_dtype(dtype), on_paper(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        working(f"{question.model} is made without memory")
         source = load_model(question)
         module = source.module
         if not any(True for _ in module.parameters()):
@@ -205,6 +204,7 @@ def estimate_model(question: Question) -> Estimate:
             chunk_loss(module, question.loss_tokens, keep_logits=question.keep_logits)
         module.train(not question.predict)
         found = find_layers(module, layers=question.layers, resident=question.resident or (), autocast=autocast)
+        working("A batch is run without values")
         if question.generate is not None:
             prompts, work = _generate(source, found, question)
             return Estimate(question, found, next(iter(source.batches)), None, work, prompts=prompts)
@@ -253,7 +253,7 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
         try:
             told: list[str] = []
             run = partial(_forward, module, arguments, autocast, told)
-            work = _measured(partial(estimate, found, run), images=source.images)
+            work = answered(partial(estimate, found, run), at_once=source.images)
         except Exception as error:  # a module that reads values may raise anything; the report says what
             failed[batch] = error
             continue
@@ -273,15 +273,6 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
             "example_input_array in the module to what its forward takes, and leave --input out."
         )
     return items, None, _in_one_line(failed[items])
-
-
-def _measured(run: Callable[[], Result], *, images: bool) -> Result:
-    """Runs without values; where images are cut by their sizes, or something asks for values, those of small tensors are known."""
-    if not images:
-        with suppress(*VALUES_NEEDED):
-            return run()
-    with known_values():
-        return run()
 
 
 _NO_LOSS = (
@@ -359,7 +350,7 @@ def _generate(source: ModelSource, found: Found, question: Question) -> tuple[Wo
     try:
         with torch.no_grad(), torch.autocast("cpu", autocast, enabled=autocast is not None):
             make = partial(source.generation, question.generate)
-            prompts, token = _measured(lambda: [estimate(found, run) for run in make()], images=source.images)
+            prompts, token = answered(lambda: [estimate(found, run) for run in make()], at_once=source.images)
     except Exception as error:
         raise ValueError(
             f"--generate: what {question.model!r} does for a token is not known: it could not be run without values "

@@ -45,6 +45,8 @@ def image_arguments(config: Any, taken: Collection[str], batch: int, size: int) 
         ValueError: transformers has no image processor for the model, or it takes no such image.
     """
     usual, arguments = usual_size(config), dict[str, Tensor]()
+    if usual is not None and not _processors(config):
+        return {"pixel_values": torch.zeros(batch, _CHANNELS, size, size)}
     for name, value in _processed(config, size).items():
         if name not in taken:
             continue
@@ -71,18 +73,29 @@ def count_features(module: nn.Module, arguments: dict[str, Tensor]) -> int:
     make: Any = getattr(module, "get_image_features", None)
     if make is None:
         return 0
-    with torch.no_grad():
-        made = make(**arguments, return_dict=True)
+    try:
+        with torch.no_grad():
+            made = make(**arguments, return_dict=True)
+    except (
+        Exception
+    ):  # a tower that cannot be run without values, of which the batch itself tells, or one that wants more
+        return 0
     features = getattr(made, "pooler_output", made)
     return sum(leaf.numel() // leaf.shape[-1] for leaf in tree_leaves(features) if isinstance(leaf, Tensor))
+
+
+def _processors(config: Any) -> list[str]:
+    """The names of the image processors for a model, one for each library."""
+    from transformers.models.auto import image_processing_auto
+
+    names: Any = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type, ())
+    return [*names.values()] if isinstance(names, dict) else [name for name in names if name]
 
 
 def _processed(config: Any, size: int) -> dict[str, Tensor]:
     """What the image processor makes of one image."""
     import transformers
-    from transformers.models.auto import image_processing_auto
 
-    names: Any = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type, {})
     vision = getattr(config, "vision_config", None) or config
     sizes = {
         "patch_size": getattr(vision, "patch_size", None),
@@ -92,12 +105,16 @@ def _processed(config: Any, size: int) -> dict[str, Tensor]:
     failed = "transformers has no image processor for it"
     # With values, which an image has to have, and as in a run: in float32.
     with disable_dispatch_modes():
-        for name in names.values() if isinstance(names, dict) else (name for name in names[::-1] if name):
+        for name in _processors(config):
             try:
                 kind: Any = getattr(transformers, name)
                 known = {key: value for key, value in sizes.items() if value and hasattr(kind, key)}
                 processed = kind(**known)([torch.zeros(_CHANNELS, size, size, dtype=torch.uint8)], return_tensors="pt")
                 return {key: torch.as_tensor(value) for key, value in processed.items()}
-            except Exception as error:  # one of a library that is not installed, or one that takes no image of this size
+            except (
+                Exception
+            ) as error:  # one of a library that is not installed, or one that takes no image of this size
                 failed = f"{name}: {type(error).__name__}: {error}"
-    raise ValueError(f"no image of {size} × {size} could be prepared for a model of type {config.model_type!r} ({failed})")
+    raise ValueError(
+        f"no image of {size} × {size} could be prepared for a model of type {config.model_type!r} ({failed})"
+    )

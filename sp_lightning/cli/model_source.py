@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from sp_lightning.cli.arguments import WANTED, Question, Usual
 from sp_lightning.cli.images import USUAL_IMAGE, count_features, image_arguments, takes_images, usual_size
 from sp_lightning.model.without_values import named_tensors
+from sp_lightning.tune.known_values import answered
 
 # How the forwards of transformers call what says of each token whether it is one of an image.
 _WHICH_ARE_IMAGES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "image_embeds_position_mask")
@@ -191,7 +192,13 @@ def _load_transformers(asked: Question, file: Path) -> ModelSource:
     kind = getattr(transformers, next(iter(raw.get("architectures") or []), ""), None)
     # transformers compares the counts of image tokens and image features by value, and here are no values.
     os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"
-    module = kind(config) if kind is not None else transformers.AutoModel.from_config(config)
+    make = transformers.AutoModel.from_config if kind is None else kind
+    try:
+        module = answered(partial(make, config))
+    except Exception as error:
+        raise ValueError(
+            f"transformers cannot make a model from {str(file)!r}: {type(error).__name__}: {error}. Is the config complete?"
+        ) from error
     text = config.get_text_config()
     most = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     if isinstance(most, int) and isinstance(asked.tokens, Usual):
@@ -279,17 +286,24 @@ class _Inputs:
         ids = self._ids(self._tokens)
         count = count_features(self._module, images) // self._batch if images else 0
         if count > self._tokens:
-            raise ValueError(f"an image takes {count} tokens, of which there are {self._tokens}. Say --tokens {2 * count}")
+            raise ValueError(
+                f"an image takes {count} tokens, of which there are {self._tokens}. Say --tokens {2 * count}"
+            )
         image_id = getattr(self._config, "image_token_id", None) or getattr(self._config, "image_token_index", None)
         ids[:, :count] = image_id or 0
         which = (torch.arange(self._tokens) < count).repeat(self._batch, 1)
-        told = [name for name in _WHICH_ARE_IMAGES if name in self._taken] if images else []
-        return {"input_ids": ids, **{name: which.long() for name in told}}
+        told = {name: which.long() for name in _WHICH_ARE_IMAGES if name in self._taken and images}
+        if "qformer_input_ids" in self._taken:
+            told["qformer_input_ids"] = ids
+        return {"input_ids": ids, **told}
 
     def generation(self, image: int | None, count: int) -> tuple[Callable[[], None], Callable[[], None]]:
         """What runs the prompts, and what runs the last of ``count`` generated tokens."""
         assert self.cache is not None
-        cached = {"use_cache": True, **({"logits_to_keep": 1} if "logits_to_keep" in self._taken else {})}
+        cached: dict[str, Any] = {
+            "use_cache": True,
+            **({"logits_to_keep": 1} if "logits_to_keep" in self._taken else {}),
+        }
         prompts: dict[str, Any] = {**self.arguments(image)[1], **cached}
         prompts.pop("labels", None)
         name, length = "input_ids", self._tokens + count - 1

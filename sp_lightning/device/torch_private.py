@@ -137,9 +137,11 @@ def truncated_normal_without_values() -> Iterator[None]:
 
 @contextmanager
 def grouped_products_without_values() -> Iterator[None]:
-    """``grouped_mm`` takes fake tensors of each dtype, as it takes real ones. torch's own shapes are bfloat16's alone before 2.15."""
+    """``grouped_mm`` takes fake tensors of each dtype, as it takes real ones. torch's own are bfloat16 alone before 2.15."""
 
-    def shape_only(mode: Any, func: Any, a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+    def shape_only(
+        mode: Any, func: Any, a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
+    ) -> Tensor:
         groups = [len(offs)] if a.dim() == b.dim() == 2 else [len(a)] if a.dim() == b.dim() == 3 else []
         with mode:
             return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 from sp_lightning.plan.activation_policy import Modes
 from sp_lightning.plan.plan import Plan
@@ -98,3 +99,9 @@ def say_once(log: logging.Logger, line: str) -> None:
     if line not in _SAID and log.isEnabledFor(logging.INFO):
         _SAID.add(line)
         log.info(line)
+
+
+def working(what: str) -> None:
+    """Says on a terminal what is going on, in place of what was said so. Nothing if that is over, or to a file."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{f'{what} …' if what else ''}", end="", file=sys.stderr, flush=True)

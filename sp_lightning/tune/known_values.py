@@ -6,9 +6,9 @@ are small, so that they can have memory where nothing else has any.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sp_lightning.device.torch_private import (
+    VALUES_NEEDED,
     FakeTensor,
     TorchDispatchMode,
     disable_dispatch_modes,
@@ -29,6 +30,23 @@ from sp_lightning.device.torch_private import (
 _MOST_NUMBERS, _MOST_FRACTIONS = 2**24, 2**16
 # What these return depends on values: a number, or a tensor of which only values tell the shape.
 _READING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+Result = TypeVar("Result")
+
+
+def answered(run: Callable[[], Result], *, at_once: bool = False) -> Result:
+    """Runs without values, and if something asks for values, again with those of small tensors.
+
+    Args:
+        run: what is run, inside of :func:`~sp_lightning.tune.dry_run.on_paper`.
+        at_once: small tensors have values from the start, because what asks for them fails in ways of its own.
+    """
+    if not at_once:
+        with suppress(*VALUES_NEEDED):
+            return run()
+    with known_values():
+        return run()
 
 
 @contextmanager
@@ -51,7 +69,6 @@ class _Numbers(TorchFunctionMode):
 
 
 class _KnownValues(TorchDispatchMode):
-
     def __init__(self) -> None:
         super().__init__()
         self._values = WeakTensorKeyDictionary()

@@ -287,6 +287,19 @@ def test_truncated_normal_needs_no_values_inside_alone() -> None:
     assert nn.init.trunc_normal_(left).abs().max() <= 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_groups_have_shapes_without_values(dtype: torch.dtype) -> None:
+    """torch 2.14 refuses float32 on paper, and multiplies it on devices."""
+    with torch_private.grouped_products_without_values(), torch_private.FakeTensorMode():
+        offs = torch.empty(4, dtype=torch.int32)
+        rows, stack = torch.empty(24, 16, dtype=dtype, requires_grad=True), torch.empty(4, 16, 32, dtype=dtype)
+        stack.requires_grad_()
+        out = nn.functional.grouped_mm(rows, stack, offs=offs)
+        out.sum().backward()
+    assert (out.shape, out.dtype) == ((24, 32), dtype)
+    assert [each.grad is not None and each.grad.shape == each.shape for each in (rows, stack)] == [True, True]
+
+
 def test_modules_without_values_are_converted_and_tied_parameters_stay_tied() -> None:
     with torch_private.FakeTensorMode(), torch_private.modules_converted_without_swaps():
         module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
