@@ -192,13 +192,7 @@ def _load_transformers(asked: Question, file: Path) -> ModelSource:
     kind = getattr(transformers, next(iter(raw.get("architectures") or []), ""), None)
     # transformers compares the counts of image tokens and image features by value, and here are no values.
     os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"
-    make = transformers.AutoModel.from_config if kind is None else kind
-    try:
-        module = answered(partial(make, config))
-    except Exception as error:
-        raise ValueError(
-            f"transformers cannot make a model from {str(file)!r}: {type(error).__name__}: {error}. Is the config complete?"
-        ) from error
+    module = _make(transformers.AutoModel.from_config if kind is None else kind, config, file)
     text = config.get_text_config()
     most = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     if isinstance(most, int) and isinstance(asked.tokens, Usual):
@@ -219,6 +213,15 @@ def _load_transformers(asked: Question, file: Path) -> ModelSource:
     uses = asked.batch * (asked.tokens if inputs.with_text else _patches(size))
     generation = partial(inputs.generation, size) if inputs.cache else None
     return ModelSource(module, batches, uses, generation, images=inputs.with_images)
+
+
+def _make(kind: Callable[[Any], nn.Module], config: Any, file: Path) -> nn.Module:
+    try:
+        return answered(partial(kind, config))
+    except Exception as error:
+        raise ValueError(
+            f"transformers cannot make a model from {str(file)!r}: {type(error).__name__}: {error}. Is the config complete?"
+        ) from error
 
 
 def _read(file: Path) -> dict[str, Any]:
