@@ -316,7 +316,9 @@ class _Inputs:
             name, length = "decoder_input_ids", max(count - 1, 1)
         before = self._ids(length)
         # The text alone has keys and values: tokens of images have as many of them as others.
-        written = self._module(**{**self.arguments(None)[1], **cached, name: before})
+        text = self.arguments(None)[1]
+        text.pop("labels", None)
+        written = self._module(**{**text, **cached, name: before})
         last = {name: before[:, :1], self.cache: getattr(written, self.cache), "use_cache": True}
         if self._config.is_encoder_decoder:
             last["encoder_outputs"] = (written.encoder_last_hidden_state,)
