@@ -97,6 +97,10 @@ def _option(meaning: str, **how: Any) -> dict[str, Any]:
     return {"help": meaning, **how}
 
 
+class Usual(int):
+    """A size that nobody asked for. A model may take less."""
+
+
 class Question(argparse.Namespace):
     """What ``plan`` is asked: each attribute is an argument of the command line. Memory is in bytes, rates in bytes/s."""
 
@@ -108,7 +112,7 @@ class Question(argparse.Namespace):
     batch: Annotated[
         int, _option("sequences or images at once on a device (%(default)s)", type=_count, default=1, nargs="+")
     ]
-    tokens: Annotated[int, _option("per sequence (%(default)s)", type=_count, default=2048, nargs="+")]
+    tokens: Annotated[int, _option("per sequence (%(default)s)", type=_count, default=Usual(2048), nargs="+")]
     image: Annotated[int | None, _option("pixels on each side (what the model is made for)", type=_count)]
     input: Annotated[list[int] | None, _option("shape of what a factory's module takes", type=_count, nargs="+")]
     checkpointing: Annotated[bool, _option("gradient checkpointing, of transformers' models", action="store_true")]

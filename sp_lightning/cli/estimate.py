@@ -22,7 +22,8 @@ from sp_lightning.cli.adapters import add_adapters
 from sp_lightning.cli.arguments import PRECISIONS, Question, contradictions
 from sp_lightning.cli.host import HostMemory, HostStep, host_memory, host_step
 from sp_lightning.cli.model_source import Arguments, ModelSource, load_model
-from sp_lightning.device.torch_private import VALUES_NEEDED, tree_leaves
+from sp_lightning.device.torch_fake import VALUES_NEEDED
+from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found
 from sp_lightning.plan.activation_policy import FREEING, Call, Modes, peak_bytes
@@ -30,6 +31,7 @@ from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.tune.choices import Balance
 from sp_lightning.tune.dry_run import Cost, Work, estimate, on_paper
 from sp_lightning.tune.host_time import host_seconds
+from sp_lightning.tune.known_values import answered
 from sp_lightning.tune.simulator import predict
 from sp_lightning.tune.visits import Prediction, Rates
 
@@ -53,6 +55,7 @@ class Estimate:
         guessed: if no batch could be run, the reason. ``work`` is a guess then, which has no activations.
         uses: how often a forward uses a weight, by that guess.
         prompts: what the prompts compute, if tokens are generated.
+        uncounted: what of a batch is not counted, in a sentence; empty if all of it is.
     """
 
     question: Question
@@ -63,6 +66,7 @@ class Estimate:
     guessed: str = ""
     uses: int = 0
     prompts: Work | None = None
+    uncounted: str = ""
 
     @property
     def parameters(self) -> int:
@@ -238,7 +242,9 @@ def estimate_model(question: Question) -> Estimate:
         with torch.set_grad_enabled(not question.predict):
             items, known, why = _run_batch(source, found, question)
         step = None if question.predict else host_step(question, module)
-        return Estimate(question, found, items, step, known or _guess(question, found, source.uses), why, source.uses)
+        work, guessed = (known, "") if known else (_guess(question, found, source.uses), why)
+        uncounted = "" if guessed else why
+        return Estimate(question, found, items, step, work, guessed, source.uses, uncounted=uncounted)
 
 
 @contextmanager
@@ -255,7 +261,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[str, Work | None, str]:
-    """What was run, in words, and what it computes; or None, and the reason why that is not known.
+    """What was run, in words, what it computes, and what of that is not counted; or None, and the reason why it is not known.
 
     Raises:
         ValueError: the model cannot take the size that was asked for.
@@ -276,7 +282,9 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
     autocast, failed = PRECISIONS[question.precision][1], dict[str, Exception]()
     for batch, arguments in source.batches.items():
         try:
-            work = estimate(found, partial(_forward, module, arguments, autocast))
+            told: list[str] = []
+            run = partial(_forward, module, arguments, autocast, told)
+            work = answered(partial(estimate, found, run), at_once=source.images)
         except Exception as error:  # a module that reads values may raise anything; the report says what
             failed[batch] = error
             continue
@@ -285,15 +293,30 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
                 f"--image {question.image}: {question.model!r} cannot take that ({_in_one_line(failed[items])}). "
                 f"Leave --image out: it is run with {batch} then."
             )
-        return batch, work, ""
+        if source.images and failed and "image" not in batch:
+            told.append(_uncounted(failed[items]))
+        return batch, work, " ".join(dict.fromkeys(told))
     if question.input is not None and not isinstance(failed[items], VALUES_NEEDED):
-        fraction, whole = map(_in_one_line, failed.values())
+        fraction, *_, whole = map(_in_one_line, failed.values())
         raise ValueError(
             f"--input {' '.join(map(str, question.input))}: {question.model!r} cannot take one tensor of that shape "
             f"(numbers with a fraction: {fraction}; whole numbers: {whole}). Give the shape of a whole batch, or set "
             "example_input_array in the module to what its forward takes, and leave --input out."
         )
     return items, None, _in_one_line(failed[items])
+
+
+_NO_LOSS = (
+    "No loss is counted, because the forward returns none; the mean of its first output stands for it. A cross entropy over a "
+    "vocabulary saves about three times the bytes of its logits in float32."
+)
+
+
+def _uncounted(error: Exception) -> str:
+    return (
+        "The images are not counted, and so neither are the activations of the vision tower: a batch with images could not be "
+        f"run without values ({_in_one_line(error)}). Leave device memory for them."
+    )
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -308,8 +331,10 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {said.splitlines()[0].removesuffix('.') if said else ''}"
 
 
-def _forward(module: nn.Module, arguments: Callable[[], Arguments], autocast: torch.dtype | None) -> Tensor | None:
-    """Runs one forward. Returns the loss in training: the model's own, or the mean of its first output."""
+def _forward(
+    module: nn.Module, arguments: Callable[[], Arguments], autocast: torch.dtype | None, told: list[str]
+) -> Tensor | None:
+    """Runs one forward. Returns the loss in training: the model's own, or the mean of its first output, which is told."""
     args, kwargs = arguments()
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         output: Any = module(*args, **kwargs)
@@ -323,6 +348,7 @@ def _forward(module: nn.Module, arguments: Callable[[], Arguments], autocast: to
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not outputs:
             raise ValueError("nothing that the model returns has a gradient")
+        told.append(_NO_LOSS)
         return outputs[0].float().mean()
 
 
@@ -354,9 +380,11 @@ def _generate(source: ModelSource, found: Found, question: Question) -> tuple[Wo
     autocast = PRECISIONS[question.precision][1]
     try:
         with torch.no_grad(), torch.autocast("cpu", autocast, enabled=autocast is not None):
-            prompts, token = (estimate(found, run) for run in source.generation(question.generate))
+            make = partial(source.generation, question.generate)
+            prompts, token = answered(lambda: [estimate(found, run) for run in make()], at_once=source.images)
     except Exception as error:
         raise ValueError(
-            f"--generate: {question.model!r} could not be run without values ({type(error).__name__}: {error}). Leave it out."
+            f"--generate: what {question.model!r} does for a token is not known: it could not be run without values "
+            f"({_in_one_line(error)})."
         ) from error
     return prompts, replace(token, activation_bytes=max(prompts.activation_bytes, token.activation_bytes))

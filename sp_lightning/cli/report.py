@@ -296,11 +296,11 @@ def _nodes(estimate: Estimate, row: Row) -> list[str]:
 
 
 def _notes(estimate: Estimate, row: Row) -> list[str]:
-    """Memory that no mode of activations changes, if it is much."""
-    work = estimate.work
+    """What is not counted, and memory that no mode of activations changes, if it is much."""
+    work, notes = estimate.work, [estimate.uncounted] if estimate.uncounted else []
     if estimate.guessed or estimate.question.predict:
-        return []
-    notes = [estimate.found.ungrouped] if estimate.found.ungrouped else []
+        return notes
+    notes += [estimate.found.ungrouped] if estimate.found.ungrouped else []
     largest = work.largest_outside
     saved = max((call.saved for call in work.calls), default=0)
     if largest is not None and (work.outside > work.saved(row.modes) / 4 or largest.nbytes > saved):

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_lightning.device.torch_private import FakeTensorMode
+from sp_lightning.device.torch_fake import FakeTensorMode
 from sp_lightning.trainer.part_files import read_whole
 
 INDEX = "index.pt"

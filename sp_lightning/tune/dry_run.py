@@ -22,17 +22,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from sp_lightning.activations.offload import count_once, is_small
-from sp_lightning.device.torch_private import (
+from sp_lightning.device.torch_fake import (
     FakeTensorMode,
+    grouped_products_without_values,
+    modules_converted_without_swaps,
+    truncated_normal_without_values,
+)
+from sp_lightning.device.torch_private import (
     TorchDispatchMode,
     cpu_attention_backward_operator,
     cpu_attention_operator,
     grouped_mm_operator,
-    modules_converted_without_swaps,
     storage_id,
     to_copy_operator,
     tree_leaves,
-    truncated_normal_without_values,
 )
 from sp_lightning.model.found import Found
 from sp_lightning.model.stacks import routed_share
@@ -140,7 +143,7 @@ def on_paper() -> Iterator[None]:
     # copy.deepcopy of a fake tensor would copy its mode as well. The copied tensor would belong to that mode, its views
     # to this one.
     mode.__deepcopy__ = lambda memo: mode
-    with truncated_normal_without_values(), modules_converted_without_swaps(), mode:
+    with truncated_normal_without_values(), modules_converted_without_swaps(), grouped_products_without_values(), mode:
         yield
 
 

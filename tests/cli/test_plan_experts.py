@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from sp_lightning.__main__ import main
-from tests.support.on_paper import on_paper
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 64,
@@ -30,7 +29,6 @@ def kib_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: st
     return [float(size) * (1024 if unit == "MiB" else 1) for size, unit in sizes]
 
 
-@on_paper
 @pytest.mark.rest("a plan of prompts and of tokens")
 def test_a_token_brings_its_experts_and_a_prompt_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expert, count, layers = 3 * 64 * 64 * 4 / 1024, 32, 4
