@@ -22,14 +22,14 @@ from sp_lightning.cli.adapters import add_adapters
 from sp_lightning.cli.arguments import PRECISIONS, Question, contradictions
 from sp_lightning.cli.host import HostMemory, HostStep, host_memory, host_step
 from sp_lightning.cli.model_source import Arguments, ModelSource, load_model
-from sp_lightning.device.torch_fake import VALUES_NEEDED
+from sp_lightning.device.torch_fake import VALUES_NEEDED, on_paper
 from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found
 from sp_lightning.plan.activation_policy import FREEING, Call, Modes, peak_bytes
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.tune.choices import Balance
-from sp_lightning.tune.dry_run import Cost, Work, estimate, on_paper
+from sp_lightning.tune.dry_run import Cost, Work, estimate
 from sp_lightning.tune.host_time import host_seconds
 from sp_lightning.tune.known_values import answered
 from sp_lightning.tune.simulator import predict

@@ -57,7 +57,7 @@ class ModelSource:
 
 
 def load_model(asked: Question) -> ModelSource:
-    """Makes a model. To be called inside :func:`~sp_lightning.tune.dry_run.on_paper`.
+    """Makes a model. To be called inside :func:`~sp_lightning.device.torch_fake.on_paper`.
 
     Args:
         asked: names the model (:data:`~sp_lightning.cli.arguments.WANTED`) and the sizes of its batch.

@@ -87,3 +87,14 @@ def modules_converted_without_swaps() -> Iterator[None]:
         yield
     finally:
         patched._apply = theirs
+
+
+@contextmanager
+def on_paper() -> Iterator[None]:
+    """Modules that are made in this context have parameters without memory, and compute shapes only."""
+    mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+    # copy.deepcopy of a fake tensor would copy its mode as well. The copied tensor would belong to that mode, its views
+    # to this one.
+    mode.__deepcopy__ = lambda memo: mode
+    with truncated_normal_without_values(), modules_converted_without_swaps(), grouped_products_without_values(), mode:
+        yield

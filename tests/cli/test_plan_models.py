@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from sp_lightning.__main__ import main
+from sp_lightning.device.torch_fake import on_paper
 from sp_lightning.model.find import find_layers
-from sp_lightning.tune.dry_run import on_paper
 from tests.support.answers import plan
 from tests.support.tiers import some
 

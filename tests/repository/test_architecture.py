@@ -32,8 +32,9 @@ WINGS = (
     "pytorch_lightning", "__init__", "cli", "__main__",
 )  # fmt: skip
 MAY_IMPORT_LIGHTNING = {"trainer", "pytorch_lightning", "__init__", "cli", "__main__"}
-BUDGET = {"lines of code": 17_685, "files": 148, "classes": 227}
-"""What the whole package may have: what it had when this was last lowered. A feature that needs more says here why."""
+BUDGET = {"lines of code": 18_210, "files": 148, "classes": 223}
+"""What the whole package may have: what it had when this was last lowered. A feature that needs more says here why: ``plan``
+gives a verdict first, tries remedies, compares models in a table, counts images and adapters (530 lines, 3 files)."""
 MOST_LINES = {"file": 400, "class": 300, "function": 40}
 EXCEPTIONS: dict[str, str] = {}
 """What is longer than that, by name, with the reason why it is not cut."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sp_lightning.device.torch_fake import VALUES_NEEDED
-from sp_lightning.tune.dry_run import on_paper
+from sp_lightning.device.torch_fake import VALUES_NEEDED, on_paper
 from sp_lightning.tune.known_values import answered, known_values
 
 
