@@ -268,14 +268,11 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
     """
     module, items = source.module, next(iter(source.batches), "no batch known")
     if not _has_forward(module):
-        return (
-            items,
-            None,
-            (
-                f"{type(module).__name__} has no forward; define one that calls the network as training_step does, or give what "
-                "makes the network itself (package.module:make_network)"
-            ),
+        why = (
+            f"{type(module).__name__} has no forward; define one that calls the network as training_step does, or give what "
+            "makes the network itself (package.module:make_network)"
         )
+        return items, None, why
     if not source.batches:
         why = "it is not known what the model takes: say --input SIZE …, or set its example_input_array"
         return items, None, f"ValueError: {why}"
@@ -293,6 +290,8 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
                 f"--image {question.image}: {question.model!r} cannot take that ({_in_one_line(failed[items])}). "
                 f"Leave --image out: it is run with {batch} then."
             )
+        if _NO_LOSS in told and "token" in batch:
+            told.append(_LOSS_OF_TOKENS)
         if source.images and failed and "image" not in batch:
             told.append(_uncounted(failed[items]))
         return batch, work, " ".join(dict.fromkeys(told))
@@ -306,10 +305,8 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
     return items, None, _in_one_line(failed[items])
 
 
-_NO_LOSS = (
-    "No loss is counted, because the forward returns none; the mean of its first output stands for it. A cross entropy over a "
-    "vocabulary saves about three times the bytes of its logits in float32."
-)
+_NO_LOSS = "No loss is counted, because the forward returns none; the mean of its first output stands for it."
+_LOSS_OF_TOKENS = "A cross entropy over a vocabulary saves about three times the bytes of its logits in float32."
 
 
 def _uncounted(error: Exception) -> str:
