@@ -103,7 +103,7 @@ def poisoned_ring() -> Iterator[None]:
 
     def ended(self: OffloadedStorage) -> None:
         with no_dispatch_modes():  # nothing that the engine does
-            poison(self.buffer.memory.bytes)
+            poison(self.buffer.bytes)
         end(self)
 
     def dropped(self: Offload, storages: Sequence[OffloadedStorage]) -> None:
