@@ -60,7 +60,7 @@ class Answer:
     def fits_plain(self) -> bool:
         """Whether plain Lightning is known to need no more device memory than there is."""
         limit = self.question.gpu_memory
-        return limit is not None and not self.estimate.guessed and self.estimate.plain_bytes <= limit
+        return limit is not None and not self.estimate.why_guessed and self.estimate.plain_bytes <= limit
 
     @property
     def shown(self) -> Row:
@@ -72,7 +72,7 @@ class Answer:
         """The exit status: 0 if it fits, 1 if it does not, 3 if that is not known."""
         if self.fits_plain:
             return 0
-        return 1 if self.best is None else 3 if self.estimate.guessed else 0
+        return 1 if self.best is None else 3 if self.estimate.why_guessed else 0
 
     @property
     def rate(self) -> tuple[float, str]:

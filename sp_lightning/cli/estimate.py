@@ -52,7 +52,7 @@ class Estimate:
         items: what a batch consists of, in words.
         step: the optimizer's step; None for inference.
         work: what a batch computes, or, if tokens are generated, what the last token does.
-        guessed: if no batch could be run, the reason. ``work`` is a guess then, which has no activations.
+        why_guessed: if no batch could be run, the reason. ``work`` is a guess then, which has no activations.
         uses: how often a forward uses a weight, by that guess.
         prompts: what the prompts compute, if tokens are generated.
         uncounted: what of a batch is not counted, in a sentence; empty if all of it is.
@@ -63,7 +63,7 @@ class Estimate:
     items: str
     step: HostStep | None
     work: Work
-    guessed: str = ""
+    why_guessed: str = ""
     uses: int = 0
     prompts: Work | None = None
     uncounted: str = ""

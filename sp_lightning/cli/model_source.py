@@ -198,6 +198,7 @@ def _load_torchvision(asked: Question) -> ModelSource:
 
 
 def _load_transformers(asked: Question, file: Path) -> ModelSource:
+    """From a transformers config. Lowers ``asked.tokens`` to the model's positions if the user has not given it."""
     try:
         import transformers
     except ImportError as error:
@@ -273,7 +274,9 @@ class _Inputs:
         self.with_images = takes_images(config, self._taken)
         self.with_text = getattr(config.get_text_config(), "vocab_size", None) is not None
         names = ("past_key_values", "cache") if self.with_text and "input_ids" in self._taken else ()
-        self.cache = next((name for name in names if name in self._taken), None)  # the second since 5.24
+        self.cache = next(
+            (name for name in names if name in self._taken), None
+        )  # the second name since transformers 5.24
 
     def items(self, image: int | None) -> str:
         """What the batch whose images have so many pixels on each side consists of, in words; None for no images."""

@@ -94,7 +94,7 @@ def _steps(refused: Answer) -> Iterator[tuple[Changes, frozenset[str], int]]:
     work, step = estimate.work, estimate.step
     if asked.k or asked.k_prime:
         yield {"k": None, "k_prime": None}, _DEVICE, 0
-    if not asked.predict and not estimate.guessed:
+    if not asked.predict and not estimate.why_guessed:
         if asked.loss_tokens is None and work.largest_outside is not None and asked.input is None:
             yield {"loss_tokens": 1024}, _DEVICE, 1
         for mode in ("recompute", "offload"):

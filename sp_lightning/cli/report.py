@@ -77,7 +77,7 @@ def _details(answer: Answer) -> list[str]:
         f"{known}: {1e6 * rates.visit_seconds:.0f} µs of Python for each visit of a layer, and "
         f"{1e6 * rates.weight_seconds:.0f} µs for each weight in it",
     ]
-    if not estimate.guessed and not question.predict:
+    if not estimate.why_guessed and not question.predict:
         saved = {mode: f"{human_bytes(estimate.work.saved(mode)):>10}" for mode in MODES}
         saved["offload"] += f", and {human_bytes(estimate.work.offloaded)} on the host"
         lines += ["", "activations=    saved for backward, at most"]
@@ -95,7 +95,7 @@ def as_table(answers: Sequence[Answer]) -> str:
     heading = [*differing, "fits plain", "fits here", "device", "host", "speed", "waiting"]
     rows = [heading]
     for answer, each in zip(answers, asked, strict=True):
-        fits, known = answer.best is not None, not answer.estimate.guessed
+        fits, known = answer.best is not None, not answer.estimate.why_guessed
         plain = human_bytes(answer.estimate.plain_bytes)
         limit = ("yes, " if answer.fits_plain else "no, ") * (answer.question.gpu_memory is not None)
         rows.append(
@@ -130,9 +130,9 @@ def _heading(estimate: Estimate) -> str:
 
 
 def _device(estimate: Estimate, row: Row) -> str:
-    if estimate.guessed:
+    if estimate.why_guessed:
         return (
-            f"activations unknown: no batch could be run without values ({estimate.guessed}). Times are guessed from "
+            f"activations unknown: no batch could be run without values ({estimate.why_guessed}). Times are guessed from "
             f"parameter counts, as if each weight was used {estimate.uses} times in a forward"
         )
     weights = estimate.weight_bytes(row.plan)
@@ -234,7 +234,7 @@ def _windows(answer: Answer) -> list[str]:
     lines = [f"   k  k' {'weights+grads':>14} {'with the rest':>14} {per:>9} {'waiting':>8}  binds"]
     for row in answer.rows:
         weights = human_bytes(estimate.weight_bytes(row.plan))
-        everything = "?" if estimate.guessed else human_bytes(row.device_bytes)
+        everything = "?" if estimate.why_guessed else human_bytes(row.device_bytes)
         mark = " ◀" if row is answer.best else "" if row.fits else "  does not fit"
         lines.append(
             f"{row.plan.k:>4} {row.plan.k_prime:>3} {weights:>14} {everything:>14} "
@@ -246,7 +246,7 @@ def _windows(answer: Answer) -> list[str]:
 def _experts(estimate: Estimate, row: Row) -> list[str]:
     """What stacked experts take of the links, and how that changes if some of them are on the device already."""
     stacked = {index for index, layer in enumerate(row.plan.layers) if layer.rows}
-    if not stacked or estimate.guessed:
+    if not stacked or estimate.why_guessed:
         return []
     unit = "batch" if estimate.question.generate is None else "token of each sequence"
     kept = human_bytes(row.plan.stack_bytes)
@@ -296,11 +296,11 @@ def _nodes(estimate: Estimate, row: Row) -> list[str]:
 
 
 def _notes(estimate: Estimate, row: Row) -> list[str]:
-    """What is not counted, and memory that no mode of activations changes, if it is much."""
+    """Sentences: what of a batch is not counted, and what is saved outside of all layers, if that is much."""
     work, notes = estimate.work, [estimate.uncounted] if estimate.uncounted else []
-    if estimate.guessed or estimate.question.predict:
+    if estimate.why_guessed or estimate.question.predict:
         return notes
-    notes += [estimate.found.ungrouped] if estimate.found.ungrouped else []
+    notes += [estimate.found.grouping_advice] if estimate.found.grouping_advice else []
     largest = work.largest_outside
     saved = max((call.saved for call in work.calls), default=0)
     if largest is not None and (work.outside > work.saved(row.modes) / 4 or largest.nbytes > saved):
@@ -326,7 +326,7 @@ def as_json(answers: Sequence[Answer]) -> str:
 def _fields(answer: Answer) -> dict[str, object]:
     estimate, best, question, work = answer.estimate, answer.best, answer.question, answer.estimate.work
     plan, modes = answer.rows[0].plan, answer.rows[0].modes
-    known, rates = not estimate.guessed, ("device_bandwidth", "pcie", "dram", "links", "network")
+    known, rates = not estimate.why_guessed, ("device_bandwidth", "pcie", "dram", "links", "network")
     return {
         "model": question.model,
         "precision": question.precision,
@@ -338,7 +338,7 @@ def _fields(answer: Answer) -> dict[str, object]:
         "saved_bytes": {mode: work.saved(mode) for mode in MODES} if known else None,
         "offloaded_bytes": work.offloaded if known else None,
         "flops": estimate.flops(plan, modes) if known else None,
-        "why_no_activations": estimate.guessed or None,
+        "why_no_activations": estimate.why_guessed or None,
         "batch": estimate.items,
         "training": not question.predict,
         "devices": question.devices,

@@ -75,13 +75,13 @@ def _recommended(answer: Answer, best: Row) -> str:
     question, estimate = answer.question, answer.estimate
     limited = question.gpu_memory is not None
     fits = "It fits" if limited else "The fastest"
-    if estimate.guessed:
+    if estimate.why_guessed:
         fits = "Weights and gradients fit, activations are unknown" if limited else "Perhaps the fastest"
     elif answer.fits_plain:
         fits = "With this strategy"
     plain = "" if limited else " Plain Lightning fits where --gpu-memory is " + human_bytes(estimate.plain_bytes) + "."
     said = f"{fits}: {_choice(question, best.plan)}, {speed(answer)}; {waiting(answer)}."
-    return said if estimate.guessed else said + plain
+    return said if estimate.why_guessed else said + plain
 
 
 def speed(answer: Answer) -> str:

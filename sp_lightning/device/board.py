@@ -174,7 +174,7 @@ class Board:
         return rank * _PAGES + _WORDS * 8 + meeting % _KEPT * _ENTRY
 
     def _entry(self, rank: int, meeting: int) -> tuple[int, str]:
-        """Returns a digest of all meetings up to this one, and what it is."""
+        """Returns what a rank wrote at a meeting, one of its last: a digest of all its meetings so far, and this one in words."""
         at = self._entry_at(rank, meeting)
         digest, _, text = struct.unpack_from(_FORMAT, self._memory.bytes, at)
         return digest, text.rstrip(b"\0").decode(errors="replace")
@@ -267,7 +267,7 @@ class Board:
 
 
 class NodeNews:
-    """Tells the ranks of all nodes that one has failed, by the store at which their processes have met.
+    """Tells the ranks of all nodes that one has failed, by torch.distributed's store, at which their processes have met.
 
     A thread looks there, because a store that is out of reach may not answer for long.
 
@@ -306,7 +306,7 @@ class NodeNews:
             self.lost = "the process of rank 0 (node 0) has ended, or cannot be reached"
 
     def tell(self, failure: str) -> None:
-        """Tells all nodes of a failure, and gives them the time to hear of it: the store may go with this process."""
+        """Tells all nodes of a failure, and gives them the time to hear of it: torch's store may go with this process."""
         telling = Thread(target=self._set, args=(failure,), daemon=True)
         telling.start()
         telling.join(1.0 + 2 * self._pause)

@@ -111,7 +111,7 @@ class Collectives:
     # ------------------------------------------------------------------ meetings
 
     def meet(self, what: str, why: Wait | None = None, number: float = 0) -> None:
-        """Waits until all ranks have come here.
+        """Waits until all ranks of this node have come here.
 
         Args:
             what: all of them do here, in words.
@@ -128,13 +128,13 @@ class Collectives:
         self._board.compare()
 
     def meet_everybody(self, what: str) -> None:
-        """Waits until all ranks of all nodes have come here. The arguments and errors are as in :meth:`meet`."""
+        """Waits until all ranks of all nodes have come here. ``what`` and the errors are as in :meth:`meet`."""
         self.meet(what)
         if self.nodes > 1:
-            self._largest(torch.tensor([]), what)
+            self._largest(torch.tensor([]), what)  # no values: it waits
 
     def barrier(self, why: Wait) -> None:
-        """Waits until all ranks have come here. On a device they may still be at work."""
+        """Waits until all ranks of this node have come here. On a device they may still be at work."""
         self.meet(f"a barrier ({why.value})", why)
 
     def until(self, reached: Callable[[], bool], why: Wait | str) -> None:

@@ -1,7 +1,7 @@
 """The ranks: the processes that train one model together, each with a device of its own, over one store on the host.
 
-Tensors travel by ``torch.distributed``. Beside it the ranks have a *board* in shared memory: every wait ends when another rank
-has failed, with that rank's own error, or has come to something else.
+Tensors travel by ``torch.distributed``. What all ranks do together, in one order, is a *meeting*. The ranks have a *board* in
+shared memory: every wait ends when another rank has failed, with that rank's own error, or has come to something else.
 
 Several nodes are replicas: each has a store and a board of its own, and a primary that updates its weights. What ranks of
 different nodes do together is a collective of torch.distributed.

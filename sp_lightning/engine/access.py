@@ -95,7 +95,7 @@ class Access(Part):
                 self._notice_thread()
                 step.activate(in_backward=bool(self._backward.tasks))
                 self.residents.group.sync_requires_grad()
-                entered = [layer for layer in visits if not layer.pins]
+                entered = [layer for layer in visits if not layer.running_calls]
                 self.residency.begin_call(visits, backward=bool(self._backward.tasks))
             except BaseException:  # user code may catch it: no call has begun then
                 if outside:
@@ -285,7 +285,7 @@ class Access(Part):
             return
         if current_graph_task() == -1:  # autograd's own threads use weights one after the other
             for layer in self.residency.used:  # uses of these were not noticed, so they stay until the step is over
-                layer.pins += 1
+                layer.running_calls += 1
             self._step.share(True)
 
     def _refuse_transforms_and_traces(self, visits: Visits) -> None:

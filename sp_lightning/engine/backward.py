@@ -65,13 +65,14 @@ class Backward(Part):
             loss.register_hook(partial(self._begins, quiet))
 
     def _begins(self, quiet: bool, gradient: Tensor) -> None:
+        """Hook of the loss: the announced backward begins. Copies that may be out of date are given up."""
         self.join()
         self._announced = True
         self._accumulates = True
         self.gradients.expect(None if self.wanted is None else self._wants)
         with self.lock:
             residency = self.residency
-            for layer in [layer for layer in residency.used if not layer.pins and layer.outdated]:
+            for layer in [layer for layer in residency.used if not layer.running_calls and layer.outdated]:
                 residency.release(layer)  # the host's weights were written or given other memory
             self._step.compare_writes()
             if not quiet:

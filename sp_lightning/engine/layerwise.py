@@ -118,7 +118,7 @@ class LayerwiseStep:
         failed = 'a backward with optimizer_overlap="backward" failed after it had updated some layers'
         self._updates.partially_updated = failed
         self.begun.add(layer)
-        self._engine.before_early(layer)
+        self._engine.before_early_update(layer)
         self._submit(layer, groups)
         self._updates.bound(1)  # this bounds the memory of gradients that wait, too
 

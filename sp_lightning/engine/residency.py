@@ -61,7 +61,7 @@ class Residency:
         try:
             for layer in layers:
                 self.require(layer, backward=backward)
-                layer.pins += 1
+                layer.running_calls += 1
                 pinned += 1
             for layer in layers:
                 self._tenants.move_in(layer, self.used[layer])
@@ -72,9 +72,9 @@ class Residency:
     def end_call(self, layers: Sequence[StreamedLayer], *, release: bool = True) -> None:
         """Ends a call. If ``release`` is set, layers that no other call uses are released."""
         for layer in layers:
-            layer.pins = max(layer.pins - 1, 0)  # none is left where the step has failed meanwhile
+            layer.running_calls = max(layer.running_calls - 1, 0)  # none is left where the step has failed meanwhile
         for layer in layers if release else ():
-            if not layer.pins and layer in self.used:
+            if not layer.running_calls and layer in self.used:
                 self._leave(layer)
 
     def pre_backward(self, layers: Collection[StreamedLayer]) -> None:
@@ -102,7 +102,7 @@ class Residency:
             if not layer.rows.complete:
                 self._complete(layer)
             return self.used[layer]
-        if self._tenants.outside:
+        if self._tenants.layers_outside:
             self._tenants.before_use(layer)
         if layer in self.resting:
             if not layer.outdated:
@@ -164,7 +164,7 @@ class Residency:
     def release_exchanged(self, layer: StreamedLayer) -> None:
         """Releases a layer that is about to be staged, if the user has given its host parameters other memory."""
         for member in layer.family:
-            if member in self.used and not member.pins and member.block.displaced:
+            if member in self.used and not member.running_calls and member.block.displaced:
                 self.release(member)
 
     def _fetch(self, pairs: Sequence[tuple[StreamedLayer, Slot]]) -> None:
@@ -186,7 +186,7 @@ class Residency:
 
     def release_unpinned(self, keep: Collection[StreamedLayer] = ()) -> bool:
         """Releases the layers that no running call pins, but for ``keep``. Returns whether any memory became free."""
-        loose = [layer for layer in self.used if not layer.pins and layer not in keep] if self.used else ()
+        loose = [layer for layer in self.used if not layer.running_calls and layer not in keep] if self.used else ()
         for layer in loose:
             self._leave(layer)
         freed = bool(self._tenants.kept) and self._tenants.free_dropped()

@@ -273,7 +273,7 @@ class Step(Part):
         self.lent.refuses = compare  # until the next step begins
         self.running = False
         for layer in self.layers:
-            layer.pins = 0
+            layer.running_calls = 0
         try:
             self.take_back_writes(rests=True)
         finally:  # what was written on the device may be refused

@@ -79,10 +79,14 @@ class Updating(Part):
         with self.lock:
             self._step.resume()
 
-    def before_early(self, layer: StreamedLayer) -> None:
-        """Prepares the update of a layer in the middle of backward. A fetch of it that was not used may be under way."""
+    def before_early_update(self, layer: StreamedLayer) -> None:
+        """Prepares the update of a layer and its masters in the middle of backward.
+
+        What user code may have written on the device is taken back, and has its last effect: later uses are refused.
+        """
         layer.updated_early = True
         for member in layer.family:
+            # A fetch of the layer that was not used may be under way.
             self.residency.slots.synchronize(Wait.UPDATE_AFTER_FETCH, member)
             slot, group = member.slot, member.parameters
             if group.attached:  # whatever user code does with the weights from now on is refused

@@ -1,7 +1,7 @@
 """Checkpoints that all ranks write together: a folder of torch.distributed.checkpoint, which splits the tensors between them.
 
-Rank 0 decides what is in it. Other ranks write what is theirs as well as rank 0's: weights, which a node's ranks share but for
-what one of them has written since the last update, and on the first rank of each node the optimizers' state. Beside torch's
+Rank 0 decides what is in it. Other ranks write what they have exactly as rank 0 has it: weights, which a node's ranks share but
+for what one of them has written since the last update, and on the first rank of each node the optimizers' state. Beside torch's
 files there is an index, with everything that is no large tensor, and with the place of those that are
 (:mod:`~sp_lightning.trainer.folder_reader` reads it).
 """
@@ -101,7 +101,7 @@ class _Content:
         common: by the names of those that other ranks have, too, how they find them.
     """
 
-    def __init__(self, checkpoint: Mapping[str, Any], own: Mapping[Keys, Tensor]) -> None:
+    def __init__(self, checkpoint: Mapping[str, Any], shared: Mapping[Keys, Tensor]) -> None:
         taken: dict[Keys, Tensor] = {}
         self.rest = _take_out(dict(checkpoint), taken)
         self.tensors: dict[str, Tensor] = {}
@@ -115,7 +115,7 @@ class _Content:
             names[_memory(tensor)] = name
             self.tensors[name] = tensor
             self.paths.setdefault(name, []).append(path)
-            if path in own and _memory(own[path]) == _memory(tensor):  # a hook may have put something else there
+            if path in shared and _memory(shared[path]) == _memory(tensor):  # a hook may have put something else there
                 self.common.setdefault(name, path)
 
     def _new_name(self, path: Keys) -> str:
@@ -128,7 +128,7 @@ class _Content:
 # ---------------------------------------------------------------------- writing
 
 
-def write(checkpoint: Mapping[str, Any], folder: Path, own: Mapping[Keys, Tensor], *, alone: bool = False) -> None:
+def write(checkpoint: Mapping[str, Any], folder: Path, shared: Mapping[Keys, Tensor], *, alone: bool = False) -> None:
     """Writes a folder, or replaces it. Collective, but for who writes alone.
 
     It is there as a whole or not at all: it is written beside its place, and exchanged with what is there.
@@ -136,7 +136,8 @@ def write(checkpoint: Mapping[str, Any], folder: Path, own: Mapping[Keys, Tensor
     Args:
         checkpoint: rank 0's is written.
         folder: its name, on a file system that all ranks see.
-        own: as :func:`common_tensors` returns it, if this rank may write for rank 0; else nothing.
+        shared: this rank's tensors that rank 0's checkpoint has, too (:func:`common_tensors`), if this rank may write for
+            rank 0; else nothing.
         alone: this rank is rank 0, and writes all.
 
     Raises:
@@ -151,7 +152,7 @@ def write(checkpoint: Mapping[str, Any], folder: Path, own: Mapping[Keys, Tensor
     with _group(alone) as group, ExitStack() as stack:
 
         def begin() -> tuple[_Content, Path]:
-            content = _Content(checkpoint, own)
+            content = _Content(checkpoint, shared)
             _refuse_others(folder)
             folder.parent.mkdir(parents=True, exist_ok=True)
             part, stream = create_part(folder)
@@ -163,7 +164,7 @@ def write(checkpoint: Mapping[str, Any], folder: Path, own: Mapping[Keys, Tensor
 
         content, (place, common) = _on_first(group, folder, begin, lambda begun: (begun[1], begun[0].common))
         _all_see(group, place, folder)
-        others = {name: own[path].detach() for name, path in common.items() if path in own}
+        others = {name: shared[path].detach() for name, path in common.items() if path in shared}
         writer = Writer(place, uuid4().hex, THREADS)
         try:
             with warnings.catch_warnings():  # it says that it saves in a single process

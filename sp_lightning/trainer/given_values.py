@@ -253,7 +253,7 @@ def open_weights(path: Path) -> WeightFile:
         path: a file, a folder as ``save_pretrained`` writes it, or the index in it.
 
     Raises:
-        FileNotFoundError: it is not there, or a file is not that its index names.
+        FileNotFoundError: it is not there, or a file that its index names is not there.
         ValueError: a folder has none, or several.
     """
     if path.is_dir():

@@ -291,14 +291,14 @@ class OptimizerSteps:
             self._step_hooks.deferring = outer
 
     def _clipping(self, layerwise: LayerwiseStep | None, plugin: Any) -> dict[str, Any]:
-        """What clips in place of a precision plugin's methods, by their names: the updates, or the primary for all ranks."""
+        """What stands for a precision plugin's methods in one step, by their names: layers' updates clip, or the primary does."""
         methods = {} if layerwise is None else self._clips_layerwise(layerwise, plugin)
         ranks = self._ranks
         if ranks is None:
             return methods
         if layerwise is not None and self.overlap != "off":
             return methods if ranks.primary else dict.fromkeys(methods, _leave_to_primary)
-        return {name: ranks.together(methods.get(name, getattr(plugin, name))) for name in _CLIPPING}
+        return {name: ranks.on_primary(methods.get(name, getattr(plugin, name))) for name in _CLIPPING}
 
     def _clips_layerwise(self, layerwise: LayerwiseStep, plugin: Any) -> dict[str, Any]:
         """The methods of layer by layer clipping: none where the plugin's are not Lightning's."""
@@ -310,7 +310,7 @@ class OptimizerSteps:
         ):
             return {}
         clipping = layerwise.clipping
-        clipping.at_once = seen  # user code that reads gradients finds them clipped
+        clipping.at_once = seen  # not in the updates: user code that reads gradients is to find them clipped
         return dict(zip(_CLIPPING, (clipping.by_norm, clipping.by_value), strict=True))
 
 

@@ -75,7 +75,7 @@ class RankSteps:
     def _lead_step(
         self, step: Callable[..., Any], optimizer: Any, closure: Closure | None = None, **kwargs: Any
     ) -> Any:
-        """Runs a step on the primary. Each time it calls its closure, the others do so, too, with the weights of then."""
+        """Runs a step on the primary. Each time it calls its closure, the others call theirs, with the weights so far."""
         optimizer._opt_called = True  # for schedulers, which otherwise warn that they come before the optimizer
         turns = self._turns
         results: list[Any] = []
@@ -87,7 +87,7 @@ class RankSteps:
             def begin() -> None:
                 turn.enter_context(turns.primary(self._step_of(optimizer), weights=True))
 
-            def together() -> Any:
+            def run_closure() -> Any:
                 nonlocal begun
                 if begun:
                     turn.pop_all().__exit__(None, None, None)
@@ -100,7 +100,7 @@ class RankSteps:
 
             if begun:
                 begin()
-            result = step(*([] if closure is None else [together]), **kwargs)
+            result = step(*([] if closure is None else [run_closure]), **kwargs)
         turns.ranks.end_turn(_which(result, results))
         self._refuse_others(optimizer)
         return result
@@ -159,7 +159,7 @@ class RankSteps:
         """Whether this rank's optimizers step."""
         return self._turns.ranks.primary
 
-    def together(self, action: Callable[..., Any]) -> Callable[..., Any]:
+    def on_primary(self, action: Callable[..., Any]) -> Callable[..., Any]:
         """What does something to the gradients of all ranks once: the action, on the primary."""
         within = getattr(action, "func", None) == self.once  # an optimizer steps inside another one's closure
         return action if within else partial(self.once, action)

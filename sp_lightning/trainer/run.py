@@ -244,8 +244,8 @@ class Run:
             plan = self._window.begin(found, device)
         if choice != "keep":
             self._log.debug("Superpipeline: activations: %s.", "measured first" if choice == "auto" else summary(modes))
-            if found.ungrouped:
-                say_once(self._log, f"Superpipeline: {found.ungrouped}")
+            if found.grouping_advice:
+                say_once(self._log, f"Superpipeline: {found.grouping_advice}")
         return found, plan, modes
 
     def reserve_host_memory(self, needed: dict[str, int]) -> None:
@@ -263,10 +263,10 @@ class Run:
         self._host_room = None if spare is None else spare // self._count  # each rank offloads activations of its own
         self.streamer.activations.ring.limit = self._host_room
 
-    # ------------------------------------------------------------------ between batches and after errors
+    # ------------------------------------------------------------------ between batches, after errors, at the end of training
 
     def finish_updates(self) -> None:
-        """Waits for updates in the background."""
+        """Waits for updates in the background and for writes to files. After an error the module has the host's parameters."""
         if self.streamer is not None:
             with self.whole_after_failure():
                 self.streamer.updates.finish()

@@ -59,7 +59,7 @@ class StreamedLayer:
         slot: the slot that holds its weights as the host has them, or will hold them after the event ``transfer``.
         transfer: the event of its last transfer to the device.
         fetches: how often it was fetched.
-        pins: how many running calls use it. It is not released before they have returned.
+        running_calls: how many running calls use it. It is not released before they have returned.
         layout: a number that layers share if their parameters lie alike in a slot.
         visits: how often the running step's forward has taken it into use.
         updated_early: whether the running backward has begun its update (``optimizer_overlap="backward"``).
@@ -93,7 +93,7 @@ class StreamedLayer:
         self.slot: Slot | None = None
         self.transfer: Any = None
         self.fetches = 0
-        self.pins = 0
+        self.running_calls = 0
         self.visits = 0
         self.layout = 0
         self.updated_early = False

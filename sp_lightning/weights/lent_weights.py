@@ -25,16 +25,16 @@ class Tenants:
 
     Attributes:
         kept: released layers of which user code may keep device parameters.
-        outside: released layers with weights in other memory, which user code holds.
+        layers_outside: released layers with weights in other memory, which user code holds.
     """
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self.kept: set[StreamedLayer] = set()
-        self.outside: set[StreamedLayer] = set()
+        self.layers_outside: set[StreamedLayer] = set()
 
     def before_use(self, layer: StreamedLayer) -> None:
-        """Called before a layer is used, if any is ``outside``. Its weights on the host have to be up to date afterwards."""
+        """Called before a layer is used, if ``layers_outside`` has any. Its weights on the host have to be up to date then."""
 
     def take_back_late(self, slots: Iterable[Slot]) -> None:
         """Called before slots are overwritten: what was written there is lost afterwards."""
@@ -163,7 +163,7 @@ class LentWeights(Tenants):
         if outside:  # param.data = other: the slot does not have these values
             self.leave_views(slot, outside)
             layer.leave_slot()
-            self._keep_outside(layer, outside)
+            self._set_outside(layer, outside)
 
     def _moved_out(self, layer: StreamedLayer, slot: Slot) -> None:
         """Invalidates a layer that comes on demand after its use, unless user code still views it."""
@@ -283,9 +283,9 @@ class LentWeights(Tenants):
 
     def take_back_all(self) -> None:
         """Takes back everything that was written on the device, after a step or in its midst. No layer is in use."""
-        for layer in list(self.outside):
+        for layer in list(self.layers_outside):
             self._take_back_outside(layer)
-            self._keep_outside(layer, {})
+            self._set_outside(layer, {})
         self.resident_storages -= self._given
         self._given.clear()
         self.take_back_late(self._slots.all)
@@ -331,15 +331,20 @@ class LentWeights(Tenants):
                     self._left.clear()
                     raise RuntimeError(_left_behind(left.layer.parameters.spans[index].name))
 
-    def _keep_outside(self, layer: StreamedLayer, outside: Mapping[int, Tensor]) -> None:
-        """Remembers the other memory of weights as long as user code holds it, which may write it later."""
+    def _set_outside(self, layer: StreamedLayer, given: Mapping[int, Tensor]) -> None:
+        """Remembers weights that were given other memory (``param.data = other``) while user code holds it and may write it.
+
+        Args:
+            layer: the layer, which is away.
+            given: that memory by the weight's index. The layer's other weights are forgotten, all of them if there is none.
+        """
         group = layer.parameters
-        group.outside = {i: value for i, value in outside.items() if i not in group.apart and shared(value)}
+        group.outside = {i: value for i, value in given.items() if i not in group.apart and shared(value)}
         group.exposed.intersection_update(group.outside)
         if group.outside:
-            self.outside.add(layer)
+            self.layers_outside.add(layer)
         else:
-            self.outside.discard(layer)
+            self.layers_outside.discard(layer)
 
     def _take_back_outside(self, layer: StreamedLayer) -> None:
         """Takes back what was written, while a layer is away, in other memory that its weights were given."""
@@ -350,7 +355,7 @@ class LentWeights(Tenants):
             self.write_back(layer, group.outside.items())
             if group.unversioned_writes != before:
                 layer.leave_slot()
-            self._keep_outside(layer, group.outside)
+            self._set_outside(layer, group.outside)
 
 
 def keep_saved(layer: StreamedLayer, index: int) -> None:

@@ -24,7 +24,7 @@ L = TypeVar("L", bound=Hashable)
 
 
 class Trace(Generic[L]):
-    """The order in which a phase uses layers, and how far the running batch has come along it.
+    """The order in which a phase (``train``, ``validate``, …) uses layers, and how far the running batch has come along it.
 
     A trace that turns out wrong (conditional layers, several forwards) costs fetches on demand, never a result.
 
@@ -45,7 +45,7 @@ class Trace(Generic[L]):
         self.start()
 
     def start(self) -> None:
-        """Begins a batch, which is expected to do what the last one did."""
+        """Goes to the start of the order, for a batch or for fetches before it. It is now that of the last batch."""
         if self._recorded and self._recorded != self._expected:
             self._expected = self._recorded
             self._uses = {layer: [] for layer in self._expected}

@@ -255,15 +255,21 @@ class ReducedGradients(GradientSink[None]):
         self.finish(0)
         late = [family for family in self._families.values() if family.slot is None]
         places = [(family, place) for family in late for place in family.places]
-        bits = self._agree(places)
+        bits = self._agree_at_end(places)
         self.places.forget_writes()
         for (family, place), (gradient, _) in zip(places, bits, strict=True):
             if gradient:
                 self.device.access(family.of(place), None, write=True)
                 self.places.show(family, place)
 
-    def _agree(self, places: list[tuple[Family, Place]]) -> list[list[int]]:
-        """Tells all ranks which parameters have a gradient on any, which had one before, and the order of rank 0."""
+    def _agree_at_end(self, places: list[tuple[Family, Place]]) -> list[list[int]]:
+        """At the end of backward, tells all ranks which parameters have a gradient on any, and takes over rank 0's order.
+
+        A ``param.grad`` that no rank has added to gets its bytes back: the sum has added zeros to it.
+
+        Returns:
+            For each place whether any rank has a gradient, and whether any had a ``param.grad`` before.
+        """
         count, indices = len(places), {owner: index for index, owner in enumerate(self._families)}
         came = [place in family.came for family, place in places]
         before = [layer.block.parameters[of].grad is not None for _, (layer, of) in places]

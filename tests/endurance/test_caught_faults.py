@@ -180,7 +180,7 @@ def state_of(module: Catches) -> dict[str, Any]:
     return {
         "a step runs": streamer._step.running,
         "depth": (running.depth, running._here.depth),
-        "pins": [layer.pins for layer in streamer._layers],
+        "pins": [layer.running_calls for layer in streamer._layers],
         "slots in use": sum(slot.lent for slot in streamer._slots.all) - len(streamer._residency.used),
         "hooks on the thread": top_saved_tensors_hooks(),
         "modules hold": {type(each) is nn.Parameter for each in module.parameters()},
