@@ -63,6 +63,12 @@ class Answer:
         return limit is not None and not self.estimate.why_guessed and self.estimate.plain_bytes <= limit
 
     @property
+    def fits_checkpointed(self) -> bool:
+        """Whether plain Lightning needs no more device memory than there is if it computes activations again."""
+        limit = self.question.gpu_memory
+        return limit is not None and not self.estimate.why_guessed and self.estimate.checkpointed_bytes <= limit
+
+    @property
     def shown(self) -> Row:
         """The best row; of none that fits the one that takes the least memory."""
         return self.best or min(self.rows, key=lambda row: row.device_bytes)

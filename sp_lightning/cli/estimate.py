@@ -26,7 +26,7 @@ from sp_lightning.device.torch_fake import VALUES_NEEDED, on_paper
 from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found
-from sp_lightning.plan.activation_policy import FREEING, Call, Modes, peak_bytes
+from sp_lightning.plan.activation_policy import FREEING, Call, Mode, Modes, peak_bytes
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.tune.choices import Balance
 from sp_lightning.tune.dry_run import Cost, Work, estimate
@@ -84,6 +84,15 @@ class Estimate:
 
     @cached_property
     def plain_bytes(self) -> int:
+        """Device memory of plain Lightning."""
+        return self._plain_bytes("keep")
+
+    @cached_property
+    def checkpointed_bytes(self) -> int:
+        """Device memory of plain Lightning if torch's checkpoints have each layer compute its activations again."""
+        return self._plain_bytes("keep" if self.question.predict else "recompute")
+
+    def _plain_bytes(self, mode: Mode) -> int:
         """Device memory of plain Lightning.
 
         That is weights and, in training, gradients and optimizer state, and the more of two: casts and activations, or a third
@@ -91,7 +100,7 @@ class Estimate:
         """
         plan, ledger = self.plan(1, 1), self.host.ledger
         weights, gradients = plan.plain
-        nbytes = sum(span.nbytes for layer in plan.layers for span in layer.casts) + self.work.alive("keep")
+        nbytes = sum(span.nbytes for layer in plan.layers for span in layer.casts) + self.work.alive(mode)
         if ledger is None:
             return weights + nbytes
         copies = 1 if plan.alone else 2
@@ -305,7 +314,10 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
     return items, None, _in_one_line(failed[items])
 
 
-_NO_LOSS = "No loss is counted, because the forward returns none; the mean of its first output stands for it."
+_NO_LOSS = (
+    "No loss is counted, because the forward returns none; the mean of its first output stands for it. Give a factory of a "
+    "module whose forward returns the loss to have it counted."
+)
 _LOSS_OF_TOKENS = "A cross entropy over a vocabulary saves about three times the bytes of its logits in float32."
 
 

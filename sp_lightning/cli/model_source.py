@@ -74,7 +74,11 @@ def load_model(asked: Question) -> ModelSource:
     if factory:
         given = {"--image": asked.image, "--batch": asked.batch > 1 and not tokens, "--tokens": asked.input and tokens}
     if ignored := [option for option, value in given.items() if value]:
-        instead = "--input SIZE SIZE …, batch first" if factory else "--batch, and --tokens or --image"
+        instead = (
+            "--input SIZE SIZE …, batch first, or change the module's example_input_array,"
+            if factory
+            else "--batch, and --tokens or --image"
+        )
         raise ValueError(f"{' and '.join(ignored)} cannot be used with {source!r}. Use {instead}.")
     if factory:
         return _load_factory(asked)

@@ -37,8 +37,19 @@ def remedies(refused: Answer, say: Callable[[str], None]) -> list[Answer]:
         tried = _try(refused, changes, estimates, say)
         if tried is not None and tried.status == 0:
             found[names] = tried
+    tried = None
+    if not any(each.fits_plain for each in found.values()):
+        tried = _try(refused, _for_plain(refused), estimates, say)
+    without_us = [tried] if tried is not None and tried.fits_plain else []
     more = _try(refused, _more_memory(refused), estimates, say)
-    return [*found.values(), *([more] if more is not None and more.status == 0 else [])]
+    return [*found.values(), *without_us, *([more] if more is not None and more.status == 0 else [])]
+
+
+def _for_plain(refused: Answer) -> Changes:
+    """What may let plain Lightning do without this strategy: adapters on 16-bit weights, and a loss in chunks."""
+    steps = {name: value for step, _, _ in _steps(refused) for name, value in step.items()}
+    wanted: Changes = {name: steps[name] for name in ("precision", "lora", "loss_tokens") if name in steps}
+    return wanted if "lora" in wanted else {}
 
 
 def _try(refused: Answer, changes: Changes, estimates: list[Estimate], say: Callable[[str], None]) -> Answer | None:

@@ -40,8 +40,11 @@ def _remedies(answer: Answer, remedies: Sequence[Answer]) -> list[str]:
     lines = ["Each of these was planned, and fits:"] if remedies else []
     for other in remedies:
         device, host = human_bytes(other.shown.device_bytes), human_bytes(other.estimate.host.nbytes)
+        needed = f"{device} of device and {host} of host memory, {speed(other)}"
+        if other.fits_plain:
+            needed = f"plain Lightning fits, with {human_bytes(other.estimate.plain_bytes)}, and is faster"
         lines += [
-            f"  {changed(answer.question, other.question)}: {device} of device and {host} of host memory, {speed(other)}",
+            f"  {changed(answer.question, other.question)}: {needed}",
             f"    {command(other.question)}",
         ]
     return lines
@@ -55,7 +58,7 @@ def _reasons(answer: Answer) -> list[str]:
         _device(estimate, row),
         *_host(estimate),
         _faster(estimate, row) if estimate.host.fits else f"the times are those {without_disk}with enough host memory",
-        _assumed(question),
+        _assumed(estimate),
         *_disk(answer),
         *_step(estimate),
         *_nodes(estimate, row),
@@ -215,9 +218,10 @@ def _step(estimate: Estimate) -> list[str]:
     return [f"{step.name}: each step takes {step.why}, {how}"]
 
 
-def _assumed(question: Question) -> str:
+def _assumed(estimate: Estimate) -> str:
+    question, optimizer = estimate.question, "" if estimate.step is None else f"{estimate.step.name} (--optimizer), "
     line = (
-        f"assumed: {question.tflops:g} TFLOP/s, {question.device_bandwidth / 1e9:g} GB/s on the device, "
+        f"assumed: {optimizer}{question.tflops:g} TFLOP/s, {question.device_bandwidth / 1e9:g} GB/s on the device, "
         f"{question.pcie / 1e9:g} GB/s each way, {question.dram / 1e9:g} GB/s of host memory "
         "(--tflops --device-bandwidth --pcie --dram)"
     )

@@ -24,6 +24,11 @@ def verdict(answer: Answer) -> str:
     if answer.fits_plain:
         plain, limit = answer.estimate.plain_bytes, answer.question.gpu_memory or 0
         lines.append(f"It fits without us: plain Lightning needs {_of(plain, limit)} and is faster. Use it.")
+    elif answer.fits_checkpointed:
+        plain, limit = answer.estimate.checkpointed_bytes, answer.question.gpu_memory or 0
+        lines.append(
+            f"It fits without us if each layer runs in torch.utils.checkpoint: plain Lightning needs {_of(plain, limit)} then."
+        )
     if answer.best is not None:
         return "\n".join([*lines, _recommended(answer, answer.best)])
     if not answer.estimate.host.fits:
@@ -43,7 +48,7 @@ def _too_little(needed: int, limit: int) -> str:
 
 
 def _refused(answer: Answer) -> str:
-    return "With this strategy it does not fit" if answer.fits_plain else "It does not fit"
+    return "With this strategy it does not fit" if answer.fits_plain or answer.fits_checkpointed else "It does not fit"
 
 
 def _refused_by_host(answer: Answer) -> str:
@@ -77,11 +82,12 @@ def _recommended(answer: Answer, best: Row) -> str:
     fits = "It fits" if limited else "The fastest"
     if estimate.why_guessed:
         fits = "Weights and gradients fit, activations are unknown" if limited else "Perhaps the fastest"
-    elif answer.fits_plain:
+    elif answer.fits_plain or answer.fits_checkpointed:
         fits = "With this strategy"
     plain = "" if limited else " Plain Lightning fits where --gpu-memory is " + human_bytes(estimate.plain_bytes) + "."
-    said = f"{fits}: {_choice(question, best.plan)}, {speed(answer)}; {waiting(answer)}."
-    return said if estimate.why_guessed else said + plain
+    if estimate.why_guessed:
+        return f"{fits}: {_choice(question, best.plan)}."
+    return f"{fits}: {_choice(question, best.plan)}, {speed(answer)}; {waiting(answer)}.{plain}"
 
 
 def speed(answer: Answer) -> str:

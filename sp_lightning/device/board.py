@@ -44,10 +44,18 @@ class RankError(RuntimeError):
     """Another rank has failed or is elsewhere, so this one cannot go on."""
 
 
+class RankInterrupt(KeyboardInterrupt):
+    """Another rank was interrupted, and this one ends as if it had been, too."""
+
+
+LOST = RankError, RankInterrupt
+"""What is raised where other ranks are waited for in vain. An interrupt of this process is not among them."""
+
+
 def _failed(who: str, when: str, error: str) -> BaseException:
     """What is raised where another rank has failed. An interrupt of one is one of all, so that a run ends as it does alone."""
     said = f"{who} has failed {when}: {error}"
-    return KeyboardInterrupt(said) if _INTERRUPTED.match(error) else RankError(said)
+    return RankInterrupt(said) if _INTERRUPTED.match(error) else RankError(said)
 
 
 _INTERRUPTED = re.compile(r"(rank \d+ \(node \d+\): )?KeyboardInterrupt:")
@@ -185,14 +193,15 @@ class Board:
         """Says that this rank is at the end of its run: a meeting that it does not wait at, and finds no error at."""
         self.place = ""
         if not self.failure:  # else the others would find that they have parted before they find why
-            with suppress(RankError):  # those say so that wait for this rank
+            with suppress(*LOST):  # those say so that wait for this rank
                 self.come("the end of its run")
 
     def fail(self, error: BaseException) -> None:
         """Says that this rank fails, so that the others stop waiting for it. Only its first error counts."""
         if self.failure:
             return
-        self.failure = f"{type(error).__name__}: {error}"
+        interrupted = isinstance(error, KeyboardInterrupt)
+        self.failure = f"{KeyboardInterrupt.__name__ if interrupted else type(error).__name__}: {error}"
         begin = (self.rank + 1) * _PAGES - PAGE
         text = self.failure.encode(errors="replace")[: PAGE - 1]
         self._memory.bytes[begin : begin + len(text)] = text
@@ -243,7 +252,7 @@ class Board:
                     raise RankError(
                         f"{self._names[self.rank]} has waited {late:.0f} seconds for {said}. {self._places()}."
                     )
-            except RankError:
+            except LOST:
                 if reached():  # in the last moment before another rank went on, and ended
                     return
                 raise

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sp_lightning.activations.calls import Activations
-from sp_lightning.device.board import RankError
+from sp_lightning.device.board import LOST
 from sp_lightning.device.device import Device
 from sp_lightning.engine.residency import Residency
 from sp_lightning.optim.background import BackgroundUpdates
@@ -290,7 +290,7 @@ class Step(Part):
             self.invalidate()  # from now on hooks and optimizers may write weights through .data, which no version shows
         try:
             self.residency.slots.end_round()
-        except RankError:
+        except LOST:
             if well:  # otherwise there is an error already
                 raise
         self.residency.slots.give_back_extra()

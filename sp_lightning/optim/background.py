@@ -85,8 +85,9 @@ class BackgroundUpdates:
                 for parameter in block.parameters:
                     if type(parameter) is not Tensor:  # a part of a wrapped parameter is none, and is not updated
                         take(parameter, self._role)
-            layer.update = self._device.later(update)
+            # First, because an interrupt may come between the two: what is not noted here is not waited for.
             self._under_way[layer] = then
+            layer.update = self._device.later(update)
 
     def afterwards(self, then: Callable[[], None]) -> None:
         """Has ``then`` called once all updates were waited for, whether they succeeded or not."""
@@ -148,9 +149,10 @@ class BackgroundUpdates:
         self._failure = None
 
     def _finish(self, layer: StreamedLayer, why: Wait) -> None:
-        if layer.update is not None:
-            # A KeyboardInterrupt may come here; the update is still known then.
-            self._device.finish(layer.update, why)
+        if layer in self._under_way:
+            if layer.update is not None:  # otherwise an interrupt has come before it was submitted
+                # A KeyboardInterrupt may come here; the update is still known then.
+                self._device.finish(layer.update, why)
             then, layer.update = self._under_way.pop(layer), None
             _restore_classes(layer.family)
             if then is not None:

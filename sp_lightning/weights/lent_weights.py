@@ -120,6 +120,8 @@ class LentWeights(Tenants):
                 group.expose()
         elif group.resting:
             group.ask(before_use=False)
+        if layer.owner.updated_early:  # what user code does with weights that backward has updated is refused
+            group.ask(before_use=True)
         group.resting = False
         group.sync_requires_grad()
         if not layer.whole:

@@ -234,6 +234,39 @@ def test_a_write_to_a_weight_that_is_updated_already_is_refused(k: int) -> None:
         fit(make, vectors(), overlapping("backward", k=k), recorded="losses")
 
 
+class TakesData(nn.Linear):
+    """Without gradients its forward takes the weight's ``.data``, which could be written."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight if torch.is_grad_enabled() else self.weight.data, self.bias)
+
+
+class CallsUpdated(Module):
+    """A hook at the end of backward calls the last layer, which is updated by then."""
+
+    def __init__(self) -> None:
+        net: Any = Stack()
+        net.head = TakesData(16, 16)
+        super().__init__(net)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch = batch.clone().requires_grad_()
+        batch.register_hook(lambda gradient: self.late(batch))
+        return self.loss(batch)
+
+    def late(self, batch: Tensor) -> None:
+        net: Any = self.net
+        with torch.no_grad():
+            net.head(batch.detach())
+
+
+@pytest.mark.parametrize("k", [1, 8])
+def test_a_call_of_a_layer_that_is_updated_already_is_refused(k: int) -> None:
+    """Where its slot still had the weights (k=8), those were taken for written, and the update was lost."""
+    with pytest.raises(RuntimeError, match=r"had updated layer 'net.head' when.*its weights were needed again"):
+        fit(fused(CallsUpdated), vectors(), overlapping("backward", k=k), recorded="losses")
+
+
 class HooksLate(Module):
     """A parameter's hook, registered in the first step, writes all gradients."""
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from time import sleep
 from typing import Any
 from unittest import mock
 
@@ -55,6 +56,42 @@ def failing(step: int, layer: int) -> Iterator[list[int]]:
     after: list[int] = []
     with mock.patch.object(BackgroundUpdates, "submit", noted):
         yield after
+
+
+class _Interrupted(dict[Any, Any]):
+    """Notes of updates. The tenth is interrupted."""
+
+    notes = 0
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.notes += 1
+        if self.notes == 10:
+            raise KeyboardInterrupt
+        super().__setitem__(key, value)
+
+
+class LooksAtTheEnd(Callback):
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.seen = [parameter.detach().clone() for parameter in pl_module.parameters()]
+
+
+def test_an_interrupt_while_an_update_is_submitted_leaves_none_that_goes_on() -> None:
+    """It was submitted and not noted, so that what an interrupted run saved was in the midst of an update."""
+    make, later, looks = BackgroundUpdates.__init__, Device.later, LooksAtTheEnd()
+
+    def made(self: BackgroundUpdates, *arguments: Any) -> None:
+        make(self, *arguments)
+        self._under_way = _Interrupted()
+
+    def slowly(self: Device, work: Callable[[], None]) -> Any:
+        return later(self, lambda: (sleep(0.1), work())[1])
+
+    module = fused(lambda: Module(Stack()))()
+    with mock.patch.object(BackgroundUpdates, "__init__", made), mock.patch.object(Device, "later", slowly):
+        with pytest.raises(SystemExit):
+            trainer_for(overlapping("forward"), callbacks=[looks]).fit(module, loader(vectors() * 2))
+        sleep(0.3)
+    assert_equal(list(map(Tensor.detach, module.parameters())), looks.seen, "weights after the interrupt")
 
 
 @pytest.mark.parametrize("device", ["cpu", "simulated"])
