@@ -67,6 +67,7 @@ class Window:
         self._training = training
         self._make = partial(make_plan, ranks=ranks, nodes=nodes, training=training)
         self._found: Found
+        self._free: int | None = None
         self.room: int | None = None
         """Bytes of the budget; None if nothing limits device memory."""
         self.rest = 0
@@ -93,6 +94,7 @@ class Window:
         """
         free, budget = device.free_bytes(), self._budget
         self._found = found
+        self._free = free
         self.rest = self.rest_gradients = 0
         if isinstance(budget, int):
             self.room = budget if free is None else min(budget, free)
@@ -107,6 +109,13 @@ class Window:
         if self.room is not None and self._least(plan) > self.room:
             raise ValueError(self._too_large(plan, self.room, device, find))
         return plan
+
+    def take_off(self, nbytes: int) -> None:
+        """Lowers the budget to what is left for it, because ``nbytes`` of what was free at set-up are taken by others now."""
+        if self.room is not None and self._free is not None and nbytes > 0:
+            self._free -= nbytes
+            margin = self._margin if self._budget is None else 0
+            self.room = min(self.room, int(self._free * (1 - margin)))
 
     def lower_budget(self) -> None:
         """Takes a sixteenth off the budget, if there is one. It is called when the budget proved too large."""
