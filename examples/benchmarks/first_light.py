@@ -65,7 +65,7 @@ class Setting:
         return "cpu" if self.device.type == "cpu" else "gpu"
 
 
-REAL = Setting(torch.device("cuda"), GIB, 8 * GIB, 6.0)
+REAL = Setting(torch.device("cuda"), GIB, 8 * GIB, 4.0)
 PRETENDED = Setting(torch.device("cpu"), 2**22, 2**24, 0.1)
 
 
@@ -87,7 +87,8 @@ def pinning(setting: Setting) -> rows.Row:
 def copies(setting: Setting) -> rows.Row:
     """Bytes arrive as they were sent, there and back, in the order of streams and events; then how fast."""
     device = device_for(setting.device)
-    there, back = (PinnedMemory(device, setting.nbytes, pin=True).bytes for _ in range(2))
+    pinned = [PinnedMemory(device, setting.nbytes, pin=True) for _ in range(2)]  # while these live, it is page-locked
+    there, back = (each.bytes for each in pinned)
     there.random_(0, 256, generator=torch.Generator().manual_seed(1))
     near = device.empty(there.nbytes)
     device.copy([near], [there], Stream.UPLOAD)

@@ -4,17 +4,20 @@ There a thread of autograd's own runs the hooks. It has what torch carries over 
 dtype, inference mode, all hooks of saved tensors, modes that see operators and functions, whether subclasses are asked), and
 nothing that Python keeps by thread: no thread-locals, no contexts, no locks of the caller's. Nor does it know whether
 autocast keeps its casts.
+
+``pytest -p tests.support.elsewhere tests/engine`` runs any tests so, with every backward in another thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch._C import _autograd
 from torch.autograd.graph import saved_tensors_hooks
@@ -28,6 +31,13 @@ from sp_lightning.device.torch_private import (
     top_saved_tensors_hooks,
     transforms_active,
 )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: Any) -> Generator[None, object, object]:
+    """Where this file is a plugin of pytest's: around each test, and not around its fixtures."""
+    with backward_elsewhere():
+        return (yield)
 
 
 @contextmanager
