@@ -67,7 +67,6 @@ class Window:
         self._training = training
         self._make = partial(make_plan, ranks=ranks, nodes=nodes, training=training)
         self._found: Found
-        self._free: int | None = None
         self.room: int | None = None
         """Bytes of the budget; None if nothing limits device memory."""
         self.rest = 0
@@ -94,7 +93,6 @@ class Window:
         """
         free, budget = device.free_bytes(), self._budget
         self._found = found
-        self._free = free
         self.rest = self.rest_gradients = 0
         if isinstance(budget, int):
             self.room = budget if free is None else min(budget, free)
@@ -110,17 +108,15 @@ class Window:
             raise ValueError(self._too_large(plan, self.room, device, find))
         return plan
 
-    def take_off(self, nbytes: int) -> None:
-        """Lowers the budget to what is left for it, because ``nbytes`` of what was free at set-up are taken by others now."""
-        if self.room is not None and self._free is not None and nbytes > 0:
-            self._free -= nbytes
-            margin = self._margin if self._budget is None else 0
-            self.room = min(self.room, int(self._free * (1 - margin)))
+    def lower_budget(self, there: int | None = None) -> None:
+        """Lowers the budget, if there is one, because it proved too large.
 
-    def lower_budget(self) -> None:
-        """Takes a sixteenth off the budget, if there is one. It is called when the budget proved too large."""
+        Args:
+            there: bytes that torch has allocated or could allocate, which are then the most. None takes a sixteenth off.
+        """
         if self.room is not None:
-            self.room -= self.room // 16
+            share = 1 - self._margin if self._budget is None else 1
+            self.room = self.room - self.room // 16 if there is None else min(self.room, int(there * share))
 
     def needs(self, plan: Plan) -> int:
         """Bytes of device memory that a plan takes, together with everything else that was measured."""

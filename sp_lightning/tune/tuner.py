@@ -58,7 +58,7 @@ class Tuner:
         self._again = False  # whether the window is to be chosen anew before the next batch
         if balanced:
             streamer.activations.recompute.begin_trial()
-        self._available = self._count_available()
+        device.begin_peak()
 
     def batch_starts(self, batch: Any, overlap: Overlap) -> None:
         """Reads what the batch before took, and changes the window or modes of activations if that is called for.
@@ -74,9 +74,10 @@ class Tuner:
             self._read_timeline(self._timeline)
         self._overlap = "off" if overlap == "auto" else overlap
         self._observe()
-        if self._batches == 1:
+        if self._batches == 1 and (free := self._device.free_bytes()) is not None:
             # Only now are the kernels loaded that a batch takes, and libraries have what they take beside torch's allocator.
-            self._window.take_off(self._available - self._count_available())
+            self._device.begin_peak()
+            self._window.lower_budget(free + (self._device.peak_bytes() or 0))
         self._size = max(self._size, self._next)
         self._next = sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
         if self._timed is not None:
@@ -127,11 +128,6 @@ class Tuner:
         self._timed = Balance(self._calls, index_of, visits, rates)
         self._timeline = None
         self._again = True
-
-    def _count_available(self) -> int:
-        """Bytes of device memory that torch has allocated or could allocate. The count of the peak begins anew."""
-        self._device.begin_peak()
-        return (self._device.free_bytes() or 0) + (self._device.peak_bytes() or 0)
 
     def _observe(self) -> None:
         """Notes how many bytes everything but weights took in the last batch."""

@@ -11,9 +11,10 @@ autocast keeps its casts.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from threading import get_ident
+from queue import SimpleQueue
+from threading import Thread, get_ident
 from typing import Any
 from unittest import mock
 
@@ -47,16 +48,35 @@ def backward_elsewhere() -> Iterator[set[int]]:
     It yields the threads that have called for a backward from outside of one.
     """
     engine, callers = getattr(*ENGINE_CALL), set[int]()
-    with ThreadPoolExecutor(1, "autograd") as thread:
+    work: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+    thread = Thread(target=serve, args=(work,), name="autograd", daemon=True)  # as Python sees autograd's
 
-        def run(*args: Any, **options: Any) -> Any:
-            if current_graph_task() != -1 or transforms_active():  # a transform's levels are not carried over here
-                return engine(*args, **options)
-            callers.add(get_ident())
-            return thread.submit(carried_over(lambda: engine(*args, **options))).result()
+    def run(*args: Any, **options: Any) -> Any:
+        if current_graph_task() != -1 or transforms_active():  # a transform's levels are not carried over here
+            return engine(*args, **options)
+        callers.add(get_ident())
+        result: Future[Any] = Future()
+        work.put((carried_over(lambda: engine(*args, **options)), result))
+        return result.result()
 
+    thread.start()
+    try:
         with mock.patch.object(*ENGINE_CALL, run):
             yield callers
+    finally:
+        work.put(None)
+        thread.join()
+
+
+def serve(work: SimpleQueue[Any]) -> None:
+    """Does what comes, one piece after the other, until None does. It keeps nothing of it."""
+    while (piece := work.get()) is not None:
+        function, result = piece
+        try:
+            result.set_result(function())
+        except BaseException as error:  # whatever it is, it is the caller's
+            result.set_exception(error)
+        del piece, function, result
 
 
 def carried_over(work: Callable[[], Any]) -> Callable[[], Any]:
