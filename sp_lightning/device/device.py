@@ -103,6 +103,7 @@ class Device:
         self.timelines: list[Timeline] = []
         self.background_threads: int | None = None
         self._background: ThreadPoolExecutor | None = None
+        self._most = 0  # the most that peak_bytes said before it was set back
 
     def empty(self, nbytes: int) -> Tensor:
         """Returns uninitialised device memory, shape ``(nbytes,)``, ``uint8``, usable inside and outside of inference mode."""
@@ -234,6 +235,15 @@ class Device:
 
     def reset_peak(self) -> None:
         """Lets :meth:`peak_bytes` start again from what is allocated now."""
+
+    def begin_peak(self) -> None:
+        """As :meth:`reset_peak`, which sets back the user's ``torch.cuda.max_memory_allocated()`` too: what it was is kept."""
+        self._most = self.most_bytes()
+        self.reset_peak()
+
+    def most_bytes(self) -> int:
+        """What :meth:`peak_bytes` would say if :meth:`begin_peak` had not set it back; 0 for the CPU."""
+        return max(self._most, self.peak_bytes() or 0)
 
     def close(self) -> None:
         """Ends the background thread after the work that it has taken."""

@@ -305,6 +305,7 @@ class Streamer:
             extra_slots=self._slots.extra_slots,
             gathered_bytes=self._slots.gathered_bytes,
             peak_device_bytes=self._peak.most,
+            peak_allocated_bytes=self.device.most_bytes(),
             stored_bytes=offload.stored_bytes,
             returned_bytes=offload.returned_bytes,
             stall_seconds=stalled(Wait.USE_AFTER_FETCH, Wait.USE_AFTER_RESIDENTS),

@@ -25,6 +25,8 @@ class Stats:
             sparse gradients, for weights that were written on the device.
         extra_slots: how many slots were made beyond the plan, because user code held views of weights.
         peak_device_bytes: the most bytes that weights and gradients took on the device.
+        peak_allocated_bytes: the most bytes that torch had allocated on the device at once. ``torch.cuda.max_memory_allocated()``
+            says less, because choosing a window or modes of activations sets it back. 0 on the CPU.
         stored_bytes, returned_bytes: bytes of activations copied to the host, and back.
         stall_seconds: seconds that compute waited for fetches.
         drain_stall_seconds: seconds that compute waited for gradients to leave.
@@ -59,6 +61,7 @@ class Stats:
     expert_misses: int = 0
     expert_bytes: int = 0
     gathered_bytes: int = 0
+    peak_allocated_bytes: int = 0
 
     @property
     def waited_seconds(self) -> float:
