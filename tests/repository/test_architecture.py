@@ -29,9 +29,9 @@ FILES = {
 # From the ground up: a wing may import from those before it only.
 WINGS = (
     "_version", "device", "model", "plan", "observe", "store", "activations", "weights", "optim", "engine", "tune", "trainer",
-    "pytorch_lightning", "__init__", "cli", "__main__",
+    "comparison", "pytorch_lightning", "__init__", "cli", "__main__",
 )  # fmt: skip
-MAY_IMPORT_LIGHTNING = {"trainer", "pytorch_lightning", "__init__", "cli", "__main__"}
+MAY_IMPORT_LIGHTNING = {"trainer", "comparison", "pytorch_lightning", "__init__", "cli", "__main__"}
 BUDGET = {"lines of code": 17_685, "files": 148, "classes": 227}
 """What the whole package may have: what it had when this was last lowered. A feature that needs more says here why."""
 MOST_LINES = {"file": 400, "class": 300, "function": 40}
