@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from shutil import rmtree
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
@@ -110,21 +112,21 @@ class _Checking:
         return self.found
 
     def _compare_with_plain(self, variants: list[dict[str, Any]], plain: Done, again: Done) -> None:
-        ways = []
+        first, ways = None, []
         for options in variants:
             way = Way(_name(options, several=len(variants) > 1), options)
-            ours = self._attempt(way, plain, may_stop=len(variants) > 1)
+            ours = self._attempt(way, plain, keep=first is None)
             if ours is None:
                 continue
-            ways += [way, replace(way, name=f"{way.name}, released memory poisoned", poison=True)]
-            if len(ways) == 2:
-                self._describe(plain, ours)
+            if first is None:
                 first = ours
-            self.found.runs.append(_figures(ours, ours.stats.peak_device_bytes if ours.stats else None))
+                self._describe(plain, ours)
+            self.found.runs.append(_figures(ours))
+            ways += [way, replace(way, name=f"{way.name}, released memory poisoned", poison=True)]
             self._attempt(ways[-1], plain)
-        if not ways:
+        if first is None:
             raise NotRunError(" ".join(self.found.notes))
-        watched = {**variants[0], "check_writes": True}
+        watched = {**(first.way.options or {}), "check_writes": True}
         if watched.get("optimizer_overlap") == "backward":
             watched["optimizer_overlap"] = "off"  # check_writes compares weights over a backward
         ways.append(Way("streamed, check_writes and hooks on gradients", watched, watched="gradients"))
@@ -137,6 +139,7 @@ class _Checking:
     def _run(self, way: Way) -> Done:
         self._runs += 1
         print(f"check: run {self._runs}, {way.name}", file=sys.stderr, flush=True)
+        gc.collect()  # what the last run has left is not this one's
         return run(self._subject, way, self._folder / str(self._runs))
 
     def _plain(self) -> Done | None:
@@ -150,28 +153,24 @@ class _Checking:
         except Exception as error:
             raise NotRunError(f"Plain Lightning itself stops: {type(error).__name__}: {error}") from error
 
-    def _attempt(self, way: Way, plain: Done, *, may_stop: bool = False) -> Done | None:
-        """Runs the strategy, and compares what it leaves.
+    def _attempt(self, way: Way, plain: Done, *, keep: bool = False) -> Done | None:
+        """Runs the strategy, compares what it leaves, and removes it unless it is to be kept.
 
-        Args:
-            way: how. As its user would have it, an error is a refusal; in any other way it is a difference.
-            plain: the run that is right.
-            may_stop: whether other modes go on after a refusal.
+        An error as the user would meet it is a refusal, and None is returned. In any other way it is a difference.
         """
         try:
             done = self._run(way)
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
-            usual = not way.poison and way.watched == "nothing" and way.begins is None
-            if usual and not isinstance(error, AssertionError):
+            if way.usual and not isinstance(error, AssertionError):
                 self.found.notes.append(f"The strategy stopped in the run {way.name!r}. {said}")
-                if may_stop:
-                    return None
-                raise NotRunError(self.found.notes.pop()) from error
-            self._note("the run itself", way, Compared(0, Difference("", "before its end", said)))
+            else:
+                self._note("the run itself", way, Compared(0, Difference("", "before its end", said)))
             return None
         for what, compared in compare(done.record, plain.record).items():
             self._note("continued" if way.begins else what, way, compared)
+        if not keep:
+            rmtree(done.checkpoint.parent)
         return done
 
     def _note(self, what: str, way: Way, compared: Compared) -> None:
@@ -238,31 +237,40 @@ class _Checking:
                 "order, and nothing of what the device alone has: its kernels, and copies beside computation."
             )
             return self.report()
-        least = self._run(Way("k = 1, released memory poisoned", {**options, "k": 1, "k_prime": 1}, poison=True))
-        assert least.plan is not None
-        k = len(least.plan.layers)
-        while (most := self._window(options, k)) is None and k > 2:
+        least, most = self._window(options, 1), None
+        k = 1 if least is None or least.plan is None else 2 * len(least.plan.layers)
+        while most is None and k > 3:
             k //= 2
-        if most is None:
+            most = self._window(options, k)
+        if least is None or most is None:
             raise NotRunError(
-                f"{too_large} The strategy has memory for k = 1 and for no larger window to compare it with."
+                f"{too_large} The strategy has it for at most one window, and there is nothing to compare."
             )
         self.found.reference = (
             f"{too_large} So the strategy is compared with itself, from k = 1 to k = {k}. That shows that no layer is read while "
             "it is away, and not that results are those of plain Lightning:"
         )
         self._describe(most, least)
-        self.found.runs = [_figures(each, each.stats.peak_device_bytes) for each in (least, most) if each.stats]
+        self.found.runs = [_figures(least), _figures(most)]
         for what, compared in compare(least.record, most.record).items():
             self._note(what, least.way, compared)
         return self.found
 
     def _window(self, options: dict[str, Any], k: int) -> Done | None:
-        """Runs a window; None if the device has too little memory for it."""
+        """Runs a window; None if the device has too little memory for it.
+
+        Raises:
+            NotRunError: the strategy stops for another reason.
+        """
+        way = Way(f"k = {k}, released memory poisoned", {**options, "k": k, "k_prime": 1}, poison=True)
         try:
-            return self._run(Way(f"k = {k}, released memory poisoned", {**options, "k": k, "k_prime": 1}, poison=True))
+            return self._run(way)
         except torch.OutOfMemoryError:
             return None
+        except Exception as error:
+            raise NotRunError(
+                f"The strategy stopped in the run {way.name!r}. {type(error).__name__}: {error}"
+            ) from error
 
 
 def _variants(options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -283,8 +291,9 @@ def _name(options: dict[str, Any], *, several: bool) -> str:
     return f"streamed, {modes}" if several else "streamed"
 
 
-def _figures(done: Done, counted: int | None) -> RunFigures:
-    return RunFigures(done.way.name, done.seconds, counted if done.peak_bytes is None else done.peak_bytes)
+def _figures(done: Done, counted: int | None = None) -> RunFigures:
+    ours = counted if done.stats is None else done.stats.peak_device_bytes
+    return RunFigures(done.way.name, done.seconds, ours if done.peak_bytes is None else done.peak_bytes)
 
 
 def _refuse_unrepeatable(compared: dict[str, Compared]) -> None:

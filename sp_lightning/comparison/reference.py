@@ -58,11 +58,9 @@ class StepsOnHost(SingleDeviceStrategy):
             return parameter
         copy = nn.Parameter(parameter.detach().to("cpu", copy=True), requires_grad=parameter.requires_grad)
         copy.grad = None if parameter.grad is None else parameter.grad.to("cpu", copy=True)
-        state = optimizer.state.pop(parameter, {})
-        if state:
-            optimizer.state[copy] = {
-                name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()
-            }
+        if parameter in optimizer.state:  # the same object, which the optimizer may have in hand
+            state = optimizer.state[copy] = optimizer.state.pop(parameter)
+            state.update({name: value.cpu() for name, value in state.items() if isinstance(value, Tensor)})
         self._originals[copy] = parameter
         return copy
 
@@ -73,7 +71,8 @@ class StepsOnHost(SingleDeviceStrategy):
                 if original is not None:
                     with torch.no_grad():
                         original.copy_(copy)
-                    optimizer.state[original] = optimizer.state.pop(copy, {})
+                    if copy in optimizer.state:
+                        optimizer.state[original] = optimizer.state.pop(copy)
                     group["params"][index] = original
         for group in self._fused:
             group["fused"] = None

@@ -57,6 +57,11 @@ class Way:
     watched: Literal["nothing", "gradients", "modules"] = "nothing"
     begins: Path | None = None
 
+    @property
+    def usual(self) -> bool:
+        """Whether it goes as its user would have it."""
+        return not self.poison and self.watched == "nothing" and self.begins is None
+
 
 @dataclass(frozen=True)
 class Done:

@@ -109,8 +109,9 @@ class Subject:
         Raises:
             NotRunError: there is no LightningModule, or no data.
         """
+        settings: dict[str, Any] = {}
         if self.config is None:
-            module, data, settings = _called(self.factory), _called(self.data), {}
+            module, data = _called(self.factory), _called(self.data)
         else:
             module, data, settings, _ = self._from_config()
         if not isinstance(module, pl.LightningModule):

@@ -387,7 +387,7 @@ class Slots:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Inside, a slot that nobody uses or holds is filled with NaN, so that a read of it shows. Each use fetches its layer anew."""
+    """Inside, a slot that nobody uses or holds is filled with NaN, so that a read shows. Each use fetches its layer anew."""
     before, Slots.poisons = Slots.poisons, True
     try:
         yield

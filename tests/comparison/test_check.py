@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import sp_lightning
+from sp_lightning.comparison.check import _fits_host
 from sp_lightning.comparison.report import Report
 from sp_lightning.comparison.subject import NotRunError, Subject
 from tests.support import planted
@@ -134,12 +135,37 @@ def test_a_model_that_is_too_large_for_plain_lightning_is_compared_over_windows(
     assert "continued" not in report.rows
 
 
+def test_a_model_that_is_too_large_for_the_device_is_compared_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first device is none of this machine's, and plain Lightning ends there."""
+    devices = [torch.device("cuda", 0), torch.device("cpu")]
+    monkeypatch.setattr("sp_lightning.comparison.check.root_device", lambda settings: devices.pop(0))
+    makes = [planted.TooLarge]
+
+    def make() -> Module:
+        return makes.pop()() if makes else planted.Everything()
+
+    monkeypatch.setattr("sp_lightning.comparison.check._fits_host", lambda subject: True)
+    report = check(make)
+    assert report.status == 0, str(report)
+    assert set(report.rows) == KINDS
+    assert "from the same start on cpu" in report.reference
+    assert "too little memory for this model on cuda:0. So both sides ran on the CPU" in str(report)
+
+
+def test_the_host_s_memory_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = Subject(planted.Everything, None, None, 1, 0, {})
+    for room, fits in ((2**40, True), (1000, False), (None, True)):
+        monkeypatch.setattr("sp_lightning.comparison.check.available_bytes", lambda room=room: room)
+        assert _fits_host(subject) is fits
+
+
 @pytest.mark.parametrize(
     ("factory", "data", "why"),
     [
         (lambda: Module(Stack()), None, "has no train_dataloader of its own. Give data"),
         (Stack, planted.batches, "made a Stack, and no LightningModule"),
         (lambda: 1 / 0, planted.batches, "ZeroDivisionError: division by zero"),
+        (planted.Refused, planted.batches, "The strategy stopped in the run 'streamed'. ValueError: "),
         (lambda: Module(torch.nn.Linear(3, 3)), planted.batches, "Plain Lightning itself stops: RuntimeError: mat1"),
     ],
 )

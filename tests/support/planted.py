@@ -115,3 +115,11 @@ class TooLarge(Module):
         if not isinstance(self.trainer.strategy, SuperpipelineStrategy):
             raise torch.OutOfMemoryError("too large")
         return super().loss(batch)
+
+
+class Refused(Module):
+    """Two trained parameters over one memory, which the strategy refuses."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.alias = nn.Parameter(self.net.stem.weight.data)
