@@ -25,6 +25,8 @@ from sp_lightning.trainer.strategy import SuperpipelineStrategy
 
 ALL = "all"
 """For ``activations`` and ``optimizer_overlap``: every mode, one after the other."""
+_LARGE = 2**27
+"""Bytes of a checkpoint from which on memory is freed between runs. That takes longer than a run of a small model."""
 _MODES = {"activations": get_args(Mode), "optimizer_overlap": ("off", "forward", "backward")}
 
 
@@ -40,8 +42,8 @@ def check(
 ) -> Report:
     """Trains, validates and predicts some batches by plain Lightning and by this strategy, and compares everything bitwise.
 
-    Module and data are made anew for each run, from the same seed. Files are in a temporary folder, some times as large as the
-    weights, gradients and optimizer state, which is gone afterwards; random states are as they were.
+    Module and data are made anew for each run, from the same seed. Files are in a temporary folder, some twenty times as
+    large as the weights, which is gone afterwards; random states are as they were.
 
     Args:
         factory: makes the LightningModule when it is called: a callable, or ``"package.module:Name"``.
@@ -83,7 +85,7 @@ class _Checking:
     def __init__(self, subject: Subject, options: dict[str, Any], folder: Path) -> None:
         self._subject, self._folder = subject, folder
         self._given = options
-        self._runs = 0
+        self._runs, self._large = 0, False
         self.found = Report()
 
     def report(self) -> Report:
@@ -101,17 +103,19 @@ class _Checking:
         for variant in variants:
             SuperpipelineStrategy(**variant)  # what cannot be is refused before anything runs
             variant["fused_optimizer"] = self._fuse
-        plain = self._plain()
+        plain = self._run_if_it_fits(Way("plain", fuse=self._fuse))
         if plain is None:
             return self._without_plain(variants[0])
         again = self._run(Way("plain again", fuse=self._fuse, watched="gradients"))
         _refuse_unrepeatable(compare(again.record, plain.record, ["gradients"]))
+        again.record.keep_only("gradients")
+        plain.record.entries += again.record.entries
         fused = ", with optimizers fused on the host" if self._fuse else ""
         self.found.reference = f"Plain Lightning{fused} and the strategy, from the same start on {self._device}:"
-        self._compare_with_plain(variants, plain, again)
+        self._compare_with_plain(variants, plain)
         return self.found
 
-    def _compare_with_plain(self, variants: list[dict[str, Any]], plain: Done, again: Done) -> None:
+    def _compare_with_plain(self, variants: list[dict[str, Any]], plain: Done) -> None:
         first, ways = None, []
         for options in variants:
             way = Way(_name(options, several=len(variants) > 1), options)
@@ -130,28 +134,39 @@ class _Checking:
         if watched.get("optimizer_overlap") == "backward":
             watched["optimizer_overlap"] = "off"  # check_writes compares weights over a backward
         ways.append(Way("streamed, check_writes and hooks on gradients", watched, watched="gradients"))
-        self._attempt(ways[-1], again)
+        self._attempt(ways[-1], plain)
         self._continue(first, plain)
+        absent = [what for what in ("validation", "predictions") if what not in self.found.rows]
+        self.found.notes += [f"The module or its data have nothing for these: {', '.join(absent)}."] if absent else []
         self._explain(ways, plain)
 
     # ------------------------------------------------------------------ runs
 
     def _run(self, way: Way) -> Done:
+        """Runs something.
+
+        Raises:
+            NotRunError: it stopped, but for want of device memory, or because an assertion of the strategy's own has failed.
+        """
         self._runs += 1
         print(f"check: run {self._runs}, {way.name}", file=sys.stderr, flush=True)
-        gc.collect()  # what the last run has left is not this one's
-        return run(self._subject, way, self._folder / str(self._runs))
-
-    def _plain(self) -> Done | None:
-        """Runs plain Lightning; None if the device has too little memory for it."""
+        if self._large:
+            gc.collect()  # a trainer and its module refer to each other, and models of several runs may fill the memory
         try:
-            return self._run(Way("plain", fuse=self._fuse))
-        except torch.OutOfMemoryError:
-            return None
-        except NotRunError:
+            done = run(self._subject, way, self._folder / str(self._runs))
+            self._large = done.checkpoint.stat().st_size > _LARGE
+            return done
+        except (NotRunError, torch.OutOfMemoryError, AssertionError):
             raise
         except Exception as error:
-            raise NotRunError(f"Plain Lightning itself stops: {type(error).__name__}: {error}") from error
+            raise NotRunError(f"The run {way.name!r} stopped. {type(error).__name__}: {error}") from error
+
+    def _run_if_it_fits(self, way: Way) -> Done | None:
+        try:
+            return self._run(way)
+        except torch.OutOfMemoryError:
+            self._large = True
+            return None
 
     def _attempt(self, way: Way, plain: Done, *, keep: bool = False) -> Done | None:
         """Runs the strategy, compares what it leaves, and removes it unless it is to be kept.
@@ -160,14 +175,16 @@ class _Checking:
         """
         try:
             done = self._run(way)
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
+        except (NotRunError, torch.OutOfMemoryError, AssertionError) as error:
             if way.usual and not isinstance(error, AssertionError):
-                self.found.notes.append(f"The strategy stopped in the run {way.name!r}. {said}")
+                self.found.notes.append(str(error))
             else:
+                cause = error.__cause__ or error
+                said = f"{type(cause).__name__}: {cause}"
                 self._note("the run itself", way, Compared(0, Difference("", "before its end", said)))
             return None
-        for what, compared in compare(done.record, plain.record).items():
+        leave_out = [] if way.watched == "gradients" else ["gradients"]
+        for what, compared in compare(done.record, plain.record, leave_out).items():
             self._note("continued" if way.begins else what, way, compared)
         if not keep:
             rmtree(done.checkpoint.parent)
@@ -183,8 +200,8 @@ class _Checking:
         """Trains one batch more from each checkpoint by who has not written it."""
         try:
             expected = self._run(Way("plain, from its own checkpoint", fuse=self._fuse, begins=plain.checkpoint))
-        except Exception as error:
-            self.found.notes.append(f"Plain Lightning does not go on from its own checkpoint, so nothing did: {error}")
+        except NotRunError as error:
+            self.found.notes.append(f"Nothing went on from a checkpoint. {error}")
             return
         self._attempt(Way("plain, from the strategy's checkpoint", fuse=self._fuse, begins=ours.checkpoint), expected)
         crossed = replace(ours.way, name="streamed, from plain Lightning's checkpoint", begins=plain.checkpoint)
@@ -214,13 +231,13 @@ class _Checking:
         try:
             expected = self._run(Way("plain, hooks on modules", fuse=self._fuse, watched="modules"))
             name, sentence = first_module(self._run(seen), expected)
-        except Exception as error:
-            name, sentence = "**", f"With hooks on modules the run stopped: {type(error).__name__}: {error}"
+        except NotRunError as error:
+            name, sentence = "**", str(error)
         explanation += [sentence, avoided_by(way, name, lambda other: self._differs(other, plain))]
 
     def _differs(self, way: Way, plain: Done) -> bool:
         try:
-            compared = compare(self._run(replace(way, watched="nothing")).record, plain.record)
+            compared = compare(self._run(replace(way, watched="nothing")).record, plain.record, ["gradients"])
         except Exception:
             return True
         return any(each.first for each in compared.values())
@@ -237,11 +254,11 @@ class _Checking:
                 "order, and nothing of what the device alone has: its kernels, and copies beside computation."
             )
             return self.report()
-        least, most = self._window(options, 1), None
+        least, most = self._run_if_it_fits(_window(options, 1)), None
         k = 1 if least is None or least.plan is None else 2 * len(least.plan.layers)
         while most is None and k > 3:
             k //= 2
-            most = self._window(options, k)
+            most = self._run_if_it_fits(_window(options, k))
         if least is None or most is None:
             raise NotRunError(
                 f"{too_large} The strategy has it for at most one window, and there is nothing to compare."
@@ -256,21 +273,9 @@ class _Checking:
             self._note(what, least.way, compared)
         return self.found
 
-    def _window(self, options: dict[str, Any], k: int) -> Done | None:
-        """Runs a window; None if the device has too little memory for it.
 
-        Raises:
-            NotRunError: the strategy stops for another reason.
-        """
-        way = Way(f"k = {k}, released memory poisoned", {**options, "k": k, "k_prime": 1}, poison=True)
-        try:
-            return self._run(way)
-        except torch.OutOfMemoryError:
-            return None
-        except Exception as error:
-            raise NotRunError(
-                f"The strategy stopped in the run {way.name!r}. {type(error).__name__}: {error}"
-            ) from error
+def _window(options: dict[str, Any], k: int) -> Way:
+    return Way(f"k = {k}, released memory poisoned", {**options, "k": k, "k_prime": 1}, poison=True)
 
 
 def _variants(options: dict[str, Any]) -> list[dict[str, Any]]:

@@ -23,15 +23,18 @@ class Entry:
         kind: what they are: a row of the report.
         moment: when it had them, in words.
         file: where they are, as ``torch.save`` writes them.
+        key: under which the file has them; None if it has nothing else.
     """
 
     kind: str
     moment: str
     file: Path
+    key: str | None = None
 
     def values(self) -> dict[str, Any]:
         """The values by their names: tensors on the host, mapped from the file, and plain values."""
-        return dict(flatten(torch.load(self.file, map_location="cpu", mmap=True, weights_only=False)))
+        found = torch.load(self.file, map_location="cpu", mmap=True, weights_only=False)
+        return dict(flatten(found if self.key is None else found[self.key]))
 
 
 class Record:
@@ -52,11 +55,14 @@ class Record:
         if found:
             file = self._folder / str(len(self.entries))
             torch.save(found, file)
-            self.refer(kind, moment, file)
+            self.entries.append(Entry(kind, moment, file))
 
-    def refer(self, kind: str, moment: str, file: Path) -> None:
-        """Keeps what is in a file of ``torch.save`` already."""
-        self.entries.append(Entry(kind, moment, file))
+    def keep_only(self, kind: str) -> None:
+        """Removes the files of all other kinds."""
+        for entry in self.entries:
+            if entry.kind != kind:
+                entry.file.unlink(missing_ok=True)
+        self.entries = _of(self, kind)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from sp_lightning.comparison.record import Record, flatten
+from sp_lightning.comparison.record import Entry, Record, flatten
 from sp_lightning.comparison.reference import StepsOnHost
 from sp_lightning.comparison.subject import Made, Subject
 from sp_lightning.device.accelerator import device_for
@@ -32,9 +32,6 @@ from sp_lightning.trainer.strategy import SuperpipelineStrategy
 from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
 from sp_lightning.weights.slots import poisoned
 from sp_lightning.weights.writes import digest
-
-_VARIABLES = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
-_LOGGERS = ("lightning.pytorch", "lightning.fabric")
 
 
 @dataclass(frozen=True)
@@ -198,10 +195,8 @@ def run(subject: Subject, way: Way, folder: Path) -> Done:
         trainer.fit(made.module, **made.data, ckpt_path=way.begins, weights_only=False)
         strategy: Any = trainer.strategy
         plan, stats = (None, None) if way.options is None else (strategy.plan, strategy.stats())
-        _keep_state(record, trainer, made.module)
         checkpoint = folder / "checkpoint.ckpt"
-        trainer.save_checkpoint(checkpoint)
-        record.refer("checkpoints", "after training", checkpoint)
+        _keep_state(record, trainer, made.module, checkpoint)
         data = None if way.begins else made.to_predict
         if data is not None:
             trainer.predict(made.module, **data)
@@ -241,13 +236,17 @@ def root_device(settings: Mapping[str, Any]) -> torch.device:
     return pl.Trainer(enable_checkpointing=False, enable_progress_bar=False, **chosen).strategy.root_device
 
 
-def _keep_state(record: Record, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+def _keep_state(record: Record, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Path) -> None:
     moment = "after training"
     record.add("weights", moment, dict(module.named_parameters()))
     record.add("buffers", moment, dict(module.named_buffers()))
-    record.add("optimizer state", moment, [each.state_dict() for each in trainer.optimizers])
-    record.add("scheduler state", moment, [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs])
     record.add("random state", moment, _random_state(trainer.strategy.root_device))
+    trainer.save_checkpoint(checkpoint)
+    record.entries += [
+        Entry("optimizer state", moment, checkpoint, "optimizer_states"),
+        Entry("scheduler state", moment, checkpoint, "lr_schedulers"),
+        Entry("checkpoints", moment, checkpoint),
+    ]
 
 
 # ---------------------------------------------------------------------- what is around a run
@@ -263,17 +262,15 @@ def _random_state(device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def undisturbed(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, runs are quiet. Afterwards random states, variables of the process and levels of logs are as they were.
+    """Inside, runs are quiet. Afterwards random states and variables of the process are as they were.
 
     Args:
         settings: arguments of ``Trainer``, which name the device.
     """
-    python, numpy = random.getstate(), np.random.get_state()
-    variables = {name: os.environ.get(name) for name in _VARIABLES}
-    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
+    python, numpy, variables = random.getstate(), np.random.get_state(), dict(os.environ)
+    disabled = logging.root.manager.disable
     try:
-        for name in levels:
-            logging.getLogger(name).setLevel(logging.ERROR)
+        logging.disable(logging.INFO)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # each run would say the same
             device = root_device(settings)
@@ -283,9 +280,6 @@ def undisturbed(settings: Mapping[str, Any]) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
-        for name, value in variables.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        logging.disable(disabled)
+        os.environ.clear()
+        os.environ.update(variables)

@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import (
-    Callback,
-    Checkpoint,
-    DeviceStatsMonitor,
-    LearningRateMonitor,
-    ModelSummary,
-    ProgressBar,
-)
+from lightning.pytorch import callbacks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from sp_lightning.trainer.callback import SuperpipelineCallback
@@ -36,7 +29,10 @@ _SETTINGS = {
     "deterministic", "benchmark", "inference_mode", "detect_anomaly", "callbacks",
 }  # fmt: skip
 # These write files, or need a logger, or another strategy. They change no number.
-_LEFT_OUT = (Checkpoint, DeviceStatsMonitor, LearningRateMonitor, ModelSummary, ProgressBar, SuperpipelineCallback)
+_LEFT_OUT = (
+    callbacks.Checkpoint, callbacks.DeviceStatsMonitor, callbacks.LearningRateMonitor, callbacks.ModelSummary,
+    callbacks.ProgressBar, SuperpipelineCallback,
+)  # fmt: skip
 
 
 class NotRunError(Exception):
@@ -151,9 +147,9 @@ class Subject:
             why = missing if isinstance(error, ModuleNotFoundError) else "Lightning's CLI has said why"
             raise NotRunError(f"The config {str(self.config)!r} could not be read: {why}.") from error
         settings = {name: value for name, value in made.settings.items() if name in _SETTINGS}
-        callbacks = settings.get("callbacks") or []
-        callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks
-        settings["callbacks"] = [each for each in callbacks if not isinstance(each, _LEFT_OUT)]
+        given = settings.get("callbacks") or []
+        given = [given] if isinstance(given, callbacks.Callback) else given
+        settings["callbacks"] = [each for each in given if not isinstance(each, _LEFT_OUT)]
         return made.model, made.datamodule, settings, made.config["trainer"]["strategy"]
 
 

@@ -132,7 +132,13 @@ def test_models_are_equal(name: str, precision: str) -> None:
     assert report.rows["buffers"].tensors if name == "resnet50" else True
 
 
-@pytest.mark.parametrize(("wait", "clocks"), [(Wait.USE_AFTER_FETCH, False), (Wait.FETCH_AFTER_USE, True)])
+@pytest.mark.parametrize(
+    ("wait", "clocks"),
+    [
+        (Wait.USE_AFTER_FETCH, False),
+        pytest.param(Wait.FETCH_AFTER_USE, True, marks=pytest.mark.rest("tests/device/test_waits.py has it as well")),
+    ],
+)
 def test_a_wait_that_is_left_out_is_found(wait: Wait, clocks: bool) -> None:
     """Copies of the simulated device come as late as allowed: a layer is used before it is there. Its clocks see the rest."""
     options: dict[str, Any] = {"steps": 2, "trainer": {"accelerator": "cpu"}, "k": 1, "k_prime": 1}

@@ -84,3 +84,10 @@ def test_what_is_kept_is_a_copy(tmp_path: Path) -> None:
 def test_what_one_run_alone_has_is_a_difference(tmp_path: Path) -> None:
     ours, plain = (record(tmp_path / name, ("a", "end", {name: 1})) for name in ("x", "y"))
     assert str(compare(ours, plain)["a"].first) == "differs in the run '': y, end: only plain Lightning has it"
+
+
+def test_one_kind_can_be_kept(tmp_path: Path) -> None:
+    made = record(tmp_path / "record", ("weights", "end", [torch.ones(2)]), ("gradients", "batch 0", [torch.zeros(2)]))
+    made.keep_only("gradients")
+    assert [entry.kind for entry in made.entries] == ["gradients"]
+    assert list((tmp_path / "record").iterdir()) == [made.entries[0].file]
