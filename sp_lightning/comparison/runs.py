@@ -242,11 +242,10 @@ def _keep_state(record: Record, trainer: pl.Trainer, module: pl.LightningModule,
     record.add("buffers", moment, dict(module.named_buffers()))
     record.add("random state", moment, _random_state(trainer.strategy.root_device))
     trainer.save_checkpoint(checkpoint)
-    record.entries += [
-        Entry("optimizer state", moment, checkpoint, "optimizer_states"),
-        Entry("scheduler state", moment, checkpoint, "lr_schedulers"),
-        Entry("checkpoints", moment, checkpoint),
-    ]
+    record.entries.append(Entry("optimizer state", moment, checkpoint, "optimizer_states"))
+    if trainer.lr_scheduler_configs:
+        record.entries.append(Entry("scheduler state", moment, checkpoint, "lr_schedulers"))
+    record.entries.append(Entry("checkpoints", moment, checkpoint))
 
 
 # ---------------------------------------------------------------------- what is around a run
@@ -281,5 +280,6 @@ def undisturbed(settings: Mapping[str, Any]) -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)
         logging.disable(disabled)
-        os.environ.clear()
+        for name in set(os.environ) - set(variables):
+            del os.environ[name]
         os.environ.update(variables)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -48,14 +47,17 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_everything_is_compared_and_nothing_is_left_behind(temporary: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_is_compared_and_nothing_is_left_behind(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     made: list[planted.Everything] = []
 
     def make() -> planted.Everything:
         made.append(planted.Everything())
         return made[-1]
 
-    pl.seed_everything(3, verbose=False)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.delenv(name, raising=False)
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     before = dict(os.environ), logging.root.manager.disable, set(vars(planted.Everything))
     report = check(make, None)
