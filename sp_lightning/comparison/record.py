@@ -12,6 +12,7 @@ import numpy as np  # Lightning needs torchmetrics, which needs NumPy
 import torch
 from torch import Tensor
 
+from sp_lightning.device.layout import flat_bytes
 from sp_lightning.model.wrapped import parts
 
 
@@ -144,7 +145,7 @@ def difference(ours: Any, plain: Any) -> str | None:
         return None if type(ours) is type(plain) and ours == plain else f"{ours!r} is not {plain!r}"
     if ours.dtype != plain.dtype or ours.shape != plain.shape:
         return f"{_form(ours)} is not {_form(plain)}"
-    if torch.equal(_bits(ours), _bits(plain)):
+    if torch.equal(flat_bytes(ours), flat_bytes(plain)):
         return None
     wide = torch.complex128 if plain.is_complex() else torch.float64
     apart, nan = (ours.to(wide) - plain.to(wide)).abs(), ours.isnan() & ~plain.isnan()
@@ -158,11 +159,6 @@ def difference(ours: Any, plain: Any) -> str | None:
 
 def _form(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    flat = tensor.reshape(-1).contiguous()
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element counts as contiguous with any stride
 
 
 def _copied(value: Any) -> Any:

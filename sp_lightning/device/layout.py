@@ -134,3 +134,11 @@ def absent(like: Span | Tensor, device: torch.device, why: str) -> Tensor:
     result = torch.empty(0, dtype=like.dtype, device=device).set_(storage, 0, like.shape, stride)
     refuse_access(storage_id(storage), why)
     return result
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor's elements in their order: ``uint8``, flat; a view where they lie so, else a copy."""
+    flat = tensor.reshape(-1).contiguous()
+    return flat.as_strided(flat.shape, (1,)).view(
+        torch.uint8
+    )  # one element counts as contiguous, whatever its stride is
