@@ -17,7 +17,7 @@ import torch
 from sp_lightning.comparison.explain import avoided_by, first_module, sentences
 from sp_lightning.comparison.record import Compared, Difference, compare
 from sp_lightning.comparison.report import Report, RunFigures
-from sp_lightning.comparison.runs import Done, Way, root_device, run, undisturbed
+from sp_lightning.comparison.runs import STOPPED, Done, Way, root_device, run, undisturbed
 from sp_lightning.comparison.subject import Factory, NotRunError, Subject
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.host_memory import available_bytes
@@ -136,6 +136,8 @@ class _Checking:
         ways.append(Way("streamed, check_writes and hooks on gradients", watched, watched="gradients"))
         self._attempt(ways[-1], plain)
         self._continue(first, plain)
+        predicted = [entry.values().get("") for entry in plain.record.entries if entry.kind == "predictions"]
+        self.found.notes += [f"Plain Lightning, too: {each}" for each in predicted if str(each).startswith(STOPPED)]
         absent = [what for what in ("validation", "predictions") if what not in self.found.rows]
         self.found.notes += [f"The module or its data have nothing for these: {', '.join(absent)}."] if absent else []
         self._explain(ways, plain)

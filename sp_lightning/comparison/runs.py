@@ -170,6 +170,8 @@ class CallRecorder(Recorder):
         return called
 
 
+STOPPED = "Prediction stopped."
+"""What a record has in place of predictions begins so, if an error has ended them."""
 _RECORDERS = {"nothing": Recorder, "gradients": GradientRecorder, "modules": CallRecorder}
 
 
@@ -199,7 +201,10 @@ def run(subject: Subject, way: Way, folder: Path) -> Done:
         _keep_state(record, trainer, made.module, checkpoint)
         data = None if way.begins else made.to_predict
         if data is not None:
-            trainer.predict(made.module, **data)
+            try:
+                trainer.predict(made.module, **data)
+            except Exception as error:  # the same one on both sides is equal, too
+                record.add("predictions", "prediction", f"{STOPPED} {type(error).__name__}: {error}")
     times = recorder.ends if len(recorder.ends) > 1 else [start, *recorder.ends]
     seconds = median(after - before for before, after in pairwise(times))
     return Done(way, record, checkpoint, seconds, recorder.peak, plan, stats, getattr(recorder, "calls", {}))

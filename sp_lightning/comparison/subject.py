@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch import callbacks
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader
 
 from sp_lightning.trainer.callback import SuperpipelineCallback
 
@@ -66,7 +67,9 @@ class Made:
             return {"datamodule": datamodule}
         if not is_overridden("predict_step", self.module):
             return None
-        return {"dataloaders": (datamodule or self.module).train_dataloader() if loaders is None else loaders}
+        loaders = (datamodule or self.module).train_dataloader() if loaders is None else loaders
+        # For predictions Lightning makes a DataLoader anew, which not all can be. It takes the batches of one as they are.
+        return None if isinstance(loaders, (dict, list, tuple)) else {"dataloaders": iter(loaders)}
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,8 @@ class Subject:
                 f"{type(module).__qualname__} has no train_dataloader of its own. Give data (--data package.module:Name), which "
                 "makes a LightningDataModule, or training batches."
             )
+        if isinstance(data, (list, tuple)):
+            data = DataLoader(list(data), batch_size=None)  # type: ignore[arg-type]
         name = "datamodule" if isinstance(data, pl.LightningDataModule) else "train_dataloaders"
         return Made(module, {} if data is None else {name: data}, settings | copy.deepcopy(dict(self.settings)))
 

@@ -20,7 +20,7 @@ from sp_lightning.comparison.check import _fits_host
 from sp_lightning.comparison.report import Report
 from sp_lightning.comparison.subject import NotRunError, Subject
 from tests.support import planted
-from tests.support.models import Module, Stack
+from tests.support.models import Module, Stack, vectors
 
 OPTIONS: dict[str, Any] = {"steps": 2, "trainer": {"accelerator": "cpu"}, "k": 1, "k_prime": 1}
 KINDS = {
@@ -175,6 +175,19 @@ def test_what_is_missing_is_said(factory: Any, data: Any, why: str) -> None:
     report = check(factory, data)
     assert report.status == 2
     assert why in report.why
+
+
+def test_batches_may_be_a_list_and_are_predicted_as_they_are() -> None:
+    report = check(lambda: Module(Stack()), vectors)
+    assert report.status == 0
+    assert report.rows["predictions"].tensors == 3 * 2, "two batches in each of three runs"
+
+
+def test_a_prediction_that_stops_on_both_sides_ends_nothing_else() -> None:
+    report = check(planted.CannotPredict)
+    assert report.status == 0, str(report)
+    assert report.rows["predictions"].tensors == 0
+    assert "Plain Lightning, too: Prediction stopped. ValueError: nothing to see" in str(report)
 
 
 @pytest.mark.parametrize(

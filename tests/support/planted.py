@@ -123,3 +123,11 @@ class Refused(Module):
     def __init__(self) -> None:
         super().__init__(Stack())
         self.alias = nn.Parameter(self.net.stem.weight.data)
+
+
+class CannotPredict(Module):
+    def __init__(self) -> None:
+        super().__init__(Stack())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        raise ValueError("nothing to see")
