@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from sp_lightning.cli.arguments import LIGHTNING, Question, make_parser, separate
+from sp_lightning.cli.check_command import run_check
 from sp_lightning.cli.commands import run_convert, run_lightning, run_plan
 
 
@@ -25,9 +26,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if given.command == "convert":
             run_convert(given.source, given.target, trust=given.trust)
+        elif given.command == "check":
+            run_check(given)
         else:
             run_plan(separate(given))
-    except (ValueError, ImportError, OSError) as error:
+    except (ValueError, TypeError, ImportError, OSError) as error:
         parser.exit(2, f"{parser.prog} {given.command}: {error}\n")
 
 

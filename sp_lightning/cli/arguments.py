@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import torch
 
+from sp_lightning.cli.check_command import add_check
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.units import exact_bytes, parse_bytes
 
@@ -243,6 +244,7 @@ def make_parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--trust", action="store_true", help="read a checkpoint that holds other objects than tensors and plain values"
     )
+    add_check(commands)
     plan = commands.add_parser(
         "plan",
         help="does a model fit, with which k, and how fast?",

@@ -163,3 +163,10 @@ METADATA = _metadata()
 
 UNCHANGED_BY_UPDATES = METADATA - {Tensor._version.__get__} | {Tensor.requires_grad.__get__}  # type: ignore[attr-defined]
 """Those of them that an optimizer's step does not change."""
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor's elements in their order: ``uint8``, flat; a view where they lie so, else a copy."""
+    flat = tensor.reshape(-1).contiguous()
+    # One element counts as contiguous, whatever its stride is.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)

@@ -11,7 +11,8 @@ used, or an extra one is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.lease import Lease
+from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.rows import ExpertCache
@@ -120,6 +122,9 @@ class Slots:
         device: allocates the slots and copies into them.
         uploads: copies layers into them; None: each is copied whole.
     """
+
+    poisons = False
+    """Whether a slot is filled with NaN once nobody uses or holds it; see :func:`poisoned`."""
 
     def __init__(
         self, plan: Plan, layers: Sequence[StreamedLayer], device: Device, uploads: Uploads | None = None
@@ -298,7 +303,16 @@ class Slots:
         slot.escaped = slot.lease.in_use
         if not slot.escaped:
             slot.kept = None
+            if self.poisons:
+                self._poison(slot)
             slot.idle = self._device.record(Stream.COMPUTE)
+
+    def _poison(self, slot: Slot) -> None:
+        if slot.layer is not None:
+            slot.layer.invalidate()
+        self._device.access(slot.memory, Stream.COMPUTE, write=True)
+        with no_inference_mode(), no_dispatch_modes():
+            slot.memory.fill_(0xFF)  # all ones are NaN in every float type
 
     def forget_dropped(self, slot: Slot) -> None:
         """Notes that the views of a slot are dropped, if they are. What was written through them was taken back."""
@@ -364,6 +378,16 @@ class Slots:
         self.planned.clear()
         self.all.clear()
         self.device_bytes = 0
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Inside, a slot that nobody uses or holds is filled with NaN, so that a read shows. Each use fetches its layer anew."""
+    before, Slots.poisons = Slots.poisons, True
+    try:
+        yield
+    finally:
+        Slots.poisons = before
 
 
 def _layout(layer: PlannedLayer) -> Hashable:

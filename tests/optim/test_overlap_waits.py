@@ -84,7 +84,11 @@ def test_an_interrupt_while_an_update_is_submitted_leaves_none_that_goes_on() ->
         self._under_way = _Interrupted()
 
     def slowly(self: Device, work: Callable[[], None]) -> Any:
-        return later(self, lambda: (sleep(0.1), work())[1])
+        def delayed() -> None:
+            sleep(0.1)
+            work()
+
+        return later(self, delayed)
 
     module = fused(lambda: Module(Stack()))()
     with mock.patch.object(BackgroundUpdates, "__init__", made), mock.patch.object(Device, "later", slowly):

@@ -29,12 +29,13 @@ FILES = {
 # From the ground up: a wing may import from those before it only.
 WINGS = (
     "_version", "device", "model", "plan", "observe", "store", "activations", "weights", "optim", "engine", "tune", "trainer",
-    "pytorch_lightning", "__init__", "cli", "__main__",
+    "comparison", "pytorch_lightning", "__init__", "cli", "__main__",
 )  # fmt: skip
-MAY_IMPORT_LIGHTNING = {"trainer", "pytorch_lightning", "__init__", "cli", "__main__"}
-BUDGET = {"lines of code": 18_210, "files": 148, "classes": 223}
+MAY_IMPORT_LIGHTNING = {"trainer", "comparison", "pytorch_lightning", "__init__", "cli", "__main__"}
+BUDGET = {"lines of code": 19_140, "files": 157, "classes": 241}
 """What the whole package may have: what it had when this was last lowered. A feature that needs more says here why: ``plan``
-gives a verdict first, tries remedies, compares models in a table, counts images and adapters (530 lines, 3 files)."""
+gives a verdict first, tries remedies, compares models in a table, counts images and adapters (530 lines, 3 files);
+``check`` compares a user's model with plain Lightning (890 lines, 10 files, 17 classes)."""
 MOST_LINES = {"file": 400, "class": 300, "function": 40}
 EXCEPTIONS: dict[str, str] = {}
 """What is longer than that, by name, with the reason why it is not cut."""
