@@ -351,6 +351,7 @@ def _fields(answer: Answer) -> dict[str, object]:
         "generated_tokens": question.generate,
         "prompt_seconds": answer.prompt_seconds,
         "plain_bytes": estimate.plain_bytes if known else None,
+        "checkpointed_bytes": estimate.checkpointed_bytes if known else None,
         "host_bytes": estimate.host.nbytes,
         "host_fits": estimate.host.fits,
         "notes": [*plan.notes, *_notes(estimate, answer.rows[0])],
