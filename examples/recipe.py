@@ -173,8 +173,8 @@ def plain_training_bytes(module: pl.LightningModule) -> int:
 
 def cuda_peak(trainer: pl.Trainer) -> int:
     """Most bytes that torch allocated on a CUDA device so far, activations included; 0 on others."""
-    device = trainer.strategy.root_device
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    strategy: Any = trainer.strategy
+    return strategy.stats().peak_allocated_bytes if strategy.root_device.type == "cuda" else 0
 
 
 def run(main: Callable[[], Any]) -> None:

@@ -28,9 +28,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
+from sp_lightning.device.torch_fake import on_paper
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.tune.dry_run import estimate, on_paper
+from sp_lightning.tune.dry_run import estimate
 
 if not __package__:  # started as a file: what lies beside it is found from the repository's root
     sys.path.insert(0, str(Path(__file__).parents[1]))

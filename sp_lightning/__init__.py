@@ -24,6 +24,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from sp_lightning._version import __version__
 from sp_lightning.activations.chunked_loss import chunk_loss
+from sp_lightning.comparison.check import check
 from sp_lightning.device.rank_order import rank_order_hook
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.plan import Plan, PlannedLayer
@@ -37,6 +38,7 @@ __all__ = [
     "SuperpipelineCallback",
     "SuperpipelineStrategy",
     "__version__",
+    "check",
     "chunk_loss",
     "rank_order_hook",
 ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from sp_lightning.cli.arguments import LIGHTNING, Question, make_parser
+from sp_lightning.cli.arguments import LIGHTNING, Question, make_parser, separate
+from sp_lightning.cli.check_command import run_check
 from sp_lightning.cli.commands import run_convert, run_lightning, run_plan
 
 
@@ -13,8 +14,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command that the arguments name; by default those of the process.
 
     Raises:
-        SystemExit: with status 1 if a model does not fit, with status 2 if a command cannot do what it is asked to do. The
-            message says why.
+        SystemExit: with status 1 if a model does not fit, with status 3 if it is not known whether it fits, with status 2 if
+            a command cannot do what it is asked to do. The message says why.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in LIGHTNING:
@@ -25,9 +26,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if given.command == "convert":
             run_convert(given.source, given.target, trust=given.trust)
+        elif given.command == "check":
+            run_check(given)
         else:
-            run_plan(given)
-    except (ValueError, ImportError, OSError) as error:
+            run_plan(separate(given))
+    except (ValueError, TypeError, ImportError, OSError) as error:
         parser.exit(2, f"{parser.prog} {given.command}: {error}\n")
 
 

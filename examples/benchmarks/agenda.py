@@ -69,12 +69,58 @@ def of_size(size: str, precision: str) -> Agenda:
     return [*agenda, Module("overhead")]
 
 
+def train(family: str, size: str, items: int, precision: str = "bf16-mixed") -> Workload:
+    """A few steps, each block's activations computed again in backward."""
+    return Workload("train", family, size, precision, items, 4096, checkpointing=True, steps=8)
+
+
+def _foresight(size: str, tokens: int) -> Module:
+    """Predicted beside measured step time, of the window that the contest has."""
+    arguments = f"--size {size} --tokens {tokens} --length 4096 --precision bf16-mixed --checkpointing --windows 2:1 --seconds 5"
+    return Module("foresight", tuple(arguments.split()), 80)
+
+
+def small_on_one_card() -> Agenda:
+    """1.5B beside its rivals: plain Lightning has room for it on 80 GB. Each list of one card ends within eight minutes."""
+    contest = Contest(train("llm", "1.5B", 16384), ("plain", "superpipeline-2:1", "fsdp2", "deepspeed"), 90)
+    return [contest, _foresight("1.5B", 16384)]
+
+
+def middle_on_one_card() -> Agenda:
+    """3B beside its rivals: plain takes nearly all of 80 GB."""
+    contest = Contest(train("llm", "3B", 16384), ("superpipeline-2:1", "plain", "fsdp2", "deepspeed"), 95)
+    return [contest, _foresight("3B", 16384)]
+
+
+def large_on_one_card() -> Agenda:
+    """8B in bfloat16, for which plain takes 64 GB beside its activations."""
+    return [Contest(train("llm", "8B", 16384, "bf16-true"), ("superpipeline-2:1", "plain", "fsdp2"), 150)]
+
+
+def others_on_one_card() -> Agenda:
+    """What others have published of one card, at sizes and tokens like theirs.
+
+    RoundPipe (arXiv 2604.27085), full fine-tuning on one RTX 4090 of 24 GB with 64k tokens per step: Qwen3-1.7B 8,881 and
+    Llama-3.1-8B 3,142 tokens/s. MegaTrain on one H100: Qwen2.5-7B 272 TFLOPS.
+    """
+
+    def on_24_gb(size: str, time_out: float) -> Contest:
+        workload = Workload("train", "llm", size, "bf16-true", 65536, 4096, steps=6)
+        return Contest(workload, ("superpipeline-2:1-auto",), time_out, device_gib=24)
+
+    seven = Workload("train", "llm", "7B", "bf16-true", 65536, 4096, checkpointing=True, steps=6)
+    return [on_24_gb("8B", 190), Contest(seven, ("superpipeline-2:1",), 140), on_24_gb("1.5B", 110)]
+
+
+def pretended() -> Agenda:
+    """What a CPU can do of the lists of one card: whether they work."""
+    workload = Workload("train", "llm", "tiny", "bf16-mixed", 128, 64, checkpointing=True, steps=5)
+    foresight = Module("foresight", ("--tokens", "64", "--windows", "1:1", "2:1", "--seconds", "0.1"))
+    return [Contest(workload, ("deepspeed", "superpipeline-2:1")), foresight]
+
+
 def h200() -> Agenda:
     """Chosen for ten minutes on one H200 with 16 cores and 128 GiB of host memory."""
-
-    def train(family: str, size: str, items: int, precision: str = "bf16-mixed") -> Workload:
-        return Workload("train", family, size, precision, items, 4096, checkpointing=True, steps=8)
-
     large = train("llm", "3B", 32768)
     return [
         Module("limits", ("--seconds", "16")),
@@ -119,6 +165,13 @@ def tiny_activations() -> Agenda:
 
 
 LISTS: dict[str, Callable[[], Agenda]] = {
-    "h200": h200, "activations": activations, "activations-tiny": tiny_activations
-}  # fmt: skip
+    "1.5B": small_on_one_card,
+    "3B": middle_on_one_card,
+    "8B": large_on_one_card,
+    "card": others_on_one_card,
+    "pretend": pretended,
+    "h200": h200,
+    "activations": activations,
+    "activations-tiny": tiny_activations,
+}
 """Lists chosen for a machine or a question, by name on the command line."""

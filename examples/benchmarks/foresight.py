@@ -11,7 +11,7 @@ import argparse
 import logging
 import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -54,32 +54,45 @@ WRITE_NO_WEIGHTS.add(Watch)
 
 def train(workload: Workload, k: int, k_prime: int, seconds: float) -> tuple[Watch, Any]:
     """One window, in this process."""
+    strategy = SuperpipelineStrategy(k=k, k_prime=k_prime, optimizer_overlap="off", callback=True)
+    return fit(workload, strategy, seconds), strategy
+
+
+def fit(workload: Workload, strategy: Any, seconds: float, callbacks: Sequence[pl.Callback] = ()) -> Watch:
+    """Trains in this process, for so many seconds."""
     pl.seed_everything(0, verbose=False)
     clock = meter.Clock(WARM_UP + 1, seconds)
     watch = Watch(clock)
-    strategy = SuperpipelineStrategy(k=k, k_prime=k_prime, optimizer_overlap="off", callback=True)
     trainer = pl.Trainer(
-        accelerator="gpu" if torch.cuda.is_available() else "cpu", devices=1, max_epochs=1, callbacks=[watch],
+        accelerator="gpu" if torch.cuda.is_available() else "cpu", devices=1, max_epochs=1, callbacks=[watch, *callbacks],
         precision=workload.precision, logger=False, enable_checkpointing=False, enable_progress_bar=False,  # type: ignore[arg-type]
         enable_model_summary=False, strategy=strategy,
     )  # fmt: skip
     trainer.fit(Task(build_net(workload)), build_batches(workload, clock.is_over))
-    return watch, strategy
+    return watch
 
 
-def measure(workload: Workload, windows: Sequence[tuple[int, int]], seconds: float) -> rows.Row:
-    """Time every window and predict all of them from the first. Seconds."""
-    runs = [train(workload, *window, seconds) for window in windows]
-    watch, _ = runs[0]
-    layers = len(runs[0][1].plan.layers)
-    visits, rates = measured(watch.intervals, layers, synchronous=not torch.cuda.is_available())
-    update = statistics.median(watch.update_seconds[WARM_UP + 1 :])
-    found = []
-    for (k, k_prime), (each, run) in zip(windows, runs, strict=True):
-        predicted = predict(run.plan, visits, rates).seconds + update
-        median = statistics.median(each.clock.step_seconds())
-        found.append({"k": k, "k_prime": k_prime, "measured": median, "predicted": predicted})
-    return {"kind": "foresight", "status": "ok", "workload": vars(workload), "windows": found}
+def measure(workload: Workload, windows: Sequence[tuple[int, int]], seconds: float) -> Iterator[rows.Row]:
+    """Time one window after the other, each with its row at once, and predict all of them from the first. Seconds."""
+    known: Any = None
+    for k, k_prime in windows:
+        watch, strategy = train(workload, k, k_prime, seconds)
+        if known is None:
+            layers, update = len(strategy.plan.layers), statistics.median(watch.update_seconds[WARM_UP + 1 :])
+            known = (*measured(watch.intervals, layers, synchronous=not torch.cuda.is_available()), update)
+        visits, rates, update = known
+        yield {
+            "kind": "foresight", "status": "ok", "workload": vars(workload), "k": k, "k_prime": k_prime,
+            "measured": statistics.median(watch.clock.step_seconds()),
+            "predicted": predict(strategy.plan, visits, rates).seconds + update,
+        }  # fmt: skip
+
+
+def line(row: rows.Row) -> str:
+    """A row on one line."""
+    ratio = row["predicted"] / row["measured"]
+    seconds = f"{row['measured']:.3f} s measured, {row['predicted']:.3f} s predicted, ratio {ratio:.2f}"
+    return f"k = {row['k']}, k' = {row['k_prime']}: {seconds}"
 
 
 def _window(text: str) -> tuple[int, int]:
@@ -115,12 +128,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     with cli.orderly(options.out):
-        row = {**rows.origin(), **measure(workload, options.windows, options.seconds)}
-        rows.append(options.out, row)
-    for each in row["windows"]:
-        window = f"k = {each['k']}, k' = {each['k_prime']}"
-        ratio = each["predicted"] / each["measured"]
-        print(f"{window}: {each['measured']:.3f} s measured, {each['predicted']:.3f} s predicted, ratio {ratio:.2f}")
+        for row in measure(workload, options.windows, options.seconds):
+            rows.append(options.out, {**rows.origin(), **row})
+            print(line(row), flush=True)
 
 
 if __name__ == "__main__":

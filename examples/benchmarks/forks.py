@@ -1,5 +1,7 @@
 """What a fork costs while host memory is page-locked, as a data loader's workers pay it: seconds, and bytes copied.
 
+A worker may not be able to read that memory at all, where the driver keeps it from forked processes: that is told, too.
+
     python -m examples.benchmarks.forks --gib 8
 
 Without a GPU nothing is page-locked, and both lines are of ordinary memory.
@@ -8,6 +10,7 @@ Without a GPU nothing is page-locked, and both lines are of ordinary memory.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import time
 from collections.abc import Sequence
@@ -17,7 +20,7 @@ import torch
 
 from examples.benchmarks import cli
 from sp_lightning.device.accelerator import device_for
-from sp_lightning.device.pinned import PinnedMemory
+from sp_lightning.device.host_memory import PinnedMemory
 
 
 def measure(nbytes: int, device: torch.device, *, pin: bool) -> dict[str, float | bool]:
@@ -28,13 +31,13 @@ def measure(nbytes: int, device: torch.device, *, pin: bool) -> dict[str, float 
     begun = time.perf_counter()
     child = os.fork()
     if not child:
-        _tell_own_bytes(go[0], done[1])
+        _tell_own_bytes(go[0], done[1], memory.bytes.data_ptr())
     forked = time.perf_counter()
     own = _exchange(go[1], done[0])
     begun_writing = time.perf_counter()
     memory.bytes[:: os.sysconf("SC_PAGE_SIZE")] += 1
     written = time.perf_counter()
-    os.waitpid(child, 0)
+    _, status = os.waitpid(child, 0)
     for end in (*go, *done):
         os.close(end)
     return {
@@ -42,6 +45,7 @@ def measure(nbytes: int, device: torch.device, *, pin: bool) -> dict[str, float 
         "fork_seconds": forked - begun,
         "write_seconds": written - begun_writing,
         "bytes_of_the_childs_own": own,
+        "child_can_read": os.waitstatus_to_exitcode(status) == 0,
     }
 
 
@@ -50,15 +54,17 @@ def _exchange(go: int, done: int) -> float:
     return float(os.read(done, 64))
 
 
-def _tell_own_bytes(go: int, done: int) -> None:
-    """The child: it says how much memory is its own, which the fork has copied, and ends."""
+def _tell_own_bytes(go: int, done: int, address: int) -> None:
+    """The child: it says how much memory is its own, which the fork has copied, reads a byte at an address, and ends."""
+    ended = 1
     try:
         os.read(go, 1)
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
         own = sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty")))
         os.write(done, str(own * 1024).encode())
+        ended = ctypes.string_at(address, 1) != b"\1"
     finally:
-        os._exit(0)
+        os._exit(ended)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -70,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = measure(int(options.gib * 2**30), device, pin=pin)
         print(
             f"{'page-locked' if found['pinned'] else 'ordinary'}: fork {found['fork_seconds']:.3f} s, writing afterwards "
-            f"{found['write_seconds']:.3f} s, {found['bytes_of_the_childs_own'] / 2**30:.2f} GiB are the child's own",
+            f"{found['write_seconds']:.3f} s, {found['bytes_of_the_childs_own'] / 2**30:.2f} GiB are the child's own"
+            f"{'' if found['child_can_read'] else ', which cannot read it'}",
             flush=True,
         )
 

@@ -10,7 +10,9 @@ From the root of the repository::
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ from examples.benchmarks import cli, experiments, rows
 from examples.benchmarks.experiments import median_seconds
 from examples.benchmarks.limit_model import ADAMW_BYTES
 from sp_lightning.device.accelerator import device_for
-from sp_lightning.device.pinned import PinnedMemory
+from sp_lightning.device.host_memory import PinnedMemory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TRANSFERS = ("host_to_device_bytes", "device_to_host_bytes", "duplex_bytes")
@@ -117,6 +119,18 @@ def adamw_rates(seconds: float) -> dict[str, float]:
     }
 
 
+def plan_arguments(row: rows.Row) -> list[str]:
+    """What ``python -m sp_lightning plan`` is told of this machine. Without an accelerator nothing is said of PCIe."""
+    arguments = [
+        "--tflops",
+        f"{row['matrix_flops']['bf16'] / 1e12:.4g}",
+        "--dram",
+        f"{row['dram_bytes'] / 1e9:.4g}GB/s",
+    ]
+    pcie = row["duplex_bytes"]
+    return arguments if pcie is None else [*arguments, "--pcie", f"{pcie / 1e9:.4g}GB/s"]
+
+
 def _buffer_bytes(seconds: float) -> int:
     """Between 64 and 512 MiB: beyond the caches where there is time for it."""
     return min(2**29, max(2**26, int(seconds * 2**30)))
@@ -129,6 +143,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--experiments", nargs="*", default=(), choices=experiments.EXPERIMENTS, help="what to measure beside (nothing)"
     )
+    parser.add_argument(
+        "--rates", type=Path, help="a file for the ceilings, and the arguments of plan that say the same"
+    )
     options = parser.parse_args(argv)
     with cli.orderly(options.out):
         row = {**rows.origin(), **measure(options.seconds)}
@@ -136,6 +153,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             size = _buffer_bytes(options.seconds / CEILINGS)
             row["experiments"] = experiments.run(options.experiments, size, options.seconds)
         rows.append(options.out, row)
+        if options.rates is not None:
+            options.rates.write_text(
+                json.dumps({**row, "plan": plan_arguments(row)}, indent=1) + "\n", encoding="utf-8"
+            )
     rate = max(row["matrix_flops"].values())
     for name, found in row.get("experiments", {}).items():
         print(

@@ -42,8 +42,8 @@ def measure(workload: Workload, contestant: Contestant, *, seconds: float) -> Ro
         "step_seconds": steps,
         "median_step_seconds": median,
         "items_per_second": workload.items / median,
-        **read,
         **meter.memory(),
+        **read,
     }
 
 
@@ -83,6 +83,8 @@ def _counted(strategy: Any, gauge: meter.Meter, warm_up: int) -> Row:
         "stats": meter.deltas(gauge.counters[warm_up:]),
         "counted_peak_bytes": gauge.counters[-1]["peak_device_bytes"],
         "planned_peak_bytes": strategy.plan.peak_device_bytes,
+        # Torch's own count is set back where superpipeline chooses a window.
+        "peak_allocated_bytes": gauge.counters[-1]["peak_allocated_bytes"] or None,
     }
 
 

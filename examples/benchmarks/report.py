@@ -34,7 +34,10 @@ STALLS = {  # counters of superpipeline, and their columns
     "update_stall_seconds": "wait for updates, s",
     "activation_stall_seconds": "wait for activations, s",
 }
-MODULES = ("limits", "overhead", "compiled", "update", "ranks", "experts")  # kinds of rows that no contestant has
+# Kinds of rows that no contestant has.
+MODULES = (
+    "limits", "overhead", "compiled", "update", "ranks", "experts", "first-light", "beside-plan", "foresight"
+)  # fmt: skip
 NO_PICTURES = "No pictures: they need device memory figures of training, that is, an accelerator."
 
 
@@ -81,6 +84,7 @@ def render(found: Sequence[Row], drawn: Sequence[Picture] = ()) -> str:
         return "\n\n".join([f"## {title}{run}", *filter(None, parts)])
 
     sections = ["# Benchmarks", _origin(found)]
+    sections += _tables_of_one_machine(found)
     sections += [section("Ceilings", row, _ceilings(row)) for row in _measured(found, "limits")]
     sections += [f"{caption}\n\n![{path.stem.replace('-', ' ')}]({path.name})" for path, caption in drawn]
     sections += [] if drawn else [NO_PICTURES]
@@ -103,6 +107,28 @@ def render(found: Sequence[Row], drawn: Sequence[Picture] = ()) -> str:
     others = [row for row in found if row["kind"] in MODULES and row["status"] != "ok"]
     sections += [section(f"Did not run: {row['kind']}", row, _note(row)) for row in others]
     return "\n\n".join(sections) + "\n"
+
+
+def _tables_of_one_machine(found: Sequence[Row]) -> list[str]:
+    """What gpu.sh finds before it measures contestants: one table for each kind of row."""
+    head = {
+        "first-light": ("First light", ("stage", "seconds")),
+        "beside-plan": (
+            "Beside the plan",
+            ("what", "k", "k_prime", "planned_peak_bytes", "peak_allocated_bytes", "budget", "hidden_share"),
+        ),
+        "foresight": ("Step time, measured and predicted", ("k", "k_prime", "measured", "predicted")),
+    }
+    tables = []
+    for kind, (title, names) in head.items():
+        lines = [[_plain(row.get(name)) for name in names] for row in _measured(found, kind)]
+        if lines:
+            tables.append(f"## {title}\n\n{_markdown([name.replace('_', ' ') for name in names], lines)}")
+    return tables
+
+
+def _plain(value: Any) -> str:
+    return NONE if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _measured(found: Sequence[Row], kind: str) -> list[Row]:

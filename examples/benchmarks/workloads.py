@@ -29,6 +29,7 @@ _LLAMA = {
     "1.5B": (2048, 8192, 24, 32, 8, 32000, False),
     "3B": (3072, 8192, 28, 24, 8, 128256, True),  # Llama-3.2-3B
     "7B": (4096, 11008, 32, 32, 32, 32000, False),  # Llama-2-7B
+    "8B": (4096, 14336, 32, 32, 8, 128256, False),  # Llama-3.1-8B
 }
 # image, patch, layers, heads, hidden, mlp
 _VIT = {

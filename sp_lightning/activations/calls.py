@@ -214,7 +214,7 @@ class UnitForward:
         vars(self.__self__)[self._attribute] = self
 
     def remove(self) -> None:
-        """Gives the module its own forward back. Whoever has kept this object calls that forward from now on."""
+        """Gives the module its own forward back. Code that has kept this object calls that forward from now on."""
         self._call = None
         attributes = vars(self.__self__)
         if attributes.get(self._attribute) is self:

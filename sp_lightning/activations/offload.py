@@ -27,13 +27,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.device.layout import strided
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import preserve_version_counter, storage_id
-from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.store.host_ring import HostBuffer, HostRing
+from sp_lightning.store.host_ring import HostRing
 
 # Storages of fewer bytes stay: they are not worth the host's time.
 WORTH_MOVING = 2**18
@@ -58,7 +58,7 @@ class OffloadedStorage:
 
     counter: Tensor
     source: Tensor | None
-    buffer: HostBuffer
+    buffer: PinnedMemory
     ring: HostRing
     row: int
     identity: StorageWeakRef
@@ -70,7 +70,7 @@ class OffloadedStorage:
     @property
     def on_host(self) -> Tensor:
         """The whole storage on the host, ``uint8``."""
-        return self.buffer.memory.bytes[: self.nbytes]
+        return self.buffer.bytes[: self.nbytes]
 
     @property
     def version(self) -> int:
@@ -242,7 +242,7 @@ class Offload:
         storage = OffloadedStorage(counter, source, buffer, self.ring, call.row, identity, source.nbytes)
         earlier = self._latest.get(storage.identity.cdata)
         if earlier is not None:
-            # The storage was written since it was sent, and nobody may read what it held before.
+            # The storage was written since it was sent, and what it held before is not read.
             device.wait(Stream.COMPUTE, earlier.stored, Wait.REUSE_AFTER_STORE)
         self._latest[storage.identity.cdata] = storage
         device.access(source, Stream.COMPUTE, write=True)
@@ -290,10 +290,10 @@ class Offload:
             next_ = call.previous.needed() if call.previous is not None else []
             wanted = {*now, *next_}
             self._drop([storage for storage in self._returned if storage not in wanted])
-            self._bring(now)
+            self._begin_return(now)
             # Without room for them now, they come on demand, when there may be room again.
             with suppress(torch.OutOfMemoryError):
-                self._bring(next_)
+                self._begin_return(next_)
 
     def load(self, reference: SavedReference) -> Tensor:
         """The saved tensor, for backward. Its storage comes on demand if it is not on the device."""
@@ -301,7 +301,7 @@ class Offload:
             storage = reference.storage
             memory = storage.source
             if memory is None:
-                self._bring([storage])
+                self._begin_return([storage])
                 memory = storage.returned
                 assert memory is not None
                 self._device.wait(Stream.COMPUTE, storage.arrived, Wait.USE_AFTER_RETURN)
@@ -321,7 +321,7 @@ class Offload:
         self.flush()
         self.ring.close()
 
-    def _bring(self, storages: Sequence[OffloadedStorage]) -> None:
+    def _begin_return(self, storages: Sequence[OffloadedStorage]) -> None:
         device = self._device
         missing = [each for each in dict.fromkeys(storages) if each.source is None and each.returned is None]
         if not missing:

@@ -290,17 +290,15 @@ class FirstRun:
         )
 
 
-class _RunsOfThread(threading.local):
-    def __init__(self) -> None:
-        self.first_runs: list[FirstRun] = []
-
-
-_of_thread = _RunsOfThread()
+_of_thread = threading.local()
 
 
 def first_runs() -> list[FirstRun]:
     """The forwards of this thread that run for the first time, of which a second one may come."""
-    return _of_thread.first_runs
+    if not hasattr(_of_thread, "first_runs"):
+        _of_thread.first_runs = []
+    found: list[FirstRun] = _of_thread.first_runs
+    return found
 
 
 @cache

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.backends import cuda as attention
 
+from sp_lightning.device.layout import flat_bytes
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import COMPILED_CALL, RNN_WEIGHTS, NormBase, overlaps_itself
 from sp_lightning.model.found import join_names
@@ -86,7 +87,7 @@ class TensorCopy(NamedTuple):
     def same_bits(self) -> bool:
         """Whether its value is what it was, bit for bit."""
         with no_inference_mode(), no_dispatch_modes(), torch.no_grad():
-            return torch.equal(*(each.reshape(-1).contiguous().view(torch.uint8) for each in self[:2]))
+            return torch.equal(flat_bytes(self.tensor), flat_bytes(self.before))
 
     @property
     def state(self) -> State:

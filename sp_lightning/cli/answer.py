@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 from sp_lightning.cli.arguments import Question
-from sp_lightning.cli.estimate import Estimate, estimate_model
+from sp_lightning.cli.estimate import Estimate
 from sp_lightning.plan.activation_policy import Modes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.tune.choices import SAME
@@ -56,14 +56,47 @@ class Answer:
     best: Row | None
     prompt_seconds: float | None
 
+    @property
+    def fits_plain(self) -> bool:
+        """Whether plain Lightning is known to need no more device memory than there is."""
+        limit = self.question.gpu_memory
+        return limit is not None and not self.estimate.why_guessed and self.estimate.plain_bytes <= limit
 
-def answer(question: Question) -> Answer:
-    """Estimates the model, and predicts each window that was asked for.
+    @property
+    def fits_checkpointed(self) -> bool:
+        """Whether plain Lightning needs no more device memory than there is if it computes activations again."""
+        limit = self.question.gpu_memory
+        return limit is not None and not self.estimate.why_guessed and self.estimate.checkpointed_bytes <= limit
 
-    Raises:
-        ValueError, ImportError: as :func:`~sp_lightning.cli.estimate.estimate_model`.
-    """
-    estimate, best, prompt_seconds = estimate_model(question), None, None
+    @property
+    def shown(self) -> Row:
+        """The best row; of none that fits the one that takes the least memory."""
+        return self.best or min(self.rows, key=lambda row: row.device_bytes)
+
+    @property
+    def status(self) -> int:
+        """The exit status: 0 if it fits, 1 if it does not, 3 if that is not known."""
+        if self.fits_plain:
+            return 0
+        return 1 if self.best is None else 3 if self.estimate.why_guessed else 0
+
+    @property
+    def rate(self) -> tuple[float, str]:
+        """How many tokens, images or samples all devices finish in a second, and which of them."""
+        asked, items = self.question, self.estimate.items
+        count, what = asked.batch * asked.tokens, "tokens"
+        if asked.generate is not None:
+            count = asked.batch
+        elif asked.input is not None:
+            count, what = asked.input[0], "samples"
+        elif "token" not in items:
+            count, what = (asked.batch, "images") if "image" in items else (1, "batches")
+        return count * asked.devices * asked.nodes / (self.shown.prediction.seconds or 1e-9), what
+
+
+def answer(estimate: Estimate) -> Answer:
+    """Predicts each window that was asked for."""
+    best, prompt_seconds = None, None
     rows = tuple(_row(estimate, k, k_prime) for k, k_prime in _windows(estimate))
     if fitting := [row for row in rows if row.fits and estimate.host.fits]:
         enough = min(row.prediction.seconds for row in fitting) * SAME
@@ -71,7 +104,7 @@ def answer(question: Question) -> Answer:
     if best is not None and estimate.prompts is not None:
         prompts = replace(estimate, work=estimate.prompts)
         prompt_seconds = prompts.predict(best.plan, prompts.modes(best.plan)).seconds
-    return Answer(question, estimate, rows, best, prompt_seconds)
+    return Answer(estimate.question, estimate, rows, best, prompt_seconds)
 
 
 def _windows(estimate: Estimate) -> list[tuple[int, int]]:

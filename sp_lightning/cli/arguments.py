@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import torch
 
+from sp_lightning.cli.check_command import add_check
 from sp_lightning.plan.activation_policy import Mode
-from sp_lightning.plan.units import parse_bytes
+from sp_lightning.plan.units import exact_bytes, parse_bytes
 
 LIGHTNING = ("fit", "validate", "test", "predict")
 """The commands of Lightning's CLI."""
 WANTED = (
-    "a factory (package.module:Factory), a transformers config (a folder with config.json, or such a file), or the name of "
-    "a torchvision model (vit_h_14)"
+    "a factory (package.module:Factory), a transformers config (a folder with config.json, or such a file), a name of the "
+    "Hugging Face hub whose config.json is in the cache (Qwen/Qwen2.5-0.5B), or the name of a torchvision model (vit_h_14)"
 )
 """The ways to name a model on the command line."""
 PRECISIONS = {
@@ -30,6 +33,8 @@ PRECISIONS = {
 }
 """By Lightning's name: the dtype of the parameters, and the dtype of autocast, if there is one."""
 MODES: tuple[Mode, ...] = get_args(Mode)
+SEVERAL = ("model", "precision", "batch", "tokens", "activations")
+"""The arguments that may have several values, each of which is a question of its own."""
 
 _GENERATE = (
     "predict N tokens for each of --batch sequences (those times beams) after prompts of --tokens: times are of the last "
@@ -45,6 +50,15 @@ _LINKS = "from each device to the others, and back (%(default)s)"
 _TRANSFER = "how the devices of a node upload layers, as SuperpipelineStrategy(transfer=…) (%(default)s)"
 _NETWORK = "from each node to the others, each way (%(default)s); in bits, as 200Gb/s, too"
 _DISK = "of a drive below --host-memory, for example 7GB/s, as SuperpipelineStrategy(disk=…) (no disk)"
+_LORA = (
+    "train adapters of this rank at all linear layers of the blocks, the rest is frozen; as PEFT's LoraConfig(r=N, "
+    'target_modules="all-linear")'
+)
+_VERBOSE = "also layers, windows, activations, and what the words mean"
+_STATUS = (
+    "exit status: 0 if it fits, with plain Lightning or with this strategy; 1 if it does not; 2 if the question cannot be "
+    "answered; 3 if no batch could be run, so that activations are unknown. Several models: the highest of theirs."
+)
 _MEASURE_HOST = "measure what Python takes of this machine's processor for each visit of a layer, in some seconds"
 
 
@@ -84,26 +98,34 @@ def _option(meaning: str, **how: Any) -> dict[str, Any]:
     return {"help": meaning, **how}
 
 
+class Usual(int):
+    """A size that nobody asked for. A model may take less."""
+
+
 class Question(argparse.Namespace):
     """What ``plan`` is asked: each attribute is an argument of the command line. Memory is in bytes, rates in bytes/s."""
 
     # The model, its batch, and what is done with it.
-    model: Annotated[str, _option(WANTED)]
+    model: Annotated[str, _option(WANTED, nargs="+")]
     predict: Annotated[bool, _option("no training", action="store_true")]
     generate: Annotated[int | None, _option(_GENERATE, type=_count, metavar="N")]
-    precision: Annotated[str, _option("(%(default)s)", choices=PRECISIONS, default="bf16-mixed")]
-    batch: Annotated[int, _option("sequences or images at once on a device (%(default)s)", type=_count, default=1)]
-    tokens: Annotated[int, _option("per sequence (%(default)s)", type=_count, default=2048)]
+    precision: Annotated[str, _option("(%(default)s)", choices=PRECISIONS, default="bf16-mixed", nargs="+")]
+    batch: Annotated[
+        int, _option("sequences or images at once on a device (%(default)s)", type=_count, default=1, nargs="+")
+    ]
+    tokens: Annotated[int, _option("per sequence (%(default)s)", type=_count, default=Usual(2048), nargs="+")]
     image: Annotated[int | None, _option("pixels on each side (what the model is made for)", type=_count)]
     input: Annotated[list[int] | None, _option("shape of what a factory's module takes", type=_count, nargs="+")]
     checkpointing: Annotated[bool, _option("gradient checkpointing, of transformers' models", action="store_true")]
     accumulate: Annotated[int, _option("as Trainer(accumulate_grad_batches=…) (%(default)s)", type=_count, default=1)]
     clip: Annotated[str | None, _option("as Trainer(gradient_clip_algorithm=…)", choices=("norm", "value"))]
     loss_tokens: Annotated[int | None, _option(_LOSS_TOKENS, type=_count, metavar="N")]
+    lora: Annotated[int | None, _option(_LORA, type=_count, metavar="N")]
     keep_logits: Annotated[bool, _option("with --loss-tokens: chunk_loss(…, keep_logits=True)", action="store_true")]
     # The options of the strategy.
     activations: Annotated[
-        Mode | Literal["auto"], _option("of all layers (%(default)s)", choices=(*MODES, "auto"), default="keep")
+        Mode | Literal["auto"],
+        _option("of all layers (%(default)s)", choices=(*MODES, "auto"), default="keep", nargs="+"),
     ]
     overlap: Annotated[
         Literal["off", "forward", "backward"],
@@ -130,18 +152,19 @@ class Question(argparse.Namespace):
     disk: Annotated[float | None, _option(_DISK, type=_rate)]
     dram: Annotated[float, _option("of host memory (%(default)s)", type=_rate, default="60GB/s")]
     measure_host: Annotated[bool, _option(_MEASURE_HOST, action="store_true")]
+    verbose: Annotated[bool, _option(_VERBOSE, action="store_true")]
     json: Annotated[bool, _option("for programs", action="store_true")]
     plot: Annotated[Path | None, _option("seconds against memory; needs matplotlib", type=Path, metavar="FILE.png")]
 
 
 def contradictions(question: Question) -> Iterator[str]:
     """Why a question cannot be answered, whatever the model: arguments that exclude each other, or need others."""
-    usual = make_parser().parse_args(["plan", question.model])
+    usual = _usual()
     for name, several in (("links", "devices"), ("transfer", "devices"), ("network", "nodes")):
         if getattr(question, several) == 1 and getattr(question, name) != getattr(usual, name):
             yield f"--{name} counts with several {several} alone. Pass --{several} 2 or more too, or leave it out."
-    if question.predict and (question.accumulate > 1 or question.clip or question.loss_tokens):
-        yield "--accumulate, --clip and --loss-tokens are for training, and nothing is trained here; leave them out."
+    if question.predict and (question.accumulate > 1 or question.clip or question.lora or question.loss_tokens):
+        yield "--accumulate, --clip, --lora and --loss-tokens are for training, and nothing is trained here; leave them out."
     if question.keep_logits and question.loss_tokens is None:
         yield "--keep-logits says what becomes of logits with --loss-tokens N; give that, too."
     if question.clip and question.overlap == "backward":
@@ -151,6 +174,58 @@ def contradictions(question: Question) -> Iterator[str]:
     if question.activations == "auto" and (question.gpu_memory is None or question.predict):
         why = "nothing is trained here, so none are saved" if question.predict else "give that limit, too"
         yield f"--activations auto: what becomes of activations is chosen within --gpu-memory; {why}."
+
+
+def separate(given: Question) -> list[Question]:
+    """The questions of a command line: one for each combination of the values of :data:`SEVERAL`.
+
+    Raises:
+        ValueError: there are several, and ``--plot`` draws one.
+    """
+    values = [value if isinstance(value := getattr(given, name), list) else [value] for name in SEVERAL]
+    chosen = [dict(zip(SEVERAL, each, strict=True)) for each in itertools.product(*values)]
+    if given.plot is not None and len(chosen) > 1:
+        raise ValueError(f"--plot draws one answer, and these are {len(chosen)} questions. Ask one of them.")
+    return [Question(**{**vars(given), **each}) for each in chosen]
+
+
+def command(question: Question) -> str:
+    """The command line that asks a question, with every argument that is not the usual one."""
+    return shlex.join(["python", "-m", "sp_lightning", "plan", question.model, *itertools.chain(*_given(question))])
+
+
+def changed(before: Question, after: Question) -> str:
+    """What the command line of one question has that the other's has not, or lacks, if it has nothing more."""
+    had, has = list(_given(before)), list(_given(after))
+    if more := [shlex.join(words) for words in has if words not in had]:
+        return " ".join(more)
+    return " ".join(f"without {words[0]}" for words in had if words not in has)
+
+
+def _given(question: Question) -> Iterator[list[str]]:
+    """The options of a question that are not the usual ones, as words of a command line."""
+    usual = _usual()
+    for name, how in _arguments():
+        value = getattr(question, name)
+        if name == "model" or value == getattr(usual, name):
+            continue
+        words = value if isinstance(value, list) else [] if value is True else [value]
+        if how.get("type") is _size:
+            words = [exact_bytes(value)]
+        elif how.get("type") is _rate:
+            words = [f"{value / 1e9:.15g}GB/s"]
+        yield [f"--{name.replace('_', '-')}", *map(str, words)]
+
+
+def _arguments() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The arguments of ``plan``, each with what :meth:`argparse.ArgumentParser.add_argument` takes."""
+    for name, annotated in get_type_hints(Question, include_extras=True).items():
+        yield name, get_args(annotated)[1]
+
+
+def _usual() -> argparse.Namespace:
+    """What is asked of a model by default."""
+    return make_parser().parse_args(["plan", "a model"])
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -169,10 +244,14 @@ def make_parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--trust", action="store_true", help="read a checkpoint that holds other objects than tensors and plain values"
     )
+    add_check(commands)
     plan = commands.add_parser(
-        "plan", help="does a model fit, with which k, and how fast? (exit status 1: it does not fit)"
+        "plan",
+        help="does a model fit, with which k, and how fast?",
+        # The options that take several values would take a model behind them for one more.
+        usage="%(prog)s MODEL [MODEL ...] [options]",
+        epilog=_STATUS,
     )
-    for name, annotated in get_type_hints(Question, include_extras=True).items():
-        _, how = get_args(annotated)
+    for name, how in _arguments():
         plan.add_argument(name if name == "model" else f"--{name.replace('_', '-')}", **how)
     return parser

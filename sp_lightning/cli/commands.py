@@ -6,40 +6,73 @@ import logging
 import os
 import pickle
 import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from sp_lightning.cli.answer import answer
+from sp_lightning.cli.answer import Answer, answer
 from sp_lightning.cli.arguments import Question
-from sp_lightning.cli.report import as_json, as_text
-from sp_lightning.device.torch_private import FAKE_TENSOR_LOGGER
+from sp_lightning.cli.estimate import estimate_model
+from sp_lightning.cli.remedies import remedies
+from sp_lightning.cli.report import as_json, as_table, as_text
 from sp_lightning.observe.plot import Point, draw_windows, require_matplotlib
 from sp_lightning.trainer.checkpoint_folder import write
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 
 
-def run_plan(question: Question) -> None:
-    """Answers on the standard output.
+def run_plan(questions: Sequence[Question]) -> None:
+    """Answers on the standard output: one question at length, several in a table.
 
     Raises:
-        ValueError, ImportError: the question cannot be answered.
-        SystemExit: with status 1, because the model does not fit.
+        ValueError, ImportError: a question cannot be answered.
+        SystemExit: with :attr:`~sp_lightning.cli.answer.Answer.status`, unless that is 0.
     """
-    question.predict = question.predict or question.generate is not None
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    # torch logs every error under its FakeTensorMode, and a size that the model cannot take is one.
-    logging.getLogger(FAKE_TENSOR_LOGGER).setLevel(logging.CRITICAL)
-    if question.plot is not None:
+    first = questions[0]
+    if first.plot is not None:
         require_matplotlib()
-        question.plot.parent.mkdir(parents=True, exist_ok=True)
-    answered = answer(question)
-    print(as_json(answered) if question.json else as_text(answered), flush=True)
-    if question.plot is not None:
+        first.plot.parent.mkdir(parents=True, exist_ok=True)
+    with _nothing_else_said():
+        answers = [_answer(question) for question in questions]
+        if first.json:
+            said = as_json(answers)
+        elif len(answers) > 1:
+            said = as_table(answers)
+        else:
+            said = as_text(answers[0], remedies(answers[0], _say) if answers[0].status == 1 else [])
+    print(said, flush=True)
+    if first.plot is not None:
         points = [
-            Point(row.plan.k, row.plan.k_prime, row.device_bytes, row.prediction.seconds) for row in answered.rows
+            Point(row.plan.k, row.plan.k_prime, row.device_bytes, row.prediction.seconds) for row in answers[0].rows
         ]
-        draw_windows(points, question.gpu_memory, question.plot, f"{question.model}, {question.precision}")
-    if answered.best is None:
-        raise SystemExit(1)
+        draw_windows(points, first.gpu_memory, first.plot, f"{first.model}, {first.precision}")
+    if status := max(each.status for each in answers):
+        raise SystemExit(status)
+
+
+def _answer(question: Question) -> Answer:
+    question.predict = question.predict or question.generate is not None
+    _say(f"runs a batch of {question.model} without values")
+    return answer(estimate_model(question))
+
+
+def _say(what: str) -> None:
+    """Says on a terminal what takes its time."""
+    if sys.stderr.isatty():
+        print(f"plan {what} …", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _nothing_else_said() -> Iterator[None]:
+    """Hides what libraries warn of. torch logs even errors under its FakeTensorMode, such as a size that a model cannot take."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def run_lightning(arguments: list[str]) -> None:

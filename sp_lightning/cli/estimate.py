@@ -18,19 +18,28 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.activations.chunked_loss import chunk_loss
+from sp_lightning.cli.adapters import add_adapters
 from sp_lightning.cli.arguments import PRECISIONS, Question, contradictions
 from sp_lightning.cli.host import HostMemory, HostStep, host_memory, host_step
 from sp_lightning.cli.model_source import Arguments, ModelSource, load_model
-from sp_lightning.device.torch_private import VALUES_NEEDED, tree_leaves
+from sp_lightning.device.torch_fake import VALUES_NEEDED, on_paper
+from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found
-from sp_lightning.plan.activation_policy import FREEING, Call, Modes, peak_bytes
+from sp_lightning.plan.activation_policy import FREEING, Call, Mode, Modes, peak_bytes
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.tune.choices import Balance
-from sp_lightning.tune.dry_run import Cost, Work, estimate, on_paper
+from sp_lightning.tune.dry_run import Cost, Work, estimate
 from sp_lightning.tune.host_time import host_seconds
+from sp_lightning.tune.known_values import answered
 from sp_lightning.tune.simulator import predict
 from sp_lightning.tune.visits import Prediction, Rates
+
+_DRY_RUN = (
+    "model", "predict", "generate", "precision", "batch", "tokens", "image", "input", "checkpointing", "loss_tokens", "lora",
+    "keep_logits", "optimizer", "step_seconds", "layers", "resident", "host_tflops",
+)  # fmt: skip
+"""What of a question a batch without values, or the optimizer's step, depends on, but for when updates run."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +52,10 @@ class Estimate:
         items: what a batch consists of, in words.
         step: the optimizer's step; None for inference.
         work: what a batch computes, or, if tokens are generated, what the last token does.
-        guessed: if no batch could be run, the reason. ``work`` is a guess then, which has no activations.
+        why_guessed: if no batch could be run, the reason. ``work`` is a guess then, which has no activations.
         uses: how often a forward uses a weight, by that guess.
         prompts: what the prompts compute, if tokens are generated.
+        uncounted: what of a batch is not counted, in a sentence; empty if all of it is.
     """
 
     question: Question
@@ -53,14 +63,48 @@ class Estimate:
     items: str
     step: HostStep | None
     work: Work
-    guessed: str = ""
+    why_guessed: str = ""
     uses: int = 0
     prompts: Work | None = None
+    uncounted: str = ""
 
     @property
     def parameters(self) -> int:
         """How many numbers the weights are."""
         return sum(parameter.numel() for parameter in self.found.places)
+
+    def asked(self, question: Question) -> Estimate | None:
+        """The estimate for another question about the same batch; None if a batch has to be run for it."""
+        if any(getattr(question, name) != getattr(self.question, name) for name in _DRY_RUN):
+            return None
+        step = self.step
+        if step is not None and step.overlap == self.question.overlap:
+            step = replace(step, overlap=question.overlap)
+        return replace(self, question=question, step=step)
+
+    @cached_property
+    def plain_bytes(self) -> int:
+        """Device memory of plain Lightning."""
+        return self._plain_bytes("keep")
+
+    @cached_property
+    def checkpointed_bytes(self) -> int:
+        """Device memory of plain Lightning if torch's checkpoints have each layer compute its activations again."""
+        return self._plain_bytes("keep" if self.question.predict else "recompute")
+
+    def _plain_bytes(self, mode: Mode) -> int:
+        """Device memory of plain Lightning.
+
+        That is weights and, in training, gradients and optimizer state, and the more of two: casts and activations, or a third
+        tensor per trained parameter in the step of torch's optimizers, unless they are fused. ``ddp`` has gradients twice.
+        """
+        plan, ledger = self.plan(1, 1), self.host.ledger
+        weights, gradients = plan.plain
+        nbytes = sum(span.nbytes for layer in plan.layers for span in layer.casts) + self.work.alive(mode)
+        if ledger is None:
+            return weights + nbytes
+        copies = 1 if plan.alone else 2
+        return weights + copies * gradients + (ledger.state or 0) + max(nbytes, gradients)
 
     def plan(self, k: int, k_prime: int) -> Plan:
         """The plan for a window."""
@@ -187,6 +231,8 @@ def estimate_model(question: Question) -> Estimate:
         module = source.module
         if not any(True for _ in module.parameters()):
             raise ValueError(f"{question.model!r} has no parameters, so there is nothing to stream.")
+        if question.lora is not None:
+            add_adapters(module, question.lora, layers=question.layers)
         module.to(dtype)
         if question.checkpointing:
             enable: Any = getattr(module, "gradient_checkpointing_enable", None)
@@ -205,7 +251,9 @@ def estimate_model(question: Question) -> Estimate:
         with torch.set_grad_enabled(not question.predict):
             items, known, why = _run_batch(source, found, question)
         step = None if question.predict else host_step(question, module)
-        return Estimate(question, found, items, step, known or _guess(question, found, source.uses), why, source.uses)
+        work, guessed = (known, "") if known else (_guess(question, found, source.uses), why)
+        uncounted = "" if guessed else why
+        return Estimate(question, found, items, step, work, guessed, source.uses, uncounted=uncounted)
 
 
 @contextmanager
@@ -222,28 +270,27 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[str, Work | None, str]:
-    """What was run, in words, and what it computes; or None, and the reason why that is not known.
+    """What was run, in words, what it computes, and what of that is not counted; or None, and the reason why it is not known.
 
     Raises:
         ValueError: the model cannot take the size that was asked for.
     """
     module, items = source.module, next(iter(source.batches), "no batch known")
     if not _has_forward(module):
-        return (
-            items,
-            None,
-            (
-                f"{type(module).__name__} has no forward; define one that calls the network as training_step does, or give what "
-                "makes the network itself (package.module:make_network)"
-            ),
+        why = (
+            f"{type(module).__name__} has no forward; define one that calls the network as training_step does, or give what "
+            "makes the network itself (package.module:make_network)"
         )
+        return items, None, why
     if not source.batches:
         why = "it is not known what the model takes: say --input SIZE …, or set its example_input_array"
         return items, None, f"ValueError: {why}"
     autocast, failed = PRECISIONS[question.precision][1], dict[str, Exception]()
     for batch, arguments in source.batches.items():
         try:
-            work = estimate(found, partial(_forward, module, arguments, autocast))
+            told: list[str] = []
+            run = partial(_forward, module, arguments, autocast, told)
+            work = answered(partial(estimate, found, run), at_once=source.images)
         except Exception as error:  # a module that reads values may raise anything; the report says what
             failed[batch] = error
             continue
@@ -252,15 +299,33 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
                 f"--image {question.image}: {question.model!r} cannot take that ({_in_one_line(failed[items])}). "
                 f"Leave --image out: it is run with {batch} then."
             )
-        return batch, work, ""
+        if _NO_LOSS in told and "token" in batch:
+            told.append(_LOSS_OF_TOKENS)
+        if source.images and failed and "image" not in batch:
+            told.append(_uncounted(failed[items]))
+        return batch, work, " ".join(dict.fromkeys(told))
     if question.input is not None and not isinstance(failed[items], VALUES_NEEDED):
-        fraction, whole = map(_in_one_line, failed.values())
+        fraction, *_, whole = map(_in_one_line, failed.values())
         raise ValueError(
             f"--input {' '.join(map(str, question.input))}: {question.model!r} cannot take one tensor of that shape "
             f"(numbers with a fraction: {fraction}; whole numbers: {whole}). Give the shape of a whole batch, or set "
             "example_input_array in the module to what its forward takes, and leave --input out."
         )
     return items, None, _in_one_line(failed[items])
+
+
+_NO_LOSS = (
+    "No loss is counted, because the forward returns none; the mean of its first output stands for it. Give a factory of a "
+    "module whose forward returns the loss to have it counted."
+)
+_LOSS_OF_TOKENS = "A cross entropy over a vocabulary saves about three times the bytes of its logits in float32."
+
+
+def _uncounted(error: Exception) -> str:
+    return (
+        "The images are not counted, and so neither are the activations of the vision tower: a batch with images could not be "
+        f"run without values ({_in_one_line(error)}). Leave device memory for them."
+    )
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -275,8 +340,10 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {said.splitlines()[0].removesuffix('.') if said else ''}"
 
 
-def _forward(module: nn.Module, arguments: Callable[[], Arguments], autocast: torch.dtype | None) -> Tensor | None:
-    """Runs one forward. Returns the loss in training: the model's own, or the mean of its first output."""
+def _forward(
+    module: nn.Module, arguments: Callable[[], Arguments], autocast: torch.dtype | None, told: list[str]
+) -> Tensor | None:
+    """Runs one forward. Returns the loss in training: the model's own, or the mean of its first output, which is told."""
     args, kwargs = arguments()
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         output: Any = module(*args, **kwargs)
@@ -290,6 +357,7 @@ def _forward(module: nn.Module, arguments: Callable[[], Arguments], autocast: to
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not outputs:
             raise ValueError("nothing that the model returns has a gradient")
+        told.append(_NO_LOSS)
         return outputs[0].float().mean()
 
 
@@ -321,9 +389,11 @@ def _generate(source: ModelSource, found: Found, question: Question) -> tuple[Wo
     autocast = PRECISIONS[question.precision][1]
     try:
         with torch.no_grad(), torch.autocast("cpu", autocast, enabled=autocast is not None):
-            prompts, token = (estimate(found, run) for run in source.generation(question.generate))
+            make = partial(source.generation, question.generate)
+            prompts, token = answered(lambda: [estimate(found, run) for run in make()], at_once=source.images)
     except Exception as error:
         raise ValueError(
-            f"--generate: {question.model!r} could not be run without values ({type(error).__name__}: {error}). Leave it out."
+            f"--generate: what {question.model!r} does for a token is not known: it could not be run without values "
+            f"({_in_one_line(error)})."
         ) from error
     return prompts, replace(token, activation_bytes=max(prompts.activation_bytes, token.activation_bytes))

@@ -16,9 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.cli.arguments import WANTED, Question
+from sp_lightning.cli.arguments import WANTED, Question, Usual
+from sp_lightning.cli.images import USUAL_IMAGE, count_features, image_arguments, takes_images, usual_size
 from sp_lightning.model.without_values import named_tensors
+from sp_lightning.tune.known_values import answered
 
+# How the forwards of transformers call what says of each token whether it is one of an image.
+_WHICH_ARE_IMAGES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "image_embeds_position_mask")
 # Most of transformers' vision models have patches of so many pixels on each side.
 _PATCH = 16
 
@@ -42,16 +46,18 @@ class ModelSource:
         generation: takes the number of tokens to generate, and returns two functions: one runs the prompts, the other
             runs the last of those tokens with the keys and values of all tokens before it. None if the model has no
             cache of keys and values.
+        images: whether it takes images. A batch without any is the last one then, if it can do without them.
     """
 
     module: nn.Module
     batches: Batches
     uses: int
     generation: Callable[[int], tuple[Callable[[], None], Callable[[], None]]] | None = None
+    images: bool = False
 
 
 def load_model(asked: Question) -> ModelSource:
-    """Makes a model. To be called inside :func:`~sp_lightning.tune.dry_run.on_paper`.
+    """Makes a model. To be called inside :func:`~sp_lightning.device.torch_fake.on_paper`.
 
     Args:
         asked: names the model (:data:`~sp_lightning.cli.arguments.WANTED`) and the sizes of its batch.
@@ -63,15 +69,41 @@ def load_model(asked: Question) -> ModelSource:
     """
     source, path = asked.model, Path(asked.model)
     factory = ":" in source and not path.exists()
-    given = {"--image": asked.image, "--batch": asked.batch > 1} if factory else {"--input": asked.input}
+    tokens = not isinstance(asked.tokens, Usual)
+    given: dict[str, Any] = {"--input": asked.input}
+    if factory:
+        given = {"--image": asked.image, "--batch": asked.batch > 1 and not tokens, "--tokens": asked.input and tokens}
     if ignored := [option for option, value in given.items() if value]:
-        instead = "--input SIZE SIZE …, batch first" if factory else "--batch, and --tokens or --image"
+        instead = (
+            "--input SIZE SIZE …, batch first, or change the module's example_input_array,"
+            if factory
+            else "--batch, and --tokens or --image"
+        )
         raise ValueError(f"{' and '.join(ignored)} cannot be used with {source!r}. Use {instead}.")
     if factory:
         return _load_factory(asked)
     if path.is_dir() or path.suffix == ".json":
         return _load_transformers(asked, path / "config.json" if path.is_dir() else path)
+    if "/" in source:
+        return _load_transformers(asked, _cached(source))
     return _load_torchvision(asked)
+
+
+def _cached(name: str) -> Path:
+    """The config of a model of the Hugging Face hub, as far as it is in the cache: nothing is downloaded.
+
+    Raises:
+        ValueError: it is not.
+    """
+    try:
+        from transformers.utils.hub import cached_file
+
+        return Path(cached_file(name, "config.json", local_files_only=True) or "")
+    except (ImportError, OSError, ValueError) as error:
+        raise ValueError(
+            f"{name!r} is no folder here, and its config.json is not in the cache of the Hugging Face hub (nothing is "
+            f"downloaded). Save {name}/config.json as a file, and give its path."
+        ) from error
 
 
 def _images(batch: int, size: int) -> str:
@@ -105,7 +137,7 @@ def _load_factory(asked: Question) -> ModelSource:
         configure()
     if any(tensor.is_meta for _, tensor in named_tensors(module)):
         module.to_empty(device="cpu")  # a run takes its values from a file
-    return ModelSource(module, _examples(module, asked.input), asked.batch * asked.tokens)
+    return ModelSource(module, _examples(module, asked), asked.batch * asked.tokens)
 
 
 def _arguments(example: Any) -> Arguments:
@@ -115,15 +147,26 @@ def _arguments(example: Any) -> Arguments:
     return tuple(example) if isinstance(example, (tuple, list)) else (example,), {}
 
 
-def _examples(module: nn.Module, shape: list[int] | None) -> Batches:
-    """The batches of a module by their shape, with numbers of both kinds, or else the one that the module has."""
-    examples: dict[str, Any] = {}
-    if shape is not None:
-        items = f"a batch of {' × '.join(map(str, shape))}"
-        examples = {items: torch.zeros(*shape), f"{items} whole numbers": torch.zeros(*shape, dtype=torch.long)}
-    elif (given := getattr(module, "example_input_array", None)) is not None:
-        examples = {"its example_input_array": given}
-    return {items: partial(_arguments, example) for items, example in examples.items()}
+def _examples(module: nn.Module, asked: Question) -> Batches:
+    """The batches of a module by their shape, with numbers of both kinds, or else the one that the module has.
+
+    Whole numbers are given as labels, too, if something is trained and the forward takes them.
+    """
+    shape = asked.input
+    if shape is None and not isinstance(asked.tokens, Usual):
+        shape = [asked.batch, asked.tokens]
+    if shape is None:
+        given = getattr(module, "example_input_array", None)
+        return {} if given is None else {"its example_input_array": partial(_arguments, given)}
+    items = f"a batch of {' × '.join(map(str, shape))}"
+    whole = torch.zeros(*shape, dtype=torch.long)
+    batches: Batches = {}
+    if asked.input is not None:
+        batches[items] = partial(_arguments, torch.zeros(*shape))
+    if not asked.predict and "labels" in inspect.signature(module.forward).parameters:
+        batches[f"{items} whole numbers, which are the labels, too"] = lambda: ((whole,), {"labels": whole})
+    batches[f"{items} whole numbers"] = partial(_arguments, whole)
+    return batches
 
 
 # ---------------------------------------------------------------------- torchvision
@@ -159,6 +202,7 @@ def _load_torchvision(asked: Question) -> ModelSource:
 
 
 def _load_transformers(asked: Question, file: Path) -> ModelSource:
+    """From a transformers config. Lowers ``asked.tokens`` to the model's positions if the user has not given it."""
     try:
         import transformers
     except ImportError as error:
@@ -172,24 +216,36 @@ def _load_transformers(asked: Question, file: Path) -> ModelSource:
     kind = getattr(transformers, next(iter(raw.get("architectures") or []), ""), None)
     # transformers compares the counts of image tokens and image features by value, and here are no values.
     os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"
-    module = kind(config) if kind is not None else transformers.AutoModel.from_config(config)
-    # Pixels on each side. Some configs have a pair here, and then the model is given no images.
-    usual = getattr(getattr(config, "vision_config", None) or config, "image_size", None)
-    if asked.image is not None and usual is None:
+    module = _make(transformers.AutoModel.from_config if kind is None else kind, config, file)
+    text = config.get_text_config()
+    most = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    if isinstance(most, int) and isinstance(asked.tokens, Usual):
+        asked.tokens = Usual(min(asked.tokens, most))
+    inputs = _Inputs(module, config, asked.batch, asked.tokens)
+    if asked.image is not None and not inputs.with_images:
         raise ValueError(
             f"--image {asked.image} cannot be used with {asked.model!r}, which takes no images. Leave it out."
         )
-    text = config.get_text_config()
-    most = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
-    inputs = _Inputs(module, config, asked.batch, asked.tokens)
     if inputs.with_text and isinstance(most, int) and asked.tokens > most:
         raise ValueError(
             f"{asked.tokens} tokens are more than the {most} positions of {str(file)!r}. Say --tokens {most}."
         )
+    usual = (usual_size(config) or USUAL_IMAGE) if inputs.with_images else None
     size = asked.image or usual
-    batches: Batches = {inputs.items(image): partial(inputs.arguments, image) for image in (size, usual)}
+    sizes = (size, usual, None) if inputs.with_text else (size, usual)
+    batches: Batches = {inputs.items(image): partial(inputs.arguments, image) for image in sizes}
     uses = asked.batch * (asked.tokens if inputs.with_text else _patches(size))
-    return ModelSource(module, batches, uses, partial(inputs.generation, size) if inputs.cache else None)
+    generation = partial(inputs.generation, size) if inputs.cache else None
+    return ModelSource(module, batches, uses, generation, images=inputs.with_images)
+
+
+def _make(kind: Callable[[Any], nn.Module], config: Any, file: Path) -> nn.Module:
+    try:
+        return answered(partial(kind, config))
+    except Exception as error:
+        raise ValueError(
+            f"transformers cannot make a model from {str(file)!r}: {type(error).__name__}: {error}. Is the config complete?"
+        ) from error
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -211,6 +267,7 @@ class _Inputs:
 
     Attributes:
         with_text: whether the model takes tokens.
+        with_images: whether it takes images.
         cache: the name of the cache of keys and values, as an argument and in what a forward returns. None if the model is
             no language model with such a cache.
     """
@@ -218,24 +275,29 @@ class _Inputs:
     def __init__(self, module: nn.Module, config: Any, batch: int, tokens: int) -> None:
         self._module, self._config, self._batch, self._tokens = module, config, batch, tokens
         self._taken = set(inspect.signature(module.forward).parameters)
+        self.with_images = takes_images(config, self._taken)
         self.with_text = getattr(config.get_text_config(), "vocab_size", None) is not None
         names = ("past_key_values", "cache") if self.with_text and "input_ids" in self._taken else ()
-        self.cache = next((name for name in names if name in self._taken), None)  # the second since 5.24
+        self.cache = next(
+            (name for name in names if name in self._taken), None
+        )  # the second name since transformers 5.24
 
-    def items(self, image: Any) -> str:
-        """What the batch whose images have so many pixels on each side consists of, in words."""
+    def items(self, image: int | None) -> str:
+        """What the batch whose images have so many pixels on each side consists of, in words; None for no images."""
         items = [f"{self._batch} × {self._tokens} tokens"] * self.with_text
-        if isinstance(image, int):
+        if image is not None:
             items.append(_images(self._batch, image))
         return ", ".join(items)
 
-    def arguments(self, image: Any) -> Arguments:
+    def arguments(self, image: int | None) -> Arguments:
         """What the forward takes for it."""
         inputs: dict[str, Any] = {}
-        if self.with_text and "input_ids" in self._taken:
-            inputs["input_ids"] = self._ids(self._tokens)
-        if isinstance(image, int):
+        if image is not None and not self.with_text and usual_size(self._config):
             inputs["pixel_values"] = self._numbers(3, image, image)
+        elif image is not None:
+            inputs.update(image_arguments(self._config, self._taken, self._batch, image))
+        if self.with_text and "input_ids" in self._taken:
+            inputs.update(self._text(inputs))
         if "input_features" in self._taken:
             # Speech: the encoder's first convolution halves the number of frames to the number of its positions.
             frames = 2 * getattr(self._config, "max_source_positions", 1500)
@@ -248,20 +310,41 @@ class _Inputs:
             inputs["use_cache"] = False
         return (), inputs
 
-    def generation(self, image: Any, count: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    def _text(self, images: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tokens, as many of them those of images as the model makes of them, and what says which ones these are."""
+        ids = self._ids(self._tokens)
+        count = count_features(self._module, images) // self._batch if images else 0
+        if count > self._tokens:
+            raise ValueError(
+                f"an image takes {count} tokens, of which there are {self._tokens}. Say --tokens {2 * count}"
+            )
+        image_id = getattr(self._config, "image_token_id", None) or getattr(self._config, "image_token_index", None)
+        ids[:, :count] = image_id or 0
+        which = (torch.arange(self._tokens) < count).repeat(self._batch, 1)
+        told = {name: which.long() for name in _WHICH_ARE_IMAGES if name in self._taken and images}
+        if "qformer_input_ids" in self._taken:
+            told["qformer_input_ids"] = ids
+        return {"input_ids": ids, **told}
+
+    def generation(self, image: int | None, count: int) -> tuple[Callable[[], None], Callable[[], None]]:
         """What runs the prompts, and what runs the last of ``count`` generated tokens."""
         assert self.cache is not None
-        prompts: dict[str, Any] = {**self.arguments(image)[1], "use_cache": True}
-        if "logits_to_keep" in self._taken:
-            prompts["logits_to_keep"] = 1
+        cached: dict[str, Any] = {
+            "use_cache": True,
+            **({"logits_to_keep": 1} if "logits_to_keep" in self._taken else {}),
+        }
+        prompts: dict[str, Any] = {**self.arguments(image)[1], **cached}
         prompts.pop("labels", None)
         name, length = "input_ids", self._tokens + count - 1
         if self._config.is_encoder_decoder:
             # The prompt is the encoder's input, and the decoder needs nothing of it but the encoder's output.
-            prompts["decoder_input_ids"] = self._ids(1)
+            prompts["decoder_input_ids"] = cached["decoder_input_ids"] = self._ids(1)
             name, length = "decoder_input_ids", max(count - 1, 1)
         before = self._ids(length)
-        written = self._module(**{**prompts, name: before})
+        # The text alone has keys and values: tokens of images have as many of them as others.
+        text = self.arguments(None)[1]
+        text.pop("labels", None)
+        written = self._module(**{**text, **cached, name: before})
         last = {name: before[:, :1], self.cache: getattr(written, self.cache), "use_cache": True}
         if self._config.is_encoder_decoder:
             last["encoder_outputs"] = (written.encoder_last_hidden_state,)

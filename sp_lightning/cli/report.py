@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from sp_lightning.cli.answer import Answer, Row
-from sp_lightning.cli.arguments import MODES, Question
+from sp_lightning.cli.arguments import MODES, SEVERAL, Question, changed, command
 from sp_lightning.cli.estimate import Estimate
-from sp_lightning.cli.verdict import verdict
+from sp_lightning.cli.verdict import LEAST_WAITING, longest_wait, per_second, speed, verdict, without_waits
 from sp_lightning.observe.stats import remedy
 from sp_lightning.plan.activation_policy import summary
 from sp_lightning.plan.units import human_bytes
 
-# Waiting that takes a smaller share of the time is not worth a line.
-_LEAST_WAITING = 0.05
+_MOST_REASONS = 10
 _DAY = 24 * 60 * 60
 _LEGEND = """
   k              layers that are usable on the device at once
@@ -29,36 +27,96 @@ _LEGEND = """
   ◀              the smallest of the fastest windows that fit"""
 
 
-def as_text(answer: Answer) -> str:
-    """The answer for people."""
-    estimate, question, row = answer.estimate, answer.question, answer.best or answer.rows[0]
-    ledger, without_disk = estimate.host.ledger, "" if question.disk is None else "without a disk, "
-    lines = [
+def as_text(answer: Answer, remedies: Sequence[Answer]) -> str:
+    """The answer for people: the verdict, what would fit if nothing does, at most ten lines of reasons, and all if asked for."""
+    reasons = _reasons(answer)
+    lines = [verdict(answer), *_remedies(answer, remedies), ""]
+    if answer.question.verbose:
+        return "\n".join([*lines, *reasons, "", *_details(answer)])
+    return "\n".join([*lines, *reasons[:_MOST_REASONS], "--verbose shows layers, windows, and what the words mean"])
+
+
+def _remedies(answer: Answer, remedies: Sequence[Answer]) -> list[str]:
+    lines = ["Each of these was planned, and fits:"] if remedies else []
+    for other in remedies:
+        device, host = human_bytes(other.shown.device_bytes), human_bytes(other.estimate.host.nbytes)
+        needed = f"{device} of device and {host} of host memory, {speed(other)}"
+        if other.fits_plain:
+            needed = f"plain Lightning fits, with {human_bytes(other.estimate.plain_bytes)}, and is faster"
+        lines += [
+            f"  {changed(answer.question, other.question)}: {needed}",
+            f"    {command(other.question)}",
+        ]
+    return lines
+
+
+def _reasons(answer: Answer) -> list[str]:
+    estimate, question, row = answer.estimate, answer.question, answer.shown
+    without_disk = "" if question.disk is None else "without a disk, "
+    return [
         _heading(estimate),
-        row.plan.table(training=not question.predict, state=ledger.state if ledger else None),
-        "",
-        _activations(estimate, row),
+        _device(estimate, row),
         *_host(estimate),
-        *(_disk(answer) or ()),
+        _faster(estimate, row) if estimate.host.fits else f"the times are those {without_disk}with enough host memory",
+        _assumed(estimate),
+        *_disk(answer),
         *_step(estimate),
-        *_assumed(estimate),
+        *_nodes(estimate, row),
+        *(f"note: {note}" for note in _notes(estimate, row)),
+    ]
+
+
+def _details(answer: Answer) -> list[str]:
+    estimate, question, row = answer.estimate, answer.question, answer.shown
+    ledger, rates = estimate.host.ledger, estimate.rates
+    known = "measured of this host" if question.measure_host else "assumed of the host (--measure-host)"
+    lines = [
+        row.plan.table(training=not question.predict, state=ledger.state if ledger else None),
         "",
         *_windows(answer),
         _LEGEND,
         *_experts(estimate, row),
         "",
-        _faster(estimate, row) if estimate.host.fits else f"the times are those {without_disk}with enough host memory",
-        *_nodes(estimate, row),
+        f"{known}: {1e6 * rates.visit_seconds:.0f} µs of Python for each visit of a layer, and "
+        f"{1e6 * rates.weight_seconds:.0f} µs for each weight in it",
     ]
-    if not estimate.guessed and not question.predict:
+    if not estimate.why_guessed and not question.predict:
         saved = {mode: f"{human_bytes(estimate.work.saved(mode)):>10}" for mode in MODES}
         saved["offload"] += f", and {human_bytes(estimate.work.offloaded)} on the host"
-        lines += [
-            "",
-            "activations=    saved for backward, at most",
-            *(f"  {mode:<10} {size}" for mode, size in saved.items()),
-        ]
-    return "\n".join([*lines, *(f"note: {note}" for note in _notes(estimate, row)), "", verdict(answer)])
+        lines += ["", "activations=    saved for backward, at most"]
+        lines += [f"  {mode:<10} {size}" for mode, size in saved.items()]
+    return lines
+
+
+# ---------------------------------------------------------------------- several questions
+
+
+def as_table(answers: Sequence[Answer]) -> str:
+    """A row for each answer, with the options in which they differ."""
+    asked = [vars(answer.question) for answer in answers]
+    differing = [name for name in SEVERAL if name == "model" or len({each[name] for each in asked}) > 1]
+    heading = [*differing, "fits plain", "fits here", "device", "host", "speed", "waiting"]
+    rows = [heading]
+    for answer, each in zip(answers, asked, strict=True):
+        fits, known = answer.best is not None, not answer.estimate.why_guessed
+        plain = human_bytes(answer.estimate.plain_bytes)
+        limit = ("yes, " if answer.fits_plain else "no, ") * (answer.question.gpu_memory is not None)
+        rows.append(
+            [
+                *(str(each[name]) for name in differing),
+                limit + plain if known else "unknown",
+                "no" if not fits else "yes" if known else "unknown",
+                human_bytes(answer.shown.device_bytes) if known else "unknown",
+                human_bytes(answer.estimate.host.nbytes),
+                per_second(answer) if fits else "",
+                f"{answer.shown.waiting:.0%}" if fits else "",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+# ---------------------------------------------------------------------- reasons
 
 
 def _heading(estimate: Estimate) -> str:
@@ -74,16 +132,20 @@ def _heading(estimate: Estimate) -> str:
     return f"{question.model}: {count} parameters, {question.precision}, {what}, {estimate.items}{where}"
 
 
-def _activations(estimate: Estimate, row: Row) -> str:
-    if estimate.guessed:
+def _device(estimate: Estimate, row: Row) -> str:
+    if estimate.why_guessed:
         return (
-            f"activations unknown: no batch could be run without values ({estimate.guessed}). Times are guessed from "
+            f"activations unknown: no batch could be run without values ({estimate.why_guessed}). Times are guessed from "
             f"parameter counts, as if each weight was used {estimate.uses} times in a forward"
         )
-    flops = f"{estimate.flops(row.plan, row.modes) / 1e12:.3g} TFLOP per {_unit(estimate.question)}"
-    nbytes = row.device_bytes - estimate.weight_bytes(row.plan)
-    chosen = f"; {summary(row.modes)}" if estimate.question.activations == "auto" else ""
-    return f"activations and intermediate results {human_bytes(nbytes)}, {flops}{chosen}"
+    weights = estimate.weight_bytes(row.plan)
+    what = "weights" if estimate.question.predict else "weights and gradients"
+    chosen = f" ({summary(row.modes)})" if estimate.question.activations == "auto" else ""
+    return (
+        f"device memory {human_bytes(row.device_bytes)}: {what} {human_bytes(weights)}, activations and intermediate results "
+        f"{human_bytes(row.device_bytes - weights)}{chosen}; {estimate.flops(row.plan, row.modes) / 1e12:.3g} TFLOP per "
+        f"{_unit(estimate.question)}; plain Lightning needs {human_bytes(estimate.plain_bytes)}"
+    )
 
 
 def _unit(question: Question) -> str:
@@ -110,11 +172,11 @@ def _host(estimate: Estimate) -> list[str]:
     ]
 
 
-def _disk(answer: Answer) -> list[str] | None:
-    """What is on the disk; None without one."""
+def _disk(answer: Answer) -> list[str]:
+    """What is on the disk."""
     estimate, question, placement = answer.estimate, answer.question, answer.estimate.host.placement
     if question.disk is None:
-        return None
+        return []
     if placement is None:  # the verdict says how much memory is enough
         return ["disk: as much as possible, and host memory is too small even so"]
     if not placement.on_disk:
@@ -156,24 +218,18 @@ def _step(estimate: Estimate) -> list[str]:
     return [f"{step.name}: each step takes {step.why}, {how}"]
 
 
-def _assumed(estimate: Estimate) -> list[str]:
-    question, rates = estimate.question, estimate.rates
-    known = "measured of this host" if question.measure_host else "assumed of the host (--measure-host)"
-    lines = [
-        f"assumed: {question.tflops:g} TFLOP/s, {question.device_bandwidth / 1e9:g} GB/s on the device, "
+def _assumed(estimate: Estimate) -> str:
+    question, optimizer = estimate.question, "" if estimate.step is None else f"{estimate.step.name} (--optimizer), "
+    line = (
+        f"assumed: {optimizer}{question.tflops:g} TFLOP/s, {question.device_bandwidth / 1e9:g} GB/s on the device, "
         f"{question.pcie / 1e9:g} GB/s each way, {question.dram / 1e9:g} GB/s of host memory "
-        "(--tflops --device-bandwidth --pcie --dram)",
-        f"{known}: {1e6 * rates.visit_seconds:.0f} µs of Python for each visit of a layer, and "
-        f"{1e6 * rates.weight_seconds:.0f} µs for each weight in it",
-    ]
+        "(--tflops --device-bandwidth --pcie --dram)"
+    )
     if question.devices > 1:
-        lines.append(f"assumed: {question.links / 1e9:g} GB/s lead from each device to the others (--links)")
+        line += f"; {question.links / 1e9:g} GB/s lead from each device to the others (--links)"
     if question.nodes > 1:
-        lines.append(
-            f"assumed: {question.network / 1e9:g} GB/s lead from each node to the others, each way, for all its devices "
-            "together (--network)"
-        )
-    return lines
+        line += f"; {question.network / 1e9:g} GB/s from each node to the others, for all its devices (--network)"
+    return line
 
 
 def _windows(answer: Answer) -> list[str]:
@@ -182,7 +238,7 @@ def _windows(answer: Answer) -> list[str]:
     lines = [f"   k  k' {'weights+grads':>14} {'with the rest':>14} {per:>9} {'waiting':>8}  binds"]
     for row in answer.rows:
         weights = human_bytes(estimate.weight_bytes(row.plan))
-        everything = "?" if estimate.guessed else human_bytes(row.device_bytes)
+        everything = "?" if estimate.why_guessed else human_bytes(row.device_bytes)
         mark = " ◀" if row is answer.best else "" if row.fits else "  does not fit"
         lines.append(
             f"{row.plan.k:>4} {row.plan.k_prime:>3} {weights:>14} {everything:>14} "
@@ -194,7 +250,7 @@ def _windows(answer: Answer) -> list[str]:
 def _experts(estimate: Estimate, row: Row) -> list[str]:
     """What stacked experts take of the links, and how that changes if some of them are on the device already."""
     stacked = {index for index, layer in enumerate(row.plan.layers) if layer.rows}
-    if not stacked or estimate.guessed:
+    if not stacked or estimate.why_guessed:
         return []
     unit = "batch" if estimate.question.generate is None else "token of each sequence"
     kept = human_bytes(row.plan.stack_bytes)
@@ -210,36 +266,21 @@ def _experts(estimate: Estimate, row: Row) -> list[str]:
 
 
 def _faster(estimate: Estimate, row: Row) -> str:
-    """What would make it faster: the batch is predicted without each kind of waiting."""
-    rates, plan, now, modes = estimate.rates, row.plan, row.prediction.seconds, row.modes
-    changes: dict[str, dict[str, Any]] = {
-        # In inference, fetches alone pass over the host's memory.
-        "fetches": {"upload": math.inf} | ({"host_memory": math.inf} if estimate.question.predict else {}),
-        "gradients to leave": {"download": math.inf},
-        "the host": {"visit_seconds": 0.0, "weight_seconds": 0.0},
-        "sums of gradients": {"links": math.inf},
-        "whole uploads": {"sliced": estimate.question.devices > 1},
-        "sums over nodes": {"network": math.inf},
-        "the disk": {"disk": math.inf},
-    }
-    others = {what: replace(rates, **change) for what, change in changes.items()}
-    without = {what: estimate.predict(plan, modes, other) for what, other in others.items() if other != rates}
-    without["updates"] = estimate.predict(plan, modes, updates=False)
-    if "offload" in modes.values():
-        without["activations"] = estimate.predict(plan, dict.fromkeys(modes, "keep"))
-    saved = {what: now - other.seconds for what, other in without.items()}
-    what = max(saved, key=saved.__getitem__)
+    """What would make it faster."""
+    plan, now = row.plan, row.prediction.seconds
+    what, saved = longest_wait(estimate, row)
     # Seconds, because the share would differ from the column's: what is waited for hides other waits.
-    why = f"{saved[what]:.3g} of {now:.3g} s are waited for {what}; {remedy(what, plan)}."
-    if saved[what] < _LEAST_WAITING * now:
+    why = f"{saved:.3g} of {now:.3g} s are waited for {what}; {remedy(what, plan)}."
+    if saved < LEAST_WAITING * now:
         why = f"the device computes {1 - row.waiting:.0%} of the time; fewer operations or a faster device help."
         if row.waiting > 0.5:
             why = (
                 f"{row.waiting:.0%} of the time is waited, for several things at once; more work per batch (tokens, images) "
                 "hides them."
             )
-    if what != "whole uploads" and saved.get("whole uploads", 0.0) >= _LEAST_WAITING * now:
-        why += f' transfer="sliced" takes {without["whole uploads"].seconds:.3g} s.'
+    sliced = without_waits(estimate, row).get("whole uploads", now)
+    if what != "whole uploads" and now - sliced >= LEAST_WAITING * now:
+        why += f' transfer="sliced" takes {sliced:.3g} s.'
     return f"faster: with k = {plan.k} and k' = {plan.k_prime}, {why}"
 
 
@@ -259,17 +300,20 @@ def _nodes(estimate: Estimate, row: Row) -> list[str]:
 
 
 def _notes(estimate: Estimate, row: Row) -> list[str]:
-    """Memory that no mode of activations changes, if it is much."""
-    work = estimate.work
-    if estimate.guessed or estimate.question.predict:
-        return []
-    notes = [estimate.found.ungrouped] if estimate.found.ungrouped else []
+    """Sentences: what of a batch is not counted, and what is saved outside of all layers, if that is much."""
+    work, notes = estimate.work, [estimate.uncounted] if estimate.uncounted else []
+    if estimate.why_guessed or estimate.question.predict:
+        return notes
+    notes += [estimate.found.grouping_advice] if estimate.found.grouping_advice else []
     largest = work.largest_outside
     saved = max((call.saved for call in work.calls), default=0)
     if largest is not None and (work.outside > work.saved(row.modes) / 4 or largest.nbytes > saved):
-        notes.append(
-            f"{human_bytes(work.outside)} are saved outside of all layers (largest: {largest}), whatever activations= says. "
+        loss = (
             "If that is the loss, --loss-tokens 1024 says what it takes in chunks: see examples/guide/activations.md."
+        )
+        notes.append(
+            f"{human_bytes(work.outside)} are saved outside of all layers (largest: {largest}), whatever activations= says."
+            + f" {loss}" * ("token" in estimate.items)
         )
     return notes
 
@@ -277,12 +321,17 @@ def _notes(estimate: Estimate, row: Row) -> list[str]:
 # ---------------------------------------------------------------------- JSON
 
 
-def as_json(answer: Answer) -> str:
-    """The answer for programs; bytes and seconds."""
+def as_json(answers: Sequence[Answer]) -> str:
+    """The answer for programs, of several a list; bytes and seconds."""
+    fields = [_fields(answer) for answer in answers]
+    return json.dumps(fields if len(fields) > 1 else fields[0], indent=2)
+
+
+def _fields(answer: Answer) -> dict[str, object]:
     estimate, best, question, work = answer.estimate, answer.best, answer.question, answer.estimate.work
     plan, modes = answer.rows[0].plan, answer.rows[0].modes
-    known, rates = not estimate.guessed, ("device_bandwidth", "pcie", "dram", "links", "network")
-    fields = {
+    known, rates = not estimate.why_guessed, ("device_bandwidth", "pcie", "dram", "links", "network")
+    return {
         "model": question.model,
         "precision": question.precision,
         "parameters": estimate.parameters,
@@ -293,14 +342,16 @@ def as_json(answer: Answer) -> str:
         "saved_bytes": {mode: work.saved(mode) for mode in MODES} if known else None,
         "offloaded_bytes": work.offloaded if known else None,
         "flops": estimate.flops(plan, modes) if known else None,
-        "why_no_activations": estimate.guessed or None,
+        "why_no_activations": estimate.why_guessed or None,
         "batch": estimate.items,
         "training": not question.predict,
         "devices": question.devices,
         "nodes": question.nodes,
-        "disk": _disk(answer),
+        "disk": _disk(answer) or None,
         "generated_tokens": question.generate,
         "prompt_seconds": answer.prompt_seconds,
+        "plain_bytes": estimate.plain_bytes if known else None,
+        "checkpointed_bytes": estimate.checkpointed_bytes if known else None,
         "host_bytes": estimate.host.nbytes,
         "host_fits": estimate.host.fits,
         "notes": [*plan.notes, *_notes(estimate, answer.rows[0])],
@@ -310,7 +361,6 @@ def as_json(answer: Answer) -> str:
         "best": None if best is None else {"k": best.plan.k, "k_prime": best.plan.k_prime},
         "verdict": verdict(answer),
     }
-    return json.dumps(fields, indent=2)
 
 
 def _window(row: Row) -> dict[str, object]:

@@ -1,22 +1,45 @@
-"""The verdict of ``plan``: whether the model fits, and what to choose, or what would make it fit."""
+"""The verdict of ``plan``: whether the model fits, with plain Lightning or with this strategy, and what to choose."""
 
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
+from typing import Any
 
 from sp_lightning.cli.answer import Answer, Row
-from sp_lightning.cli.arguments import MODES, Question
+from sp_lightning.cli.arguments import Question
+from sp_lightning.cli.estimate import Estimate
 from sp_lightning.plan.host_memory import limit_for
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import enough_bytes, exact_bytes, human_bytes
 
+LEAST_WAITING = 0.05
+"""Waiting that takes a smaller share of the time is not worth a word."""
+
 
 def verdict(answer: Answer) -> str:
     """What the answer comes to, in one line or two."""
-    refusals = [] if answer.estimate.host.fits else [_refused_by_host(answer)]
+    lines = []
+    if answer.fits_plain:
+        plain, limit = answer.estimate.plain_bytes, answer.question.gpu_memory or 0
+        lines.append(f"It fits without us: plain Lightning needs {_of(plain, limit)} and is faster. Use it.")
+    elif answer.fits_checkpointed:
+        plain, limit = answer.estimate.checkpointed_bytes, answer.question.gpu_memory or 0
+        lines.append(
+            f"It fits without us if each layer runs in torch.utils.checkpoint: plain Lightning needs {_of(plain, limit)} then."
+        )
+    if answer.best is not None:
+        return "\n".join([*lines, _recommended(answer, answer.best)])
+    if not answer.estimate.host.fits:
+        lines.append(_refused_by_host(answer))
     if not any(row.fits for row in answer.rows):
-        refusals.append(_refused_by_device(answer))
-    return "\n".join(refusals) if answer.best is None else _recommended(answer, answer.best)
+        lines.append(_refused_by_device(answer))
+    return "\n".join(lines)
+
+
+def _of(needed: int, limit: int) -> str:
+    return f"{human_bytes(needed)} of {human_bytes(limit)}"
 
 
 def _too_little(needed: int, limit: int) -> str:
@@ -24,63 +47,102 @@ def _too_little(needed: int, limit: int) -> str:
     return f"{human_bytes(limit)} are there, {human_bytes(needed - limit)} too little"
 
 
+def _refused(answer: Answer) -> str:
+    return "With this strategy it does not fit" if answer.fits_plain or answer.fits_checkpointed else "It does not fit"
+
+
 def _refused_by_host(answer: Answer) -> str:
     question, host = answer.question, answer.estimate.host
     disk = question.disk is not None
     processes = "the process" if question.devices == 1 else "the processes"
-    enough = enough_bytes(limit_for(host.nbytes, question.devices, disk=disk))
-    frozen = "freeze layers, or train adapters"
-    less = f"Use --precision bf16-true, or {frozen}" if question.precision != "bf16-true" else frozen.capitalize()
-    if question.overlap != "backward":
-        less += "; --overlap backward saves gradients"
     return (
-        f"It does not fit{', although there is a disk' * disk}: {human_bytes(host.nbytes)} of host memory are needed beside "
-        f"what {processes} and libraries take, {_too_little(host.nbytes, host.limit or 0)}: --host-memory {enough} is "
-        f"enough. {'Use a lower precision: --precision bf16-true' if question.predict else less}."
+        f"{_refused(answer)}{', although there is a disk' * disk}: {human_bytes(host.nbytes)} of host memory are needed "
+        f"beside what {processes} and libraries take, {_too_little(host.nbytes, host.limit or 0)}: --host-memory "
+        f"{enough_bytes(enough_host_memory(answer))} is enough."
     )
 
 
+def enough_host_memory(answer: Answer) -> int:
+    """The least ``--host-memory`` that is enough, in bytes."""
+    question, host = answer.question, answer.estimate.host
+    return limit_for(host.nbytes, question.devices, disk=question.disk is not None)
+
+
 def _refused_by_device(answer: Answer) -> str:
-    question, work = answer.question, answer.estimate.work
-    least, limit = min(row.device_bytes for row in answer.rows), question.gpu_memory or 0
-    activations = answer.estimate.activation_bytes
-    weights = least - activations
-    needs = {mode: weights + work.alive(mode) for mode in MODES if mode != question.activations}
-    if question.predict:
-        needs = {}
-    helpful = {mode: needed for mode, needed in needs.items() if needed <= limit}
-    joined = ", or"
-    if helpful or (activations > least / 2 and weights < limit):
-        # Activations and caches grow with the batch, weights do not.
-        count = int(question.batch * (limit - weights) / activations) if activations > 0 else 0
-        advice = "Use a smaller batch" + f" (about {count} would fit)" * (1 <= count < question.batch)
-    else:
-        advice = "Cut layers finer with --layers"
-    if not helpful and needs and min(needs.values()) < 0.9 * least:
-        mode = min(needs, key=needs.__getitem__)
-        helpful, joined = {mode: needs[mode]}, ";"
-    for mode, needed in helpful.items():
-        more = f", and {human_bytes(work.offloaded)} more of the host" if mode == "offload" else ""
-        advice += f"{joined} --activations {mode} (the least is {human_bytes(needed)} then{more})"
+    least, limit = answer.shown.device_bytes, answer.question.gpu_memory or 0
     return (
-        f"It does not fit: the least is {human_bytes(least)} of device memory, of which {human_bytes(activations)} are "
-        f"activations; {_too_little(least, limit)}. {advice}."
+        f"{_refused(answer)}: the least is {human_bytes(least)} of device memory, of which "
+        f"{human_bytes(answer.estimate.activation_bytes)} are activations; {_too_little(least, limit)}."
     )
 
 
 def _recommended(answer: Answer, best: Row) -> str:
-    question, limited = answer.question, answer.question.gpu_memory is not None
+    question, estimate = answer.question, answer.estimate
+    limited = question.gpu_memory is not None
     fits = "It fits" if limited else "The fastest"
-    if answer.estimate.guessed:
+    if estimate.why_guessed:
         fits = "Weights and gradients fit, activations are unknown" if limited else "Perhaps the fastest"
-    seconds, each = best.prediction.seconds, " on each device" * (question.devices * question.nodes > 1)
-    time = f"{seconds:.3g} s per batch"
+    elif answer.fits_plain or answer.fits_checkpointed:
+        fits = "With this strategy"
+    plain = "" if limited else " Plain Lightning fits where --gpu-memory is " + human_bytes(estimate.plain_bytes) + "."
+    if estimate.why_guessed:
+        return f"{fits}: {_choice(question, best.plan)}."
+    return f"{fits}: {_choice(question, best.plan)}, {speed(answer)}; {waiting(answer)}.{plain}"
+
+
+def speed(answer: Answer) -> str:
+    """The seconds of a batch, or of prompts and tokens, and how much that is in a second."""
+    question, seconds = answer.question, answer.shown.prediction.seconds
+    each = " on each device" * (question.devices * question.nodes > 1)
+    time = f"{seconds:.3g} s per batch{each}"
     if answer.prompt_seconds is not None:
         time = (
             f"{answer.prompt_seconds:.3g} s for the prompts, then {seconds:.3g} s for each token of {question.batch} "
-            f"sequence{'s' * (question.batch > 1)}: {question.batch / seconds:.3g} tokens/s"
+            f"sequence{'s' * (question.batch > 1)}{each}"
         )
-    return f"{fits}: {_choice(question, best.plan)}, {time}{each}."
+    return f"{time}, {per_second(answer)}"
+
+
+def per_second(answer: Answer) -> str:
+    """How much is done in a second, in words."""
+    number, what = answer.rate
+    return f"{number:.3g} {what}/s" if number < 1000 else f"{number:.0f} {what}/s"
+
+
+def waiting(answer: Answer) -> str:
+    """The share of the time in which the device waits, and for what."""
+    row = answer.shown
+    what, saved = longest_wait(answer.estimate, row)
+    long = saved >= LEAST_WAITING * row.prediction.seconds
+    return f"the device waits {row.waiting:.0%} of the time" + f", most of it for {what}" * (long and row.waiting > 0)
+
+
+def longest_wait(estimate: Estimate, row: Row) -> tuple[str, float]:
+    """What is waited for longest, and how many seconds a batch takes less without that."""
+    waits = without_waits(estimate, row)
+    what = min(waits, key=waits.__getitem__)
+    return what, row.prediction.seconds - waits[what]
+
+
+def without_waits(estimate: Estimate, row: Row) -> dict[str, float]:
+    """The seconds of a batch, predicted without each kind of waiting."""
+    rates, plan, modes = estimate.rates, row.plan, row.modes
+    changes: dict[str, dict[str, Any]] = {
+        # In inference, fetches alone pass over the host's memory.
+        "fetches": {"upload": math.inf} | ({"host_memory": math.inf} if estimate.question.predict else {}),
+        "gradients to leave": {"download": math.inf},
+        "the host": {"visit_seconds": 0.0, "weight_seconds": 0.0},
+        "sums of gradients": {"links": math.inf},
+        "whole uploads": {"sliced": estimate.question.devices > 1},
+        "sums over nodes": {"network": math.inf},
+        "the disk": {"disk": math.inf},
+    }
+    others = {what: replace(rates, **change) for what, change in changes.items()}
+    without = {what: estimate.predict(plan, modes, other) for what, other in others.items() if other != rates}
+    without["updates"] = estimate.predict(plan, modes, updates=False)
+    if "offload" in modes.values():
+        without["activations"] = estimate.predict(plan, dict.fromkeys(modes, "keep"))
+    return {what: prediction.seconds for what, prediction in without.items()}
 
 
 def _choice(question: Question, plan: Plan) -> str:
@@ -104,6 +166,8 @@ def _choice(question: Question, plan: Plan) -> str:
         text += f" in Trainer(devices={question.devices}{f', num_nodes={question.nodes}' * (question.nodes > 1)})"
     if question.checkpointing:
         text += " and the model's gradient_checkpointing_enable()"
+    if question.lora is not None:
+        text += f' and PEFT\'s LoraConfig(r={question.lora}, target_modules="all-linear")'
     if question.loss_tokens:
         keep = ", keep_logits=True" * question.keep_logits
         text += f" and sp_lightning.chunk_loss(model, tokens={question.loss_tokens}{keep})"

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.timeline import Timeline
-from sp_lightning.device.waits import Stream, Wait
+
+_NEW_ZERO = 10.0
+"""Seconds from one zero event of a timeline to the next. Until then elapsed times go in steps of a microsecond at most."""
 
 
 class Accelerator(Device):
@@ -62,7 +64,7 @@ class Accelerator(Device):
 
     def unpin(self, memory: Tensor) -> None:
         if self.device.type != "cuda":
-            return  # torch's allocator takes the memory back when nobody holds it
+            return  # torch's allocator takes the memory back when no tensor holds it
         if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())) != 0:
             _clear_last_error(self.device)
 
@@ -104,8 +106,12 @@ class Accelerator(Device):
         free, reserved, used = map(self._counted, ("get_memory_info", "memory_reserved", "memory_allocated"))
         if free is None or reserved is None or used is None:
             return None
-        # Memory that torch's allocator has reserved and that nobody uses can be allocated as well.
-        return int(free[0] + reserved - used)
+        allowed = free[0]
+        # torch 2.10 has no way to ask for what torch.cuda.set_per_process_memory_fraction has set.
+        if self.device.type == "cuda" and hasattr(torch.cuda, "get_per_process_memory_fraction"):
+            allowed = min(allowed, free[1] * torch.cuda.get_per_process_memory_fraction(self.device) - reserved)
+        # Memory that torch's allocator has reserved and that no tensor uses can be allocated as well.
+        return int(allowed + reserved - used)
 
     def mark(self, stream: Stream) -> Any:
         if not self.timelines:
@@ -123,9 +129,16 @@ class Accelerator(Device):
         start = perf_counter()
 
         def seconds(mark: Any) -> float | None:
+            nonlocal zero, start
             if isinstance(mark, float):
                 return mark
-            return start + zero.elapsed_time(mark) / 1000 if mark.query() else None
+            if not mark.query():
+                return None
+            now = start + zero.elapsed_time(mark) / 1000
+            # Elapsed milliseconds are float32: after an hour they would go in steps of 0.25 ms.
+            if now - start > _NEW_ZERO:
+                zero, start = mark, now
+            return now
 
         return Timeline(seconds)
 

@@ -10,6 +10,7 @@ Each node has a board. That a rank of another node has failed comes by :class:`N
 from __future__ import annotations
 
 import os
+import re
 import select
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,9 +24,9 @@ from zlib import crc32
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from sp_lightning.device.device import Wait
 from sp_lightning.device.layout import PAGE
 from sp_lightning.device.shared_memory import SharedMemory, fence
-from sp_lightning.device.waits import Wait
 
 _WORDS, _KEPT, _ENTRY = 64, 32, 256  # of each rank: words of 8 bytes, meetings that are kept, and bytes of each of them
 _TEXT = _ENTRY - 16
@@ -41,6 +42,24 @@ def board_bytes(size: int) -> int:
 
 class RankError(RuntimeError):
     """Another rank has failed or is elsewhere, so this one cannot go on."""
+
+
+class RankInterrupt(KeyboardInterrupt):
+    """Another rank was interrupted, and this one ends as if it had been, too."""
+
+
+LOST = RankError, RankInterrupt
+"""What is raised where other ranks are waited for in vain. An interrupt of this process is not among them."""
+
+
+def _failed(who: str, when: str, error: str) -> BaseException:
+    """What is raised where another rank has failed. An interrupt of one is one of all, so that a run ends as it does alone."""
+    said = f"{who} has failed {when}: {error}"
+    return RankInterrupt(said) if _INTERRUPTED.match(error) else RankError(said)
+
+
+_INTERRUPTED = re.compile(r"(rank \d+ \(node \d+\): )?KeyboardInterrupt:")
+"""How the error of an interrupted rank begins, on another node with the rank's name."""
 
 
 class Board:
@@ -138,11 +157,13 @@ class Board:
         for other in self._others:
             both = min(self._came, self._word(other, _CAME))
             if both and self._part(other, both):
+                if self._word(other, _FAILED):  # it comes to other meetings for that
+                    raise _failed(self._names[other], "meanwhile", self._error_of(other))
                 raise RankError(self._parted(other, both))
 
     def _part(self, other: int, meeting: int) -> bool:
         mine, theirs = self._entry(self.rank, meeting), self._entry(other, meeting)
-        # Of what is long ago there is nothing left to compare; whoever was behind has done it.
+        # Of what is long ago there is nothing left to compare; the rank that was behind has done it.
         return mine[0] != theirs[0] and max(self._came, self._word(other, _CAME)) - meeting < _KEPT - 1
 
     def _parted(self, other: int, meeting: int) -> str:
@@ -161,7 +182,7 @@ class Board:
         return rank * _PAGES + _WORDS * 8 + meeting % _KEPT * _ENTRY
 
     def _entry(self, rank: int, meeting: int) -> tuple[int, str]:
-        """Returns a digest of all meetings up to this one, and what it is."""
+        """Returns what a rank wrote at a meeting, one of its last: a digest of all its meetings so far, and this one in words."""
         at = self._entry_at(rank, meeting)
         digest, _, text = struct.unpack_from(_FORMAT, self._memory.bytes, at)
         return digest, text.rstrip(b"\0").decode(errors="replace")
@@ -172,18 +193,23 @@ class Board:
         """Says that this rank is at the end of its run: a meeting that it does not wait at, and finds no error at."""
         self.place = ""
         if not self.failure:  # else the others would find that they have parted before they find why
-            with suppress(RankError):  # those say so that wait for this rank
+            with suppress(*LOST):  # those say so that wait for this rank
                 self.come("the end of its run")
 
     def fail(self, error: BaseException) -> None:
         """Says that this rank fails, so that the others stop waiting for it. Only its first error counts."""
         if self.failure:
             return
-        self.failure = f"{type(error).__name__}: {error}"
+        interrupted = isinstance(error, KeyboardInterrupt)
+        self.failure = f"{KeyboardInterrupt.__name__ if interrupted else type(error).__name__}: {error}"
         begin = (self.rank + 1) * _PAGES - PAGE
         text = self.failure.encode(errors="replace")[: PAGE - 1]
         self._memory.bytes[begin : begin + len(text)] = text
         self._write(_FAILED, 1)
+
+    def _error_of(self, rank: int) -> str:
+        end = (rank + 1) * _PAGES
+        return self._memory.bytes[end - PAGE : end].rstrip(b"\0").decode(errors="replace")
 
     def check(self, why: str) -> None:
         """Looks for ranks that will not come.
@@ -193,13 +219,12 @@ class Board:
 
         Raises:
             RankError: one has failed, with its own error; or has parted from this one (by the end of its run, say), or ended.
+            KeyboardInterrupt: one was interrupted.
         """
         waited = f"while {self._names[self.rank]} waited for {why}"
         for other in self._others:
             if self._word(other, _FAILED):
-                end = (other + 1) * _PAGES
-                error = self._memory.bytes[end - PAGE : end].rstrip(b"\0").decode(errors="replace")
-                raise RankError(f"{self._names[other]} has failed {waited}: {error}")
+                raise _failed(self._names[other], waited, self._error_of(other))
         self.compare()
         for descriptor, _ in self._processes.poll(0):
             raise RankError(
@@ -207,7 +232,7 @@ class Board:
                 "system for want of memory, say, or it has left trainer.fit earlier than this one."
             )
         if elsewhere := self._elsewhere():
-            raise RankError(f"another node has failed {waited}: {elsewhere}")
+            raise _failed("another node", waited, elsewhere)
 
     def until(self, reached: Callable[[], bool], why: Wait | str) -> None:
         """Waits for something that other ranks bring about.
@@ -227,7 +252,7 @@ class Board:
                     raise RankError(
                         f"{self._names[self.rank]} has waited {late:.0f} seconds for {said}. {self._places()}."
                     )
-            except RankError:
+            except LOST:
                 if reached():  # in the last moment before another rank went on, and ended
                     return
                 raise
@@ -251,7 +276,7 @@ class Board:
 
 
 class NodeNews:
-    """Tells the ranks of all nodes that one has failed, by the store at which their processes have met.
+    """Tells the ranks of all nodes that one has failed, by torch.distributed's store, at which their processes have met.
 
     A thread looks there, because a store that is out of reach may not answer for long.
 
@@ -290,7 +315,7 @@ class NodeNews:
             self.lost = "the process of rank 0 (node 0) has ended, or cannot be reached"
 
     def tell(self, failure: str) -> None:
-        """Tells all nodes of a failure, and gives them the time to hear of it: the store may go with this process."""
+        """Tells all nodes of a failure, and gives them the time to hear of it: torch's store may go with this process."""
         telling = Thread(target=self._set, args=(failure,), daemon=True)
         telling.start()
         telling.join(1.0 + 2 * self._pause)

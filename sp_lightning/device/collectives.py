@@ -1,4 +1,4 @@
-"""Collectives: what ranks do together by torch.distributed, in which nobody waits for a rank that has failed or is elsewhere."""
+"""Collectives: what ranks do together by torch.distributed, in which no rank waits for one that has failed or is elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sp_lightning.device.board import LOOK, Board, RankError, in_words
-from sp_lightning.device.waits import Wait
+from sp_lightning.device.device import Wait
 
 
 class Group(NamedTuple):
@@ -29,7 +29,7 @@ class Group(NamedTuple):
 
 
 class Collectives:
-    """What this rank does with the others of its node, with its peers on the other nodes, and with everybody. All ranks come to
+    """What this rank does with the others of its node, with its peers on the other nodes, and with all ranks. All ranks come to
     the same, in one order.
 
     Ranks are numbered node by node. The *peers* of a rank are those that have its place on the other nodes. The process groups
@@ -111,7 +111,7 @@ class Collectives:
     # ------------------------------------------------------------------ meetings
 
     def meet(self, what: str, why: Wait | None = None, number: float = 0) -> None:
-        """Waits until all ranks have come here.
+        """Waits until all ranks of this node have come here.
 
         Args:
             what: all of them do here, in words.
@@ -128,13 +128,13 @@ class Collectives:
         self._board.compare()
 
     def meet_everybody(self, what: str) -> None:
-        """Waits until all ranks of all nodes have come here. The arguments and errors are as in :meth:`meet`."""
+        """Waits until all ranks of all nodes have come here. ``what`` and the errors are as in :meth:`meet`."""
         self.meet(what)
         if self.nodes > 1:
-            self._largest(torch.tensor([]), what)
+            self._largest(torch.tensor([]), what)  # no values: it waits
 
     def barrier(self, why: Wait) -> None:
-        """Waits until all ranks have come here. On a device they may still be at work."""
+        """Waits until all ranks of this node have come here. On a device they may still be at work."""
         self.meet(f"a barrier ({why.value})", why)
 
     def until(self, reached: Callable[[], bool], why: Wait | str) -> None:

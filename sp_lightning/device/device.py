@@ -1,12 +1,13 @@
-"""The seam between the engine and the device: memory, copies, waits, times, and the background thread.
+"""The seam between the engine and the device: memory, streams, copies, waits, times, and the background thread.
 
-:class:`Device` is the synchronous CPU, where a copy is done when its call returns and nobody has to wait.
+:class:`Device` is the synchronous CPU, where a copy is done when its call returns and nothing has to wait.
 :class:`~sp_lightning.device.accelerator.Accelerator` has the same methods and three streams. The rest of the package
 receives one of the two and does not ask which.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +21,62 @@ from sp_lightning.device.layout import PAGE, whole_pages
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.timeline import Kind, Timeline
 from sp_lightning.device.torch_private import copy_each
-from sp_lightning.device.waits import Stream, Wait
+
+
+class Stream(enum.Enum):
+    """The order in which an operation takes its place."""
+
+    COMPUTE = "compute"
+    """The stream of the model's kernels, which is the stream that is current when the operation is issued."""
+    UPLOAD = "host to device"
+    DOWNLOAD = "device to host"
+    REDUCE = "between devices"
+    """The stream on which ranks sum their gradients."""
+    UPDATE = "host, in the background"
+    """The order of the background thread, which updates weights while the host goes on. The device has no such stream."""
+
+
+class Wait(enum.Enum):
+    """Every wait of the engine. The value of a member says what is true because of the wait.
+
+    ``tests/device/test_waits.py`` leaves out one wait at a time and shows that a run then reads or writes too early.
+    """
+
+    # That of Enum runs in Python (3.11), and seconds are counted by wait with every copy.
+    __hash__ = object.__hash__
+
+    FETCH_AFTER_USE = "a slot is overwritten after the last kernel that read it"
+    USE_AFTER_FETCH = "a layer is read after its transfer"
+    BRING_AFTER_FETCH = "experts that were kept are copied into a slot after the transfer that came there before"
+    CAST_AFTER_FETCH = "casts are made anew after the last transfer that read them"
+    WRITE_BACK_AFTER_USE = "the host takes a weight after the kernels that wrote it on the device"
+    RESIDENTS_AFTER_USE = "residents are sent again after the last kernel that read them"
+    USE_AFTER_RESIDENTS = "residents are read after their transfer"
+    DRAIN_AFTER_GRADIENT = "a gradient leaves after the kernel that wrote it"
+    REDUCE_AFTER_GRADIENT = "a gradient is sent to other ranks after the kernel that wrote it"
+    DRAIN_AFTER_REDUCE = "a rank's part of a sum leaves after the kernels that added it up"
+    SHOW_AFTER_LANDING = "gradients are shown after the parts of all ranks are there"
+    STEP_AFTER_ARRIVAL = "the primary writes weights and gradients after all ranks have come to its turn"
+    USE_AFTER_TURN = "the other ranks go on after the primary's turn"
+    READ_AFTER_SHARED_UPDATE = "the other ranks read a layer after the primary's update in the background"
+    UPDATE_AFTER_LANDING = "the primary updates a layer in backward after the parts of all ranks are there"
+    READ_AFTER_FILL = "weights are read after the primary has filled the memory of all ranks"
+    REUSE_AFTER_DRAIN = "a gradient's device memory is used again after its copy"
+    APPLY_AFTER_DRAIN = "the host reads a gradient after its copy"
+    DROP_AFTER_DRAIN = "the host uses a dropped gradient's memory again after its copy"
+    UPDATE_AFTER_FETCH = "the host writes weights after the transfers that read them"
+    UPDATE_AFTER_RESIDENTS = "the host writes residents after the transfer that reads them"
+    FETCH_AFTER_UPDATE = "a layer is fetched after its update in the background"
+    READ_AFTER_UPDATE = "the host reads and writes weights and gradients after their updates in the background"
+    CLOSE_AFTER_FETCH = "slots and host blocks are freed after the last transfer"
+    STORE_AFTER_SAVE = "an activation leaves after the kernel that wrote it"
+    REUSE_AFTER_STORE = "an activation's device memory is used again after its copy to the host"
+    GATHER_AFTER_SEND = "the host gathers rows of a table after the transfer of those before"
+    RETURN_AFTER_USE = "an activation comes back into memory after the last kernel that used that before"
+    USE_AFTER_RETURN = "a returned activation is read after its transfer"
+    REUSE_AFTER_RETURN = "memory of a returned activation that nobody read is used again after the transfer"
+    CLOSE_AFTER_STORE = "the host's memory of activations is freed after the last transfer from or to it"
+    UNPIN_AFTER_COPY = "host memory is unpinned after the last copy from or to it"
 
 
 class Device:
@@ -47,6 +103,7 @@ class Device:
         self.timelines: list[Timeline] = []
         self.background_threads: int | None = None
         self._background: ThreadPoolExecutor | None = None
+        self._most = 0  # the most that peak_bytes said before it was set back
 
     def empty(self, nbytes: int) -> Tensor:
         """Returns uninitialised device memory, shape ``(nbytes,)``, ``uint8``, usable inside and outside of inference mode."""
@@ -170,7 +227,7 @@ class Device:
 
     def make_timeline(self) -> Timeline:
         """Returns a timeline for this device, which the caller adds to :attr:`timelines`. The host waits for the device."""
-        return Timeline(_as_it_is)
+        return Timeline(float)  # its marks are seconds
 
     def peak_bytes(self) -> int | None:
         """The most bytes of device memory that torch had allocated at once since :meth:`reset_peak`; None for the CPU."""
@@ -178,6 +235,15 @@ class Device:
 
     def reset_peak(self) -> None:
         """Lets :meth:`peak_bytes` start again from what is allocated now."""
+
+    def begin_peak(self) -> None:
+        """As :meth:`reset_peak`, which sets back the user's ``torch.cuda.max_memory_allocated()`` too: what it was is kept."""
+        self._most = self.most_bytes()
+        self.reset_peak()
+
+    def most_bytes(self) -> int:
+        """What :meth:`peak_bytes` would say if :meth:`begin_peak` had not set it back; 0 for the CPU."""
+        return max(self._most, self.peak_bytes() or 0)
 
     def close(self) -> None:
         """Ends the background thread after the work that it has taken."""
@@ -208,7 +274,3 @@ def _one_thread(of_operators: int) -> ThreadPoolExecutor:
     executor.submit(lambda: None).result()
     torch.set_num_threads(threads)  # threads that start from now on take this number again
     return executor
-
-
-def _as_it_is(mark: float) -> float:
-    return mark

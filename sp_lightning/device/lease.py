@@ -60,7 +60,7 @@ class SavedViews:
 def lend(memory: Tensor) -> Tensor:
     """Returns a tensor with the same memory under a *new* storage.
 
-    Once the new storage has expired (``StorageWeakRef``), nobody can reach the memory through it any more.
+    Once the new storage has expired (``StorageWeakRef``), no tensor can reach the memory through it any more.
 
     Args:
         memory: a flat ``uint8`` tensor on any device. It stays alive as long as the new storage does.
@@ -70,7 +70,7 @@ def lend(memory: Tensor) -> Tensor:
 
 
 class Lease:
-    """Memory that is handed out again and again, each time only if nobody holds any of it from before.
+    """Memory that is handed out again and again, each time only if no tensor holds any of it from before.
 
     The memory has a storage that belongs to the lease alone, so the owners of that storage are those who hold it.
 

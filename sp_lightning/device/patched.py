@@ -1,16 +1,19 @@
-"""What users have put on an optimizer or around one: a step of their own, a state that is another optimizer's."""
+"""Methods in place of a class's own: those that users have put on an optimizer, and those that this package puts on others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
+
+from sp_lightning.device.torch_private import ENGINE_CALL, leave_frame_out
 
 
 def own_step(optimizer: Optimizer) -> Callable[..., Any]:
@@ -64,3 +67,56 @@ def in_place_of(owner: Any, methods: Mapping[str, Any]) -> Iterator[None]:
 
 
 _OURS_AND_TORCHS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+# ---------------------------------------------------------------------- calls of autograd's engine that fail
+# autograd itself tells of the end of a backward that succeeds alone. What was queued in one that fails it drops, and on an
+# accelerator a thread of autograd's own does so, while user code that has caught the error may be in the next forward already.
+
+
+class Watcher(Protocol):
+    """Follows graph tasks.
+
+    Attributes:
+        tasks: the numbers of those that are under way.
+    """
+
+    tasks: list[int]
+
+    def failed(self, before: Sequence[int]) -> None:
+        """A call has raised. Called in the thread that made it.
+
+        Args:
+            before: the graph tasks that were under way when the call began. They still are, if they were not of that call.
+        """
+
+
+_watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+_theirs: Any = getattr(*ENGINE_CALL)
+
+
+def watch(watcher: Watcher) -> None:
+    """Tells a watcher of each call that fails: by ``backward``, ``autograd.grad``, a checkpoint, other threads."""
+    global _theirs
+    if getattr(*ENGINE_CALL) is not _watched:
+        _theirs = getattr(*ENGINE_CALL)
+        setattr(*ENGINE_CALL, _watched)
+    _watchers.add(watcher)
+
+
+def unwatch(watcher: Watcher) -> None:
+    """Ends :func:`watch`. Does nothing if it has ended already."""
+    _watchers.discard(watcher)
+    if not _watchers and getattr(*ENGINE_CALL) is _watched:
+        setattr(*ENGINE_CALL, _theirs)
+
+
+@leave_frame_out
+def _watched(*args: Any, **options: Any) -> Any:
+    before = [(watcher, list(watcher.tasks)) for watcher in list(_watchers)]
+    try:
+        return _theirs(*args, **options)
+    except BaseException:
+        for watcher, tasks in before:
+            watcher.failed(tasks)
+        raise

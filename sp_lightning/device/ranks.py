@@ -1,7 +1,7 @@
 """The ranks: the processes that train one model together, each with a device of its own, over one store on the host.
 
-Tensors travel by ``torch.distributed``. Beside it the ranks have a *board* in shared memory: every wait ends when another rank
-has failed, with that rank's own error, or has come to something else.
+Tensors travel by ``torch.distributed``. What all ranks do together, in one order, is a *meeting*. The ranks have a *board* in
+shared memory: every wait ends when another rank has failed, with that rank's own error, or has come to something else.
 
 Several nodes are replicas: each has a store and a board of its own, and a primary that updates its weights. What ranks of
 different nodes do together is a collective of torch.distributed.
@@ -21,9 +21,9 @@ import torch
 
 from sp_lightning.device.board import Board, NodeNews, RankError, board_bytes
 from sp_lightning.device.collectives import Collectives
+from sp_lightning.device.device import Wait
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.shared_memory import SharedMemory, create, hand_out, receive, supported
-from sp_lightning.device.waits import Wait
 
 
 class Ranks(Collectives):
@@ -132,7 +132,7 @@ class Ranks(Collectives):
                     f"{first} on rank 0. {remedy}"
                 )
 
-    def told(self, number: int, what: str) -> list[int]:
+    def gather_numbers(self, number: int, what: str) -> list[int]:
         """Returns the numbers of all ranks of this node. The arguments are as in :meth:`same`."""
         self.meet(what, number=number)
         return [int(self.board.number(rank)) for rank in range(self.size)]
@@ -144,16 +144,16 @@ class Ranks(Collectives):
             number: this rank's, from 0 to 2**53.
             what: what begins, in words.
         """
-        return len(set(self._told_by_all(number, what))) == 1
+        return len(set(self._gather_from_all(number, what))) == 1
 
     def all_have(self, bits: int, what: str) -> int:
         """Returns the bits that all ranks of all nodes have come with. The arguments are as in :meth:`same`."""
-        return reduce(and_, self._told_by_all(bits, what))
+        return reduce(and_, self._gather_from_all(bits, what))
 
-    def _told_by_all(self, number: int, what: str) -> list[int]:
-        told = self.told(number, what)
+    def _gather_from_all(self, number: int, what: str) -> list[int]:
+        own = self.gather_numbers(number, what)
         if self.nodes == 1:
-            return told
+            return own
         everybody = torch.zeros(self.world, dtype=torch.int64)
         everybody[self.number] = number
         self._largest(everybody, what)

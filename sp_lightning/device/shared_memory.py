@@ -31,13 +31,15 @@ with suppress(ImportError):  # Windows has none, and no devices that share memor
 Page = tuple[int, int]
 """Where a run of pages begins and ends, in bytes from the start of the memory."""
 
+_TRIED_PAGE = 4096
+
 
 def supported() -> str:
     """Returns why memory cannot be shared on this system; an empty string if it can."""
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
         return "the system is no Linux, or too old: it has no memfd_create"
-    if mmap.PAGESIZE != PAGE:
-        return f"its pages have {mmap.PAGESIZE} bytes, and only pages of {PAGE} bytes were tried"
+    if PAGE != _TRIED_PAGE:
+        return f"its pages have {PAGE} bytes, and only pages of {_TRIED_PAGE} bytes were tried"
     return ""
 
 
@@ -167,7 +169,7 @@ class OwnView:
         return [run for area in areas for run in self.written(*area)]
 
     def keep(self, begin: int, end: int) -> None:
-        """Makes all pages of a part this process's own: whoever holds it keeps its values, whatever others write later."""
+        """Makes all pages of a part this process's own: tensors in it keep their values, whatever other processes write later."""
         held = self.bytes[begin:end]
         held.copy_(held.clone())
 
@@ -177,7 +179,7 @@ class OwnView:
         return sum(end - begin for begin, end in pages)
 
 
-def settle(parts: Iterable[tuple[OwnView, Page]], *, commit: bool) -> int:
+def commit_or_drop(parts: Iterable[tuple[OwnView, Page]], *, commit: bool) -> int:
     """Commits or drops what this process has written in parts of several views: one look at each view. Returns the bytes."""
     by_view: dict[OwnView, list[Page]] = {}
     for view, part in parts:
@@ -247,12 +249,30 @@ def _scan(pagemap: int, begin: int, end: int) -> Iterator[Page]:
 
 def _read(pagemap: int, begin: int, end: int) -> Iterator[Page]:
     for first in range(begin, end, step := PAGE << 20):
-        nbytes = min(step, end - first) // PAGE * 8
-        entries = torch.frombuffer(bytearray(os.pread(pagemap, nbytes, first // PAGE * 8)), dtype=torch.int64)
-        written = ((entries & (_ENTRY_PRESENT | _ENTRY_SWAPPED)) != 0) & ((entries & _ENTRY_FILE) == 0)
+        written = _are_written(_entries(pagemap, first, min(step, end - first) // PAGE))
         edges = torch.nn.functional.pad(written.int(), (1, 1)).diff().nonzero().flatten().tolist()
         for start, stop in zip(edges[::2], edges[1::2], strict=True):
             yield first + start * PAGE, first + stop * PAGE
+
+
+def _entries(pagemap: int, begin: int, pages: int) -> Tensor:
+    """What Linux says of pages, a number of 64 bits for each of which it says anything."""
+    found = os.pread(pagemap, 8 * pages, begin // PAGE * 8)
+    return torch.frombuffer(bytearray(found), dtype=torch.int64) if found else torch.empty(0, dtype=torch.int64)
+
+
+def _are_written(entries: Tensor) -> Tensor:
+    return ((entries & (_ENTRY_PRESENT | _ENTRY_SWAPPED)) != 0) & ((entries & _ENTRY_FILE) == 0)
+
+
+def pages_in_memory(address: int, nbytes: int) -> int | None:
+    """How many pages of a private mapping are in memory; None if one of them was written, or nothing is known of one."""
+    pages = whole_pages(address % PAGE + nbytes) // PAGE
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        entries = _entries(pagemap.fileno(), address, pages)
+    if len(entries) != pages or _are_written(entries).any():
+        return None
+    return int((entries & _ENTRY_PRESENT != 0).sum())
 
 
 # ---------------------------------------------------------------------- from one process to the others

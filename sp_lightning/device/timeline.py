@@ -44,7 +44,7 @@ class Interval(NamedTuple):
 
 
 class Timeline:
-    """Collects intervals while a batch runs, and reads their times later, so that nobody waits for the device.
+    """Collects intervals while a batch runs, and reads their times later, so that the host never waits for the device.
 
     Args:
         seconds: converts a mark of the device's into seconds; it returns None while the stream has not reached the mark.

@@ -11,8 +11,8 @@ torch's own function and not a wrapper.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, autograd, nn, serialization
 from torch._dynamo import decorators, eval_frame
 from torch._functorch import pyfunctorch
-from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
 from torch.nn.modules import batchnorm
 from torch.optim import Optimizer
@@ -105,66 +104,6 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 """Whether a tensor consists of others (``__tensor_flatten__``), as quantised ones do. In a private module only."""
 
-# ---------------------------------------------------------------------------------------------- tensors without memory
-
-FakeTensor = fake_tensor.FakeTensor
-"""A tensor that has a shape, a dtype and a device, and no memory. The public ``meta`` device has no other devices."""
-
-FakeTensorMode = fake_tensor.FakeTensorMode
-"""The mode inside which all tensors are of that kind."""
-
-VALUES_NEEDED = (
-    fake_tensor.DataDependentOutputException,
-    fake_tensor.DynamicOutputShapeException,
-    fake_tensor.UnsupportedFakeTensorException,
-)
-"""What a computation on such tensors raises where it reads their values."""
-
-FAKE_TENSOR_LOGGER = fake_tensor.__name__
-"""The name of the logger that tells of every operator that failed on such tensors."""
-
-
-@contextmanager
-def truncated_normal_without_values() -> Iterator[None]:
-    """``nn.init.trunc_normal_`` leaves tensors as they are. torch's looks at values, which fake tensors do not have."""
-    theirs: Any = nn.init._no_grad_trunc_normal_
-    nn.init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: tensor
-    try:
-        yield
-    finally:
-        nn.init._no_grad_trunc_normal_ = theirs
-
-
-@contextmanager
-def modules_converted_without_swaps() -> Iterator[None]:
-    """``module.to(…)`` makes new parameters. torch's swaps fake ones, which fails while somebody has a weak reference."""
-    theirs = nn.Module._apply
-    made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
-
-    def convert(parameter: nn.Parameter, function: Callable[[Tensor], Tensor]) -> nn.Parameter:
-        with torch.no_grad():
-            value = function(parameter)
-        if (value.dtype, value.device) == (parameter.dtype, parameter.device):
-            return parameter
-        if parameter not in made or made[parameter].dtype is not value.dtype:
-            made[parameter] = nn.Parameter(value, parameter.requires_grad)
-        return made[parameter]
-
-    def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        for module in self.modules() if recurse else (self,):
-            parameters, buffers = module._parameters, module._buffers
-            parameters.update({name: convert(value, fn) for name, value in parameters.items() if value is not None})
-            buffers.update({name: fn(value) for name, value in buffers.items() if value is not None})
-        return self
-
-    patched: Any = nn.Module
-    patched._apply = apply
-    try:
-        yield
-    finally:
-        patched._apply = theirs
-
-
 # ------------------------------------------------------------------------------------------------------- nested values
 
 # ``torch.utils._pytree`` is what torch itself takes values apart with; there is no public module for it yet.
@@ -225,7 +164,7 @@ sparse_values: Callable[[Tensor], Tensor] = Tensor._values
 def coalesced(numbers: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
     """A sparse tensor of a shape that has ``rows`` ``(n, *shape[1:])``, each once: ``numbers`` ``(n,)``, ``int64``, ascend.
 
-    The public ``torch.sparse_coo_tensor`` warns about checks of invariants that nobody asked for (torch 2.11).
+    The public ``torch.sparse_coo_tensor`` warns about checks of invariants that were not asked for (torch 2.11).
     """
     return torch.ops.aten._sparse_coo_tensor_unsafe(numbers[None], rows, shape, is_coalesced=True)
 
@@ -392,7 +331,3 @@ def save_by_way_of(value: Callable[[Any], Any], content: Any, stream: Any) -> No
 
         writer = SimpleNamespace(write_record=write, write_record_metadata=file.write_record_metadata)
         serialization._save(content, writer, pickle, serialization.DEFAULT_PROTOCOL, False)
-
-
-copies_shallowly: Callable[[Tensor, Tensor], bool] = torch._has_compatible_shallow_copy_type
-"""What ``module.to()`` asks before it gives a parameter other data."""

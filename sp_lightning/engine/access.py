@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_lightning.device.device import Wait
 from sp_lightning.device.modes import held
 from sp_lightning.device.torch_private import (
     DIFFERENTIATING,
@@ -27,11 +28,10 @@ from sp_lightning.device.torch_private import (
     interpreter_stack,
     tree_leaves,
 )
-from sp_lightning.device.waits import Wait
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.host_source import tied
 from sp_lightning.engine.module_hooks import Visits
-from sp_lightning.engine.residency import needed_again
+from sp_lightning.engine.residency import refuse_updated
 from sp_lightning.engine.saved_tensors import RunningCalls, SavedTensors, packs
 from sp_lightning.engine.step import Part, Step
 from sp_lightning.weights.device_parameter import DeviceParameter, hides_stand_ins
@@ -95,7 +95,7 @@ class Access(Part):
                 self._notice_thread()
                 step.activate(in_backward=bool(self._backward.tasks))
                 self.residents.group.sync_requires_grad()
-                entered = [layer for layer in visits if not layer.pins]
+                entered = [layer for layer in visits if not layer.running_calls]
                 self.residency.begin_call(visits, backward=bool(self._backward.tasks))
             except BaseException:  # user code may catch it: no call has begun then
                 if outside:
@@ -177,7 +177,7 @@ class Access(Part):
         """A context for one operation, during which device parameters, or their ``casts``, are on the device.
 
         Raises:
-            RuntimeError: the run is over.
+            RuntimeError: the run is over, or the running backward has updated a layer already.
         """
         if self._closed:
             name = parameters[0]._of.spans[parameters[0]._index].name
@@ -193,6 +193,7 @@ class Access(Part):
         with held(self.lock):
             self._notice_thread()
             for layer in layers:
+                refuse_updated(layer)
                 layer.rows.need(None)
             self.residency.begin_call(layers, backward=bool(self._backward.tasks))
         try:
@@ -217,7 +218,7 @@ class Access(Part):
 
     @contextmanager
     def reading_rows(self, layer: StreamedLayer) -> Iterator[Staged | None]:
-        """A context in which a table's host weight is up to date and nobody writes it.
+        """A context in which a table's host weight is up to date and is not written.
 
         It yields the weight's bytes, to gather rows from; None if the whole weight is on the device, where it may be written.
 
@@ -225,8 +226,7 @@ class Access(Part):
             RuntimeError: the running backward has updated the table already.
         """
         with held(self.lock):
-            if layer.owner.updated_early:
-                raise RuntimeError(needed_again(layer, "its weights were needed again"))
+            refuse_updated(layer)
             layer.parameters.sync_requires_grad()
             staged = None
             if layer.slot is None:
@@ -285,7 +285,7 @@ class Access(Part):
             return
         if current_graph_task() == -1:  # autograd's own threads use weights one after the other
             for layer in self.residency.used:  # uses of these were not noticed, so they stay until the step is over
-                layer.pins += 1
+                layer.running_calls += 1
             self._step.share(True)
 
     def _refuse_transforms_and_traces(self, visits: Visits) -> None:

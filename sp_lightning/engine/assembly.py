@@ -15,8 +15,7 @@ from sp_lightning.model.found import Found
 from sp_lightning.model.wrapped import parts, stand_in
 from sp_lightning.plan.plan import Plan
 from sp_lightning.store.block import HostBlock
-from sp_lightning.store.block_memory import Allocate
-from sp_lightning.store.gradient_memory import Staging
+from sp_lightning.store.block_memory import Allocate, Staging
 from sp_lightning.weights.casts import Casts
 from sp_lightning.weights.embedding_rows import EmbeddingRows
 from sp_lightning.weights.expert_rows import ExpertRows
@@ -104,7 +103,7 @@ def stand_ins_for_wrapped(found: Found, layers: Sequence[StreamedLayer]) -> dict
 
 
 def _bring(members: Sequence[tuple[ParameterGroup, int]], use: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Returns the parts of a wrapped parameter on the device. Whoever holds them holds their slots."""
+    """Returns the parts of a wrapped parameter on the device. Code that holds them holds their slots."""
     if members[0][0].layer.rows.may_compute_with_wrapped(use, args, kwargs):
         return [group.alias(index) for group, index in members]
     with members[0][0].doors.on_demand([group.all[index] for group, index in members]):

@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from sp_lightning.device.torch_private import current_graph_task, queue_callback
-from sp_lightning.engine.residency import needed_again
+from sp_lightning.engine.residency import refuse_updated
 from sp_lightning.engine.step import Part, Step, StepKind
 from sp_lightning.weights.device_parameter import Untouched, tensor_grad
 from sp_lightning.weights.gradient_sink import Wanted
@@ -65,13 +65,14 @@ class Backward(Part):
             loss.register_hook(partial(self._begins, quiet))
 
     def _begins(self, quiet: bool, gradient: Tensor) -> None:
+        """Hook of the loss: the announced backward begins. Copies that may be out of date are given up."""
         self.join()
         self._announced = True
         self._accumulates = True
         self.gradients.expect(None if self.wanted is None else self._wants)
         with self.lock:
             residency = self.residency
-            for layer in [layer for layer in residency.used if not layer.pins and layer.outdated]:
+            for layer in [layer for layer in residency.used if not layer.running_calls and layer.outdated]:
                 residency.release(layer)  # the host's weights were written or given other memory
             self._step.compare_writes()
             if not quiet:
@@ -132,8 +133,8 @@ class Backward(Part):
             if current_graph_task() not in self.tasks:
                 self.join()
             self._accumulates = True
-            if layer.owner.updated_early:
-                raise RuntimeError(needed_again(layer, "another gradient arrived for it"))
+            if layer.owner.updated_early:  # nearly never; this comes for each gradient
+                refuse_updated(layer, "another gradient arrived for it")
             if len(self.tasks) > 1 or not self._announced:
                 self._given.append((self.tasks.index(current_graph_task()), group.spans[index].name))
             complete = self.gradients.arrived(layer, index, gradient)  # (7)
@@ -145,9 +146,10 @@ class Backward(Part):
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Sends off what is left of other layers' gradients, because the backward of ``layers`` begins."""
-        with self._arrivals:
-            self.gradients.make_room(layers)
-        self.gradients.land()
+        if self.gradients.arriving:
+            with self._arrivals:
+                self.gradients.make_room(layers)
+            self.gradients.land()
 
     def given_by_nested(self) -> Callable[[], str | None]:
         """Looks at backwards that begin from now on inside of what runs now, a forward or a forward that runs again.

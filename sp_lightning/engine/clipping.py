@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from sp_lightning.device.device import Stream
 from sp_lightning.device.torch_private import accumulation_hooks
-from sp_lightning.device.waits import Stream
 from sp_lightning.engine.updating import Updating
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import Change, Norms, as_it_came, change, stored
@@ -69,10 +69,11 @@ class Clipping:
         known, version, norm = measured.get(parameter, (None, None, gradient))
         if known is gradient and version == gradient._version:
             return norm
-        here = as_it_came(gradient) is gradient and not self._bring(parameter)
+        here = as_it_came(gradient) is gradient and not self._in_memory(parameter)
         return gradient if here else norms.of(gradient)
 
-    def _bring(self, parameter: nn.Parameter) -> bool:
+    def _in_memory(self, parameter: nn.Parameter) -> bool:
+        """Has a gradient in memory. Returns whether it comes from a disk."""
         layer = self._engine.layer_of(parameter)
         return layer is not None and layer.use_gradients()
 
@@ -105,7 +106,7 @@ class Clipping:
         if clip is not None:
             for parameter in [p for group in self._optimizer.param_groups for p in group["params"]]:
                 if not change(parameter, clip) and parameter.grad is not None:
-                    self._bring(parameter)
+                    self._in_memory(parameter)
                     clip(parameter.grad)
 
     def end(self) -> None:

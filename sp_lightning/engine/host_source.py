@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sp_lightning.device.device import Device
-from sp_lightning.device.pinned import PinnedMemory
-from sp_lightning.device.waits import Wait
+from sp_lightning.device.device import Device, Wait
+from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.plan.succession import Succession
 from sp_lightning.store.block import HostBlock
@@ -53,7 +52,8 @@ class HostSource(BlockSource):
 
     def ready(self, layer: StreamedLayer) -> bool:
         """Whether the layer's update is done."""
-        return self._updates.ready(layer)
+        update = layer.owner.update
+        return update is None or update.done()
 
     def wait(self, layer: StreamedLayer) -> None:
         """Waits for the layer's update."""
@@ -86,19 +86,19 @@ class HostSource(BlockSource):
         for layer in self._layers:
             if layer.kind is Kind.RESIDENTS:
                 self._device.synchronize(layer.transfer, Wait.UPDATE_AFTER_RESIDENTS)
-            if not self._updates.under_way(layer):  # an optimizer, a hook or a callback may write it now
+            if layer.owner.update is None:  # an optimizer, a hook or a callback may write it now
                 self._device.access(layer.block.weights, None, write=True)
 
-    def doubt(self, layers: Sequence[StreamedLayer]) -> None:
+    def invalidate(self, layers: Sequence[StreamedLayer]) -> None:
         """Marks the copies of these layers as out of date, because their weights may have been written on the host."""
         for layer in layers:
             layer.invalidate()
             # User code that writes weights waits for their updates first. A layer whose update is under way was therefore
             # not written.
-            if not self._updates.under_way(layer):
-                layer.casts.doubt()
+            if not layer.whole and layer.owner.update is None:
+                layer.casts.invalidate()
 
-    def settle(self) -> None:
+    def adopt(self) -> None:
         """Absorbs the memory that the user gave to parameters of any layer."""
         for layer in self._layers:
             self._adopt(layer)
@@ -118,7 +118,7 @@ class HostSource(BlockSource):
         block.adopt()
         layer.parameters.adopted()
         if layer.owner is not layer:
-            layer.owner.casts.doubt()  # the masters have other values although their block has the same memory
+            layer.owner.casts.invalidate()  # the masters have other values although their block has the same memory
         if self._watch is not None:
             for index in displaced:
                 self._watch.look_at(block, index)
@@ -256,5 +256,5 @@ class FileSource(HostSource):
         """Takes a buffer that was read in vain, or, if all of them leave in one transfer, another one."""
         buffer = next((each for each in self._buffers if each.staged is None), None) or self._another()
         if buffer.transfer is not None:
-            buffer.transfer.settle()
+            buffer.transfer.finish()
         buffer.layer = buffer.transfer = None

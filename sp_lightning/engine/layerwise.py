@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sp_lightning.device.device import Stream
 from sp_lightning.device.patched import in_place_of, state_of
 from sp_lightning.device.torch_private import tree_map
-from sp_lightning.device.waits import Stream
 from sp_lightning.engine.clipping import Clipping
 from sp_lightning.engine.updating import Updating
 from sp_lightning.optim.fused import has_fused_step, is_separable, lacks_buffers, runs_fused, shares_state
@@ -44,10 +44,10 @@ class LayerwiseStep:
         engine: the engine whose layers are updated.
         fuse: whether groups run fused of which the user has left that open.
         early: whether each layer is updated while backward goes on (``optimizer_overlap="backward"``).
-        measure: whether norms of gradients are computed while backward goes on. This is right only if nobody writes
+        measure: whether norms of gradients are computed while backward goes on. This is right only if no code writes
             gradients between backward and clipping.
-        narrow: whether gradients keep the dtype in which they come. This saves memory only if nobody reads them.
-        state: brings and takes away the optimizer's state; None if it stays on the host.
+        narrow: whether gradients keep the dtype in which they come. This saves memory only if no code reads them.
+        state: loads and stores the optimizer's state; None if it stays on the host.
         waits: whether the step returns once all layers are updated. Then the optimizer need not be fused, because the
             background has as many threads as a whole step would have.
 
@@ -115,11 +115,10 @@ class LayerwiseStep:
             self._armed = {}  # where no layer is updated yet, all are at once
             self._refuse(_sparse(layer))
             return
-        self._updates.partially_updated = (
-            'a backward with optimizer_overlap="backward" failed after it had updated some layers'
-        )
+        failed = 'a backward with optimizer_overlap="backward" failed after it had updated some layers'
+        self._updates.partially_updated = failed
         self.begun.add(layer)
-        self._engine.before_early(layer)
+        self._engine.before_early_update(layer)
         self._submit(layer, groups)
         self._updates.bound(1)  # this bounds the memory of gradients that wait, too
 
@@ -158,7 +157,7 @@ class LayerwiseStep:
         self.begun.clear()
         if type(self._optimizer) is self._class:  # all updates were waited for in backward
             self._drop_places()
-        self._engine.over()
+        self._engine.backward.clear_early_updates()  # all updates are submitted
         self._updates.partially_updated = None
         if self._waits:
             self._updates.finish()
@@ -248,7 +247,7 @@ class LayerwiseStep:
                 found = (state_of(part).get(parameter, {}) for parameter in parameters)
                 give([value for each in found for value in each.values() if type(value) is Away])
             else:
-                self._state.bring(layer, part)
+                self._state.load((layer, self._optimizer), part)
             trained = [parameter for parameter in parameters if parameter.grad is not None]
             # torch makes the state of a parameter without a gradient in a later step, behind that of others.
             for parameter in parameters:
@@ -258,7 +257,7 @@ class LayerwiseStep:
                 engine.device.access(as_it_came(parameter.grad), Stream.UPDATE, write=id(parameter) in clips)
             self._step_layer(layer, part, trained, clips)
             if self._state is not None:
-                self._state.put(layer, part)
+                self._state.store((layer, self._optimizer), part)
 
         release = partial(engine.release_gradients, layer, parameters) if self._early else None
         self._updates.submit(layer, update, release)
@@ -313,7 +312,7 @@ def _sparse(layer: StreamedLayer) -> _UndividedError:
 
 
 def _waiting(kind: type[Optimizer], finish: Callable[[], None]) -> type[Optimizer]:
-    """The class that an optimizer has while its updates are under way: whoever reads its state waits first."""
+    """The class that an optimizer has while its updates are under way: code that reads its state waits first."""
 
     def state(self: Optimizer) -> Any:
         finish()

@@ -29,13 +29,14 @@ class Listener(Protocol):
 
 
 class _Calls(threading.local):
-    """The calls of a thread that are running, the innermost last: their hooks, and what ``enter`` has returned.
+    """The calls of a thread that are running, the innermost last.
 
-    That is None if it has raised: torch calls the hook after such a call as well, and there is nothing to leave.
+    Of each its hooks, its experts and what ``enter`` has returned. The latter two are None if ``begin_call`` or ``enter`` has
+    raised: torch calls the hook after such a call as well, and there is nothing to end, or to leave.
     """
 
     def __init__(self) -> None:
-        self.running: list[tuple[ModuleHooks, Visits | None]] = []
+        self.running: list[tuple[ModuleHooks, ExpertRows | None, Visits | None]] = []
 
 
 class ModuleHooks:
@@ -56,13 +57,15 @@ class ModuleHooks:
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         """Forward pre-hook. One that is registered to see keyword arguments has its listener see both."""
         if module is self._module:
+            experts: ExpertRows | None = None
             visits: Visits | None = None
             try:
                 if self.experts is not None:
                     self.experts.begin_call(module, args, kwargs)
+                experts = self.experts
                 visits = self._listener.enter(self._visits, args if kwargs is None else (args, kwargs))
             finally:
-                self._calls.running.append((self, visits))
+                self._calls.running.append((self, experts, visits))
 
     @never_compiled
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -77,9 +80,10 @@ class ModuleHooks:
             return
         ended = running[at:]
         del running[at:]
-        for hooks, visits in reversed(ended):  # usually one; calls inside this one that have ended in Ctrl-C come first
-            if hooks.experts is not None:
-                hooks.experts.end_call()
+        # Usually one; calls inside this one that have ended in Ctrl-C come first.
+        for hooks, experts, visits in reversed(ended):
+            if experts is not None:
+                experts.end_call()
             if visits is not None:
                 hooks._listener.leave(visits, output if hooks is self else None)
 

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from sp_lightning.device.device import Device
-from sp_lightning.device.host_allocator import return_free_memory
+from sp_lightning.device.device import Device, Wait
+from sp_lightning.device.host_memory import return_free_memory
 from sp_lightning.device.layout import ALIGNMENT, PAGE, whole_pages
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.device.waits import Wait
 from sp_lightning.engine.host_source import FileSource, HostSource
 from sp_lightning.engine.step import Step
 from sp_lightning.engine.turns import SharedSource, Turns, written_here
@@ -25,10 +24,10 @@ from sp_lightning.optim.background import BackgroundUpdates, SharedUpdates
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.plan.state_placement import OnDisk
 from sp_lightning.plan.units import human_bytes
+from sp_lightning.store.away import note_on_disk
 from sp_lightning.store.block import HostBlock
-from sp_lightning.store.block_memory import Allocate, BlockMemory, SharedStore
-from sp_lightning.store.gradient_memory import Staging
-from sp_lightning.store.mapped_file import MappedFile, let_go, note_on_disk
+from sp_lightning.store.block_memory import Allocate, BlockMemory, SharedStore, Staging
+from sp_lightning.store.mapped_file import MappedFile, page_out
 from sp_lightning.store.weights_in_files import FileBlock, FilePlace, WeightReader
 from sp_lightning.weights.gradient_sink import GradientSink
 from sp_lightning.weights.gradients import Gradients
@@ -214,7 +213,7 @@ class OnScratch(Placement):
         self.file.leave()
 
     def settle(self) -> None:
-        self.file.settle()
+        self.file.sync()
 
     def block(
         self, layer: Layer, planned: PlannedLayer, device: Device, staging: Staging, allocate: Allocate, **options: Any
@@ -228,7 +227,7 @@ class OnScratch(Placement):
         block = HostBlock(layer, planned, device, staging, self.file.allocate, **options)
         note_on_disk(block.parameters)
         for source in sources:  # they may be a mapped file's, which stays mapped until all of it was absorbed
-            let_go(*source)
+            page_out(*source)
         block.memory.use()  # those that were absorbed before it go
         return_free_memory()
         return block

@@ -32,8 +32,8 @@ class Residency:
 
     Attributes:
         used: the layers in use, in the order in which they came into use, with their slots.
-        resting: layers that nobody uses and that keep their slots and their device parameters' memory nevertheless, which
-            saves the host's time. Whoever marks copies as out of date first has them released (:meth:`let_rest`).
+        resting: layers that no call uses and that keep their slots and their device parameters' memory nevertheless, which
+            saves the host's time. Code that marks copies as out of date first has them released (:meth:`let_rest`).
         rests: whether layers may rest where there is a slot for each.
         demand_fetches: how often a layer was needed that was not on the device.
     """
@@ -61,7 +61,7 @@ class Residency:
         try:
             for layer in layers:
                 self.require(layer, backward=backward)
-                layer.pins += 1
+                layer.running_calls += 1
                 pinned += 1
             for layer in layers:
                 self._tenants.move_in(layer, self.used[layer])
@@ -72,9 +72,9 @@ class Residency:
     def end_call(self, layers: Sequence[StreamedLayer], *, release: bool = True) -> None:
         """Ends a call. If ``release`` is set, layers that no other call uses are released."""
         for layer in layers:
-            layer.pins = max(layer.pins - 1, 0)  # none is left where the step has failed meanwhile
+            layer.running_calls = max(layer.running_calls - 1, 0)  # none is left where the step has failed meanwhile
         for layer in layers if release else ():
-            if not layer.pins and layer in self.used:
+            if not layer.running_calls and layer in self.used:
                 self._leave(layer)
 
     def pre_backward(self, layers: Collection[StreamedLayer]) -> None:
@@ -102,7 +102,8 @@ class Residency:
             if not layer.rows.complete:
                 self._complete(layer)
             return self.used[layer]
-        self._tenants.before_use(layer)
+        if self._tenants.layers_outside:
+            self._tenants.before_use(layer)
         if layer in self.resting:
             if not layer.outdated:
                 layer.visits += not backward
@@ -110,7 +111,8 @@ class Residency:
                 slot = self.used[layer] = self.resting.pop(layer)
                 return slot
             self._release_resting(layer)
-        self.slots.resume()
+        if self.slots.idle_since is not None:
+            self.slots.resume()
         layer.visits += not backward
         if not layer.on_demand:
             self.prefetch.trace.visit(layer)
@@ -121,10 +123,10 @@ class Residency:
         if not early and layer.outdated:
             layer.invalidate()
         absent = layer.slot is None or layer.slot.stale
-        layer.rows.begin_use()
+        if not layer.whole:
+            layer.rows.begin_use()
         if absent or not layer.rows.complete:
-            if early:
-                raise RuntimeError(needed_again(layer, "its weights were needed again"))
+            refuse_updated(layer)
             self.demand_fetches += 1
             self._fetch([(layer, layer.slot or self.slots.find(layer, self.prefetch.trace.next_use))])
             self._noted()
@@ -134,8 +136,7 @@ class Residency:
     def _complete(self, layer: StreamedLayer) -> None:
         """Brings the rows of stacked experts that are missing, into the slot that is in use."""
         slot = self.used[layer]
-        if layer.owner.updated_early:
-            raise RuntimeError(needed_again(layer, "its weights were needed again"))
+        refuse_updated(layer)
         if layer.outdated:
             layer.invalidate()
         self.demand_fetches += 1
@@ -146,11 +147,16 @@ class Residency:
         """Fetches the next layers of the trace for which there are slots."""
         if self.slots.all_settled and len(self.resting) == len(self.slots.settled):
             return  # every layer is there
-        for pairs in self.prefetch.transfers():
-            self._fetch(pairs)
+        for ring in self.prefetch.rings:
+            more = True
+            while more:
+                pairs, more = self.prefetch.next(ring)
+                if not pairs:
+                    break
+                self._fetch(pairs)
 
     def renew(self) -> None:
-        """Brings present weights to memory that somebody holds, who sees them there as in views of a plain parameter."""
+        """Brings present weights to memory that user code still views, which sees them there as in views of a plain parameter."""
         for slot in self.slots.all:
             if slot.stale and slot.layer is not None and slot.held:
                 self._fetch([(slot.layer, slot)])
@@ -158,11 +164,11 @@ class Residency:
     def release_exchanged(self, layer: StreamedLayer) -> None:
         """Releases a layer that is about to be staged, if the user has given its host parameters other memory."""
         for member in layer.family:
-            if member in self.used and not member.pins and member.block.displaced:
+            if member in self.used and not member.running_calls and member.block.displaced:
                 self.release(member)
 
     def _fetch(self, pairs: Sequence[tuple[StreamedLayer, Slot]]) -> None:
-        self._tenants.before_fetch([slot for _, slot in pairs])
+        self._tenants.take_back_late([slot for _, slot in pairs])
         transfer = []
         for layer, slot in pairs:
             if self.used:
@@ -175,23 +181,19 @@ class Residency:
     # ------------------------------------------------------------------ layers go
 
     def release(self, layer: StreamedLayer) -> None:
-        """Releases a layer that nobody uses any more. Its slot may be overwritten, unless somebody still views it."""
-        slot = self.used.pop(layer)
-        try:
-            self._tenants.move_out(layer, slot)
-        finally:  # what was written on the device may be refused
-            self.slots.release(slot)  # (5)
-            self._tenants.moved_out(layer, slot)
+        """Releases a layer that no call uses any more. Its slot may be overwritten, unless user code still views it."""
+        self._tenants.release(layer, self.used.pop(layer))
 
     def release_unpinned(self, keep: Collection[StreamedLayer] = ()) -> bool:
         """Releases the layers that no running call pins, but for ``keep``. Returns whether any memory became free."""
-        loose = [layer for layer in self.used if not layer.pins and layer not in keep] if self.used else ()
+        loose = [layer for layer in self.used if not layer.running_calls and layer not in keep] if self.used else ()
         for layer in loose:
             self._leave(layer)
-        return self._tenants.let_go() or bool(loose)
+        freed = bool(self._tenants.kept) and self._tenants.free_dropped()
+        return freed or bool(loose)
 
     def _leave(self, layer: StreamedLayer) -> None:
-        """Releases a layer that nobody uses any more, or lets it rest."""
+        """Releases a layer that no call uses any more, or lets it rest."""
         if self.rests and layer in self.slots.settled:
             self._tenants.rest(layer)
             self.resting[layer] = self.used.pop(layer)
@@ -244,9 +246,14 @@ class Peak:
             self.most = now
 
 
-def needed_again(layer: StreamedLayer, why: str) -> str:
-    """The error message for a layer that is needed although the running backward has updated it."""
-    return (
-        f'optimizer_overlap="backward" had updated layer {layer.name!r} when, in the same backward, '
-        f'{why}: some weights are those of the next step now. Use SuperpipelineStrategy(optimizer_overlap="forward").'
-    )
+def refuse_updated(layer: StreamedLayer, why: str = "its weights were needed again") -> None:
+    """Refuses what needs the weights of a layer as they were before the running backward has updated it.
+
+    Raises:
+        RuntimeError: it has.
+    """
+    if layer.owner.updated_early:
+        raise RuntimeError(
+            f'optimizer_overlap="backward" had updated layer {layer.name!r} when, in the same backward, '
+            f'{why}: some weights are those of the next step now. Use SuperpipelineStrategy(optimizer_overlap="forward").'
+        )

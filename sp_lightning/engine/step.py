@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sp_lightning.activations.calls import Activations
-from sp_lightning.device.board import RankError
+from sp_lightning.device.board import LOST
 from sp_lightning.device.device import Device
 from sp_lightning.engine.residency import Residency
 from sp_lightning.optim.background import BackgroundUpdates
@@ -107,7 +107,7 @@ class Step(Part):
             self.invalidate()
         training = kind is not StepKind.INFERENCE
         # Timelines are made of uses that begin and end, and check_writes takes every weight on the device for written.
-        self.residency.let_rest(not (training or self.residency.slots.timed or self._watch is not None))
+        self.residency.let_rest(not (training or self.device.timelines or self._watch is not None))
         if self.expected != phase:
             self.residency.prefetch.start(phase, training=training)
         self.residency.prefetch.trace.cyclic = quiet and not training
@@ -132,18 +132,24 @@ class Step(Part):
         self.residency.fetch_ahead()
 
     def begin_outside(self) -> None:
-        """Prepares for the call of a module outside any step. Nobody knows what was written since the last step."""
+        """Prepares for the call of a module outside any step. What was written since the last step is not known."""
         self.invalidate()
         self.thread = threading.get_ident()
         self.residency.prefetch.start("outside", training=False)
 
     def activate(self, *, in_backward: bool = False) -> None:
-        """Puts device parameters into the modules, if they are not there."""
+        """Puts device parameters into the modules, if they are not there, and brings residents up to date."""
         if self._held:  # an optimizer's step has come to its closure, or has raised, and may have written weights
             self._held = False
             self.invalidate_unused()
             self.residents.invalidate()
-        if self.swap.to_device():
+        held_host = not self.swap.on_device
+        if held_host:
+            self.swap.to_device()
+        self.residents.refresh()
+        if self._watch is not None:
+            self.residents.group.expose()
+        if held_host:
             self.swap.captured.watch(not in_backward, thread=self.thread)
             self._look_at_weights()
 
@@ -173,7 +179,9 @@ class Step(Part):
         self.residency.let_rest(False)
         used = self.residency.used
         self.lent.take_back_late(self.residency.slots.all)
-        self.source.doubt([layer for layer in self.layers if layer.kind is not Kind.RESIDENTS and layer not in used])
+        self.source.invalidate(
+            [layer for layer in self.layers if layer.kind is not Kind.RESIDENTS and layer not in used]
+        )
         self.residency.renew()
 
     def allow_writes(self) -> None:
@@ -238,7 +246,7 @@ class Step(Part):
         """Takes every weight that was written on the device back to the host.
 
         Args:
-            rests: whether layers that rest, and that nobody has written, may go on resting.
+            rests: whether layers that rest, and that were not written, may go on resting.
         """
         self.residency.release_unpinned()
         self.residency.let_rest(rests and self.residency.rests)
@@ -265,7 +273,7 @@ class Step(Part):
         self.lent.refuses = compare  # until the next step begins
         self.running = False
         for layer in self.layers:
-            layer.pins = 0
+            layer.running_calls = 0
         try:
             self.take_back_writes(rests=True)
         finally:  # what was written on the device may be refused
@@ -282,7 +290,7 @@ class Step(Part):
             self.invalidate()  # from now on hooks and optimizers may write weights through .data, which no version shows
         try:
             self.residency.slots.end_round()
-        except RankError:
+        except LOST:
             if well:  # otherwise there is an error already
                 raise
         self.residency.slots.give_back_extra()

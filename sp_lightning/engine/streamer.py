@@ -10,9 +10,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch import Tensor, nn
 
 from sp_lightning.activations.calls import Activations
-from sp_lightning.device.backward_calls import unwatch, watch
-from sp_lightning.device.device import Device
-from sp_lightning.device.waits import Wait
+from sp_lightning.device.device import Device, Wait
+from sp_lightning.device.patched import unwatch, watch
 from sp_lightning.engine.access import Access
 from sp_lightning.engine.assembly import make_layers, make_rows, stand_ins_for_wrapped
 from sp_lightning.engine.backward import Backward
@@ -26,7 +25,7 @@ from sp_lightning.model.found import Found
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.activation_policy import Mode
 from sp_lightning.plan.plan import Plan
-from sp_lightning.store.gradient_memory import Staging
+from sp_lightning.store.block_memory import Staging
 from sp_lightning.store.host_ring import HostRing
 from sp_lightning.weights.buffers import AveragesOnDevice, PrunedWeights
 from sp_lightning.weights.layer import Kind, StreamedLayer
@@ -306,6 +305,7 @@ class Streamer:
             extra_slots=self._slots.extra_slots,
             gathered_bytes=self._slots.gathered_bytes,
             peak_device_bytes=self._peak.most,
+            peak_allocated_bytes=self.device.most_bytes(),
             stored_bytes=offload.stored_bytes,
             returned_bytes=offload.returned_bytes,
             stall_seconds=stalled(Wait.USE_AFTER_FETCH, Wait.USE_AFTER_RESIDENTS),

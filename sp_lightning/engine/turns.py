@@ -10,8 +10,8 @@ from zlib import crc32
 
 from torch import nn
 
+from sp_lightning.device.device import Wait
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.device.waits import Wait
 from sp_lightning.engine.host_source import HostSource
 from sp_lightning.engine.step import Step
 from sp_lightning.store.block_memory import SharedBlockMemory, SharedStore
@@ -127,13 +127,13 @@ class Turns:
     def cast(self) -> None:
         """Casts all weights anew, for all ranks."""
         for layer in self._layers:
-            layer.casts.doubt()
+            layer.casts.invalidate()
             layer.casts.refresh()
 
     def _prepare(self) -> None:
         with self._lock:
             self._step.take_back_writes()
-            self._source.settle()
+            self._source.adopt()
             self._source.synchronize()
 
 
@@ -152,11 +152,11 @@ class SharedSource(HostSource):
         written = [memory_of(member).look() for member in layer.family]  # all of them: each notes what it sees
         if layer.masters is not None and any(written):
             memory_of(layer).written = True
-            layer.casts.doubt()
+            layer.casts.invalidate()
             self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
             layer.casts.refresh()
         else:
-            layer.casts.trust()
+            layer.casts.mark_current()
         return layer.block.weights, None
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sp_lightning.device.device import Wait
 from sp_lightning.device.modes import held
-from sp_lightning.device.waits import Wait
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.step import Part, Step
 from sp_lightning.engine.turns import Turns
@@ -79,12 +79,18 @@ class Updating(Part):
         with self.lock:
             self._step.resume()
 
-    def before_early(self, layer: StreamedLayer) -> None:
-        """Prepares the update of a layer in the middle of backward. A fetch of it that nobody has used may be under way."""
+    def before_early_update(self, layer: StreamedLayer) -> None:
+        """Prepares the update of a layer and its masters in the middle of backward.
+
+        What user code may have written on the device is taken back, and has its last effect: later uses are refused.
+        """
         layer.updated_early = True
         for member in layer.family:
+            # A fetch of the layer that was not used may be under way.
             self.residency.slots.synchronize(Wait.UPDATE_AFTER_FETCH, member)
             slot, group = member.slot, member.parameters
+            if group.attached:  # whatever user code does with the weights from now on is refused
+                group.ask(before_use=True)
             own = len(group.all) if group.attached else 0
             viewed = slot if slot is not None and slot.kept is None and slot.lease.in_use_beside(own) else None
             if group.exposed or viewed is not None:
@@ -103,15 +109,11 @@ class Updating(Part):
         return f"a step of {type(optimizer).__name__}{name}"
 
     def gather(self, optimizer: Optimizer) -> None:
-        """With several ranks, waits for all of them, and makes what the primary's user code has written everybody's."""
+        """With several ranks, waits for all of them, and makes what the primary's user code has written that of all ranks."""
         if self._turns is not None:
             self.updates.finish()
             if self._turns.begin(self.step_of(optimizer), weights=True):
                 self._turns.cast()
-
-    def over(self) -> None:
-        """Allows uses of layers that backward has updated, because the step has submitted all updates."""
-        self.backward.clear_early_updates()
 
     def release_gradients(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> None:
         """Frees the gradients of these parameters of a layer, which are updated."""

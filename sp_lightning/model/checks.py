@@ -9,7 +9,8 @@ from types import FunctionType, MethodType
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device.torch_private import FakeTensor, is_compiled, is_traceable_wrapper_subclass
+from sp_lightning.device.torch_fake import FakeTensor
+from sp_lightning.device.torch_private import is_compiled, is_traceable_wrapper_subclass
 from sp_lightning.model.blocks import has_blocks
 from sp_lightning.model.found import Layer, Parted, Unit, join_names, tensor_bytes
 from sp_lightning.model.stacks import stacks_in

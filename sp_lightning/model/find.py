@@ -9,12 +9,14 @@ block, only the rows travel that are looked up.
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from sp_lightning.device.torch_private import FakeTensor, is_compiled, is_traceable_wrapper_subclass
+from sp_lightning.device.torch_fake import FakeTensor
+from sp_lightning.device.torch_private import is_compiled, is_traceable_wrapper_subclass
 from sp_lightning.model.blocks import (
     CONTAINERS,
     are_experts,
@@ -32,7 +34,8 @@ from sp_lightning.model.stacks import is_stack, stacked_rows
 from sp_lightning.model.without_values import refuse_without_values
 from sp_lightning.model.wrapped import parts
 
-# Small units stay on the device: together at most this share of the model, each at most a tenth of the largest.
+# Small units stay on the device: together at most this share of the model and at most as much as the largest unit, of which
+# each window has two, each at most a tenth of the largest. Of equal units, which come one after another, all stay or none.
 _RESIDENT_SHARE = 1 / 50
 _RESIDENT_SIZE = 1 / 10
 
@@ -94,7 +97,7 @@ def find_layers(
         experts=frozenset(index for index, unit in enumerate(streamed) if unit.expert),
         units={unit.name: unit.module for unit in units if unit.module is not None and not unit.within},
         parted=parted,
-        ungrouped=advice_to_group(streamed, {child: names[child] for child in walk.above}),
+        grouping_advice=advice_to_group(streamed, {child: names[child] for child in walk.above}),
         buffer_bytes=sum(map(tensor_bytes, buffers_in(module))),
         nothing=why_nothing(whole, (*found, *tables), places),
     )
@@ -139,16 +142,17 @@ def _lowered(module: nn.Module, places: Places) -> set[nn.Parameter]:
 
 def _small(units: Sequence[Unit]) -> set[Unit]:
     """The units that stay on the device because they are small, unless the user has chosen them."""
-    total = sum(unit.nbytes for unit in units)
     largest = max((unit.nbytes for unit in units), default=0)
+    room = min(_RESIDENT_SHARE * sum(unit.nbytes for unit in units), largest)
+    equal: dict[tuple[int, object], list[Unit]] = defaultdict(list)
+    for unit in units:
+        equal[unit.nbytes, unit.name if unit.module is None else type(unit.module)].append(unit)
     small: set[Unit] = set()
-    held = 0
-    for unit in sorted(units, key=lambda each: each.nbytes):
-        held += unit.nbytes
-        if held > _RESIDENT_SHARE * total or unit.nbytes > _RESIDENT_SIZE * largest:
+    for (nbytes, _), alike in sorted(equal.items(), key=lambda each: each[0][0]):
+        room -= nbytes * len(alike)
+        if room < 0 or nbytes > _RESIDENT_SIZE * largest:
             break
-        if not unit.chosen:
-            small.add(unit)
+        small.update(unit for unit in alike if not unit.chosen)
     return small
 
 

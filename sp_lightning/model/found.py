@@ -120,7 +120,7 @@ class Found:
         parted: pairs of frozen parameters over one memory; each parameter gets a copy.
         buffer_bytes: bytes of all buffers, which are on the device all the time.
         nothing: why nothing is streamed; empty if something is.
-        ungrouped: if all layers are bare modules, which save nothing but their inputs, what to group, and how.
+        grouping_advice: if all layers are bare modules, which save nothing but their inputs, what to group, and how.
     """
 
     layers: tuple[Layer, ...]
@@ -135,7 +135,7 @@ class Found:
     experts: frozenset[int] = frozenset()
     units: Mapping[str, nn.Module] = field(default_factory=dict)
     parted: tuple[Parted, ...] = ()
-    ungrouped: str = ""
+    grouping_advice: str = ""
     buffer_bytes: int = 0
     nothing: str = ""
 

@@ -130,9 +130,9 @@ _HAS_VALUES = "_is_hf_initialized"
 
 
 def compute_buffers(module: nn.Module) -> None:
-    """Has transformers compute the buffers on the meta device, as its ``from_pretrained`` does.
+    """Has transformers compute the buffers that are on the meta device, as its ``from_pretrained`` does.
 
-    What it does not compute stays there.
+    Buffers that it does not compute stay on the meta device. Before transformers 5 all of them do.
 
     Args:
         module: the root. Its parameters have values.

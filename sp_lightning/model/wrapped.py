@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.device.metadata import METADATA
+from sp_lightning.device.layout import METADATA
 from sp_lightning.device.modes import never_compiled, no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import (
     is_traceable_wrapper_subclass,

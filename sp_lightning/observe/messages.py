@@ -1,4 +1,4 @@
-"""What users are told beside an error that is not this package's: what the package has to do with it, and a remedy."""
+"""What users read beside an error that is not this package's: what the package has to do with it, and a remedy."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def in_our_words(error: BaseException) -> str | None:
 
 def note_devices(error: BaseException) -> None:
     """Adds to torch's error about two devices what this package keeps on the host. The mix may be another one of the user's."""
-    told = ON_THE_HOST in getattr(error, "__notes__", ())
-    if isinstance(error, RuntimeError) and "Expected all tensors to be on the same device" in str(error) and not told:
+    noted = ON_THE_HOST in getattr(error, "__notes__", ())
+    if isinstance(error, RuntimeError) and "Expected all tensors to be on the same device" in str(error) and not noted:
         error.add_note(ON_THE_HOST)
 
 
@@ -93,8 +93,15 @@ def after_out_of_memory(plan: Plan, smaller: Plan, freed: Modes, *, balanced: bo
     )
 
 
-def say_once(log: logging.Logger, line: str) -> None:
-    """Logs a line, unless this process has logged it already, as another trainer may have."""
-    if line not in _SAID and log.isEnabledFor(logging.INFO):
-        _SAID.add(line)
+def say_once(log: logging.Logger, line: str, said: set[str] | None = None) -> None:
+    """Logs a line, unless it is among those that were said.
+
+    Args:
+        log: where it goes.
+        line: the line.
+        said: what has been said; None for all that this process has, for any trainer.
+    """
+    said = _SAID if said is None else said
+    if line not in said and log.isEnabledFor(logging.INFO):
+        said.add(line)
         log.info(line)

@@ -1,4 +1,4 @@
-"""Pictures: a batch over time, layer by layer; and what each k costs and brings. They need matplotlib."""
+"""Pictures: a batch over time, layer by layer; and what each k costs and gains. They need matplotlib."""
 
 from __future__ import annotations
 
@@ -131,10 +131,8 @@ def _busiest(intervals: Sequence[Interval]) -> tuple[float, float]:
     copies = [
         each for each in intervals if each.kind in ("fetch", "gather", "return", "reduce", "network", "drain", "store")
     ] or intervals
-    first, last = (
-        min((each.begin for each in intervals), default=0.0),
-        max((each.end for each in intervals), default=1.0),
-    )
+    first = min((each.begin for each in intervals), default=0.0)
+    last = max((each.end for each in intervals), default=1.0)
     parts = min(max(_PARTS[0], len({each.layer for each in copies})), _PARTS[1])
     length = (last - first) / parts
 

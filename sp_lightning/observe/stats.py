@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
@@ -23,8 +23,10 @@ class Stats:
         demand_fetches: how many layers were needed before the trace had asked for them. Compute stalls for each of them.
         host_waits: how often the host waited for compute where it could have run ahead: for the indices of rows, for
             sparse gradients, for weights that were written on the device.
-        extra_slots: how many slots were made beyond the plan, because somebody held views of weights.
+        extra_slots: how many slots were made beyond the plan, because user code held views of weights.
         peak_device_bytes: the most bytes that weights and gradients took on the device.
+        peak_allocated_bytes: the most bytes that torch had allocated on the device at once. ``torch.cuda.max_memory_allocated()``
+            says less, because choosing a window or modes of activations sets it back. 0 on the CPU.
         stored_bytes, returned_bytes: bytes of activations copied to the host, and back.
         stall_seconds: seconds that compute waited for fetches.
         drain_stall_seconds: seconds that compute waited for gradients to leave.
@@ -59,12 +61,66 @@ class Stats:
     expert_misses: int = 0
     expert_bytes: int = 0
     gathered_bytes: int = 0
+    peak_allocated_bytes: int = 0
 
     @property
     def waited_seconds(self) -> float:
         """Seconds of waiting of all kinds."""
         transfers = self.stall_seconds + self.drain_stall_seconds + self.activation_stall_seconds
         return transfers + self.update_stall_seconds + self.step_seconds
+
+
+DEFAULT_METRICS = ("waited", "window")
+"""What is logged unless other metrics are named."""
+
+METRICS = (*DEFAULT_METRICS, "tokens_per_second", "fetch_gbps", "device_bytes", *(each.name for each in fields(Stats)))
+"""The names of all metrics."""
+
+
+def metrics_of(stats: Stats, before: Stats | None, seconds: float, tokens: int | None, plan: Plan) -> dict[str, float]:
+    """Metrics by their names.
+
+    Args:
+        stats: the counters now.
+        before: the counters when the rates begin; None for those of set-up.
+        seconds: the time since then.
+        tokens: how many tokens were trained on since then; None if batches do not say it.
+        plan: of the run.
+
+    Returns:
+        The counters; ``waited``, the share of the time in which something was waited for; ``window``, which is k;
+        ``tokens_per_second``, if it is known; ``fetch_gbps``, 10⁹ bytes per second; ``device_bytes`` as planned.
+    """
+    seconds = max(seconds, 1e-9)
+    waited = stats.waited_seconds - (before.waited_seconds if before else 0.0)
+    fetched = stats.fetched_bytes - (before.fetched_bytes if before else 0)
+    found = {name: float(value) for name, value in vars(stats).items()}
+    found |= {
+        "waited": min(waited / seconds, 1.0),
+        "window": float(plan.k),
+        "device_bytes": float(plan.peak_device_bytes),
+    }
+    found["fetch_gbps"] = fetched / seconds / 1e9
+    return found if tokens is None else {**found, "tokens_per_second": tokens / seconds}
+
+
+def state_line(
+    step: int, metrics: dict[str, float], host: tuple[int, int] | None, device: tuple[int, int] | None
+) -> str:
+    """One line about a run that goes on.
+
+    Args:
+        step: the number of steps.
+        metrics: as :func:`metrics_of` returns them.
+        host, device: bytes that are taken, and that there are; None if that is not known.
+    """
+    parts = [f"idle {metrics['waited']:.0%}"]
+    if "tokens_per_second" in metrics:
+        parts.append(f"{metrics['tokens_per_second']:.0f} tokens/s")
+    for name, memory in (("host", host), ("device", device)):
+        if memory is not None:
+            parts.append(f"{name} {human_bytes(memory[0])} of {human_bytes(memory[1])}")
+    return f"Superpipeline: step {step}: {', '.join(parts)}."
 
 
 def counters_line(stats: Stats) -> str:

@@ -6,6 +6,6 @@ by layers. ``pieces`` makes one walk over memory of widening, unscaling, clippin
 gradient scaler for the host. ``state_on_disk`` has the optimizer's state on a disk; ``state_transfers`` reads its bytes ahead
 and writes them behind.
 
-The user's optimizer and the layers (``weights``) come in. Updated weights on the host go out; whoever reads them waits for
+The user's optimizer and the layers (``weights``) come in. Updated weights on the host go out; code that reads them waits for
 them. The wing may import ``weights`` and the wings below. What takes a step apart is the engine's ``layerwise``.
 """

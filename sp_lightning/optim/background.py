@@ -11,7 +11,6 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -20,10 +19,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from sp_lightning.device.device import Device
-from sp_lightning.device.metadata import UNCHANGED_BY_UPDATES
+from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.device.layout import UNCHANGED_BY_UPDATES
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.store.block_memory import merge
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.reduced_gradients import ReducedGradients
@@ -44,8 +42,8 @@ class BackgroundUpdates:
     def __init__(self, layers: Sequence[StreamedLayer], device: Device) -> None:
         self._layers = layers
         self._device = device
-        self._work: dict[StreamedLayer, Future[None]] = {}  # in the order in which the background does it
-        self._then: dict[StreamedLayer, Callable[[], None] | None] = {}
+        # The layers whose updates are under way, in the order of the background, and what is called once each is done.
+        self._under_way: dict[StreamedLayer, Callable[[], None] | None] = {}
         self._lock = threading.RLock()  # several threads may wait; the background never takes the lock
         self._failure: BaseException | None = None
         self._afterwards: list[Callable[[], None]] = []
@@ -82,31 +80,23 @@ class BackgroundUpdates:
                 self._failure = error
 
         with self._lock:
-            self._finish(layer, Wait.READ_AFTER_UPDATE)  # the last step's update, if nobody has waited for it
+            self._finish(layer, Wait.READ_AFTER_UPDATE)  # the last step's update, if it was not waited for
             for block in blocks:
                 for parameter in block.parameters:
                     if type(parameter) is not Tensor:  # a part of a wrapped parameter is none, and is not updated
                         take(parameter, self._role)
-            self._work[layer] = self._device.later(update)
-            self._then[layer] = then
+            # First, because an interrupt may come between the two: what is not noted here is not waited for.
+            self._under_way[layer] = then
+            layer.update = self._device.later(update)
 
     def afterwards(self, then: Callable[[], None]) -> None:
-        """Has ``then`` called once somebody has waited for all updates, whether they succeeded or not."""
+        """Has ``then`` called once all updates were waited for, whether they succeeded or not."""
         self._afterwards.append(then)
-
-    def ready(self, layer: StreamedLayer) -> bool:
-        """Whether a layer can be read without waiting."""
-        work = self._work.get(layer.owner)
-        return work is None or work.done()
-
-    def under_way(self, layer: StreamedLayer) -> bool:
-        """Whether a layer was submitted and nobody has waited for its update yet."""
-        return layer.owner in self._work
 
     def bound(self, most: int) -> None:
         """Waits until at most ``most`` updates are under way."""
         with self._lock:
-            for layer in list(self._work)[:-most]:
+            for layer in list(self._under_way)[:-most]:
                 self._finish(layer, Wait.READ_AFTER_UPDATE)
 
     def wait(self, layer: StreamedLayer, why: Wait) -> None:
@@ -119,7 +109,7 @@ class BackgroundUpdates:
         Raises:
             BaseException: what any update raised, with its traceback.
         """
-        if layer.owner in self._work:
+        if layer.owner.update is not None:
             with self._lock:
                 self._finish(layer.owner, why)
         if self._failure is not None:
@@ -144,7 +134,7 @@ class BackgroundUpdates:
     def join(self) -> None:
         """Waits for all updates without raising what they raised: for callers that must not fail, or that fail already."""
         with self._lock:
-            for layer in list(self._work):
+            for layer in list(self._under_way):
                 self._finish(layer, Wait.READ_AFTER_UPDATE)
             while self._afterwards:
                 self._afterwards.pop()()
@@ -159,12 +149,12 @@ class BackgroundUpdates:
         self._failure = None
 
     def _finish(self, layer: StreamedLayer, why: Wait) -> None:
-        if layer in self._work:
-            # A KeyboardInterrupt may come here; the work is still known then.
-            self._device.finish(self._work[layer], why)
-            del self._work[layer]
+        if layer in self._under_way:
+            if layer.update is not None:  # otherwise an interrupt has come before it was submitted
+                # A KeyboardInterrupt may come here; the update is still known then.
+                self._device.finish(layer.update, why)
+            then, layer.update = self._under_way.pop(layer), None
             _restore_classes(layer.family)
-            then = self._then.pop(layer)
             if then is not None:
                 then()
 
@@ -194,7 +184,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class _BeingUpdated(Role):
-    """A host parameter whose update is under way. Whoever computes with it, or reads its gradient, waits first."""
+    """A host parameter whose update is under way. Code that computes with it, or reads its gradient, waits first."""
 
     rank = 0
     _updates: BackgroundUpdates
@@ -250,7 +240,7 @@ class SharedUpdates(BackgroundUpdates):
             self._submitted[layer] += 1
             shared = partial(self._update, layer, self._submitted[layer], self._gradients.landing(layer), work)
             if self._ranks.primary:
-                # Until somebody waits for the update, the layer's parameters and gradients are those that all ranks see.
+                # Until the update is waited for, the layer's parameters and gradients are those that all ranks see.
                 for member in layer.family:
                     common.enter_context(member.block.written_in_common())
                 common.enter_context(self._gradients.places.written_in_common([layer]))

@@ -47,10 +47,8 @@ class InPieces(TorchFunctionMode):
     ) -> Any:
         if func not in FUSED_STEPS:
             # In the background subclasses of Tensor are not asked. A gradient that is narrow has to be.
-            ask = any(
-                type(each) is NarrowGradient for each in chain(args, *(each for each in args if type(each) is list))
-            )
-            if ask:
+            lists = (each for each in args if type(each) is list)
+            if any(type(each) is NarrowGradient for each in chain(args, *lists)):
                 return NarrowGradient.__torch_function__(func, types, args, kwargs)
             return func(*args, **(kwargs or {}))
         step, together, size = partial(func, **(kwargs or {})), list[_Update](), 0
@@ -59,7 +57,8 @@ class InPieces(TorchFunctionMode):
             if id(weight) in self._clips:
                 changes = (*changes, self._clips[id(weight)])
             update = _Update(weight.detach(), came, changes, self._casts.get(id(weight)), state)
-            if weight.numel() > self._elements and self._gains(update) and update.contiguous:
+            several_walks = update.widens or update.cast is not None or bool(update.changes)
+            if weight.numel() > self._elements and several_walks and update.contiguous:
                 self._step_in_pieces(step, update)
                 continue
             together.append(update)
@@ -70,10 +69,6 @@ class InPieces(TorchFunctionMode):
         if together:
             self._step_together(step, together)
         return None
-
-    def _gains(self, update: _Update) -> bool:
-        """Whether there is more than one walk."""
-        return update.widens or update.cast is not None or bool(update.changes)
 
     def _step_in_pieces(self, step: Callable[..., Any], update: _Update) -> None:
         # The loop is short, because after each piece Python finds the processor's caches full of that.
@@ -93,14 +88,11 @@ class InPieces(TorchFunctionMode):
         for each, gradient in zip(updates, gradients, strict=True):
             for change in each.changes:
                 change(gradient)
-        columns = zip(*(each.state for each in updates), strict=True)
-        step(
-            [each.weight for each in updates],
-            gradients,
-            *(
-                [] if column[0] is None else list(column) for column in columns
-            ),  # a column is there for all, or for none
+        # A column is there for all, or for none.
+        columns = (
+            [] if column[0] is None else [*column] for column in zip(*(each.state for each in updates), strict=True)
         )
+        step([each.weight for each in updates], gradients, *columns)
         for each in updates:
             if each.cast is not None:
                 each.cast.copy_(each.weight)
@@ -174,4 +166,4 @@ def piece_size(threads: int) -> int:
 
 
 _USUAL_CACHE = 1 << 20
-"""Bytes of a core's second-level cache where nobody says."""
+"""Bytes of a core's second-level cache where the system does not say."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,12 +32,16 @@ LEAST = 2**16
 """Bytes of the smallest tensor that goes to the disk. Numbers of steps and the state of biases and norms stay in memory."""
 
 
-class StateOnDisk:
-    """The state of one optimizer, that of some layers on a disk.
+Key = tuple[StreamedLayer, Optimizer]
+"""Whose state it is: a layer's in one optimizer. Several optimizers may update parameters of one layer."""
 
-    A layer's state has one extent of the file. It is read to a buffer of the ring, of which the optimizer's tensors are views
-    during the update, and written from there. The layers that were updated next in the last step are read ahead, as far as the
-    ring has memory: in forward, when nothing is updated, too. Writes are waited for when their buffers are needed.
+
+class StateOnDisk:
+    """The state of a run's optimizers, that of some layers on a disk.
+
+    A layer's state in one optimizer has one extent of the file. It is read to a buffer of the ring, of which the optimizer's
+    tensors are views during the update, and written from there. The layers that were updated next in the last step are read
+    ahead, as far as the ring has memory: in forward, when nothing is updated, too. Writes are waited for when buffers are needed.
 
     Args:
         file: where state is written.
@@ -56,54 +61,58 @@ class StateOnDisk:
         self._stay = frozenset(stay)
         self._still = still
         self._lock = ring.lock  # several threads of users' may look at state, and the disk's go on by themselves
-        self._stored: dict[StreamedLayer, Stored] = {}
-        self._updates = Succession[StreamedLayer](1)
-        self._roomy: set[StreamedLayer] = set()  # those for whose new state there was room, whether it came or not
+        self._stored: dict[Key, Stored] = {}
+        self._updates = Succession[Key](1)
+        self._roomy: set[Key] = set()  # those for whose new state there was room, whether it came or not
         self._seen: list[tuple[Tensor, Stored, Span]] = []  # what users have looked at, and where it was
         self._looking: set[int] = set()  # the threads that have
 
     # ------------------------------------------------------------------ around an update
 
-    def bring(self, layer: StreamedLayer, optimizer: Any) -> None:
-        tensors = _tensors(optimizer)
+    def load(self, key: Key, part_of: Any) -> None:
+        """Has the state of a layer in memory before its update.
+
+        Args:
+            key: the layer, and the user's optimizer.
+            part_of: the layer's part of that optimizer, with the optimizer's state.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        tensors = _tensors(part_of)
         away = [tensor for tensor in tensors if type(tensor) is Away]
-        # Another optimizer had them, or they were given to a layer whose state stays in memory, where nothing writes them.
-        give([tensor for tensor in away if tensor.home is not self or layer.name in self._stay])
+        # An earlier run had them, or they were given to a layer whose state stays in memory, where nothing writes them.
+        give([tensor for tensor in away if tensor.owner is not self or key[0].name in self._stay])
         away = [tensor for tensor in away if type(tensor) is Away]
         with self._lock:
-            if not tensors and layer.name not in self._stay and layer not in self._roomy and _trains(optimizer):
+            if not tensors and key[0].name not in self._stay and key not in self._roomy and _trains(part_of):
                 self._transfers.make_room()
-                self._roomy.add(layer)
+                self._roomy.add(key)
             for stored in _places(away):
                 self._transfers.load(stored)
             for tensor in away:
                 stored = tensor.stored
                 assert stored.buffer is not None
                 tensor.data = part(stored.buffer, tensor.span)
-            self._updates.note(layer)
+            self._updates.note(key)
             self._transfers.read_ahead()
 
     def _coming(self) -> Iterator[Stored]:
-        """What the updates after the last one will bring, if they have the order of the last step."""
-        return (self._stored[layer] for layer in self._updates.coming() if layer in self._stored)
+        """What the updates after the last one will load, if they have the order of the last step."""
+        return (self._stored[key] for key in self._updates.coming() if key in self._stored)
 
-    def put(self, layer: StreamedLayer, optimizer: Any) -> None:
-        if layer.name not in self._stay:
-            self.store(layer, _tensors(optimizer))
-
-    def store(self, layer: StreamedLayer, tensors: Iterable[Tensor]) -> None:
-        """Writes the state of a layer, which leaves memory for it.
+    def store(self, key: Key, part_of: Any) -> None:
+        """Writes the state of a layer after its update, unless it stays. Small tensors, and those with views, stay in memory.
 
         Args:
-            layer: whose state it is.
-            tensors: all of it. Small ones, and those of which somebody holds a view, stay in memory.
+            key, part_of: as for :meth:`load`.
         """
-        leaving = [tensor for tensor in tensors if can_go_away(tensor, LEAST)]
-        if not leaving:
+        leaving = [tensor for tensor in _tensors(part_of) if can_go_away(tensor, LEAST)]
+        if not leaving or key[0].name in self._stay:
             return
         with self._lock:
             old = _places(tensor for tensor in leaving if type(tensor) is Away)
-            stored = self._stored_for(layer, leaving)
+            stored = self._stored_for(key, leaving)
             if stored.buffer is None:
                 stored.buffer = self._transfers.take(stored.extent.nbytes)
             stored.tensors = [weakref.ref(tensor) for tensor in leaving]
@@ -116,40 +125,42 @@ class StateOnDisk:
             for each in old:
                 if each is not stored:
                     self._transfers.release(each)
-            self._forget_seen(stored, leaving)
+            # What users have looked at and what is stored again, or was replaced, is forgotten: its place has other bytes now.
+            again = set(map(id, leaving))
+            self._seen = [seen for seen in self._seen if seen[1] is not stored and id(seen[0]) not in again]
             self._transfers.write(stored)
 
-    def _forget_seen(self, stored: Stored, tensors: Sequence[Tensor]) -> None:
-        """Forgets what users have looked at and what is stored again, or was replaced: its place has other bytes now."""
-        again = set(map(id, tensors))
-        self._seen = [seen for seen in self._seen if seen[1] is not stored and id(seen[0]) not in again]
-
-    def absorb(self, optimizer: Optimizer, layers: Mapping[StreamedLayer, Sequence[nn.Parameter]]) -> None:
-        """Writes state that has come from elsewhere: from a checkpoint, or from the optimizer's own set-up.
+    def absorb(self, optimizers: Iterable[Optimizer], layer_of: Callable[[nn.Parameter], StreamedLayer | None]) -> None:
+        """Writes state that has come from elsewhere: from a checkpoint, or from an optimizer's own set-up.
 
         Args:
-            optimizer: whose state it is. No update is under way.
-            layers: the layers, with their parameters that the optimizer steps.
+            optimizers: all of the run. No update is under way.
+            layer_of: the layer that a parameter is updated with.
         """
         with torch.DisableTorchFunctionSubclass(), torch.no_grad(), no_inference_mode(), self._lock:
             self._stored.clear()
             self._roomy.clear()
+            by_key = defaultdict[Key, list[nn.Parameter]](list)
+            for optimizer in optimizers:
+                for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+                    if (layer := layer_of(parameter)) is not None:
+                        by_key[layer, optimizer].append(parameter)
             self._updates = Succession(1)
-            for layer, parameters in layers.items():
-                part_of = SimpleNamespace(state=state_of(optimizer), param_groups=[{"params": parameters}])
-                self.bring(layer, part_of)
-                self.put(layer, part_of)
+            for key, parameters in by_key.items():
+                part_of = SimpleNamespace(state=state_of(key[1]), param_groups=[{"params": parameters}])
+                self.load(key, part_of)
+                self.store(key, part_of)
             self._updates = Succession(1)  # updates have an order of their own
 
-    def _stored_for(self, layer: StreamedLayer, tensors: Sequence[Tensor]) -> Stored:
+    def _stored_for(self, key: Key, tensors: Sequence[Tensor]) -> Stored:
         spans, end = list[Span](), 0
         for tensor in tensors:
             stride = tensor.span.stride if type(tensor) is Away else tensor.stride()
             spans.append(Span("", end, tensor.nbytes, tensor.shape, tuple(stride), tensor.dtype))
             end += whole_pages(tensor.nbytes)
-        found = self._stored.get(layer)
+        found = self._stored.get(key)
         if found is None or found.spans != tuple(spans) or _others(found, tensors) or _moved(found, tensors, spans):
-            found = self._stored[layer] = Stored(self._transfers.file.allocate(end), tuple(spans))
+            found = self._stored[key] = Stored(self._transfers.file.allocate(end), tuple(spans))
         elif found in self._transfers.behind:  # all of it was looked at since
             self._transfers.written(found)
         elif found in self._transfers.ahead:
@@ -159,7 +170,7 @@ class StateOnDisk:
     # ------------------------------------------------------------------ what users see
 
     def bring_for_user(self, tensors: Sequence[Away], beside: Collection[Any]) -> None:
-        """Gives tensors that somebody looks at memory of their own, until their next update or until others need the room."""
+        """Gives tensors that user code looks at memory of their own, until their next update or until others need the room."""
         with self._still(), self._lock, no_dispatch_modes(), torch.no_grad():
             tensors = [tensor for tensor in tensors if type(tensor) is Away]  # another thread may have been first
             self._looking.add(threading.get_ident())
@@ -173,7 +184,7 @@ class StateOnDisk:
     def _alone(self) -> bool:
         """Whether no other thread may be computing with what was looked at: its memory would be freed under an operator.
 
-        Nobody is told that a thread reads what another one has brought, so any that may be a user's counts.
+        That a thread reads what another one has loaded is not noticed, so any thread that may be a user's counts.
         """
         others = [each for each in threading.enumerate() if each is not threading.current_thread()]
         ours = "superpipeline"  # how our threads' names begin

@@ -35,7 +35,7 @@ class Stored:
 
 
 class StateTransfers:
-    """The transfers of one optimizer's state, through the memory of a ring that several may share.
+    """The transfers of optimizers' state, through the memory of a ring.
 
     The caller of a method has the ring's lock. A disk's thread has it, too, when it goes on by itself.
 
@@ -56,7 +56,6 @@ class StateTransfers:
         self._coming = coming
         self.ahead: list[Stored] = []
         self.behind: list[Stored] = []
-        ring.users.add(self)
 
     def load(self, stored: Stored) -> None:
         """Has a layer's bytes in its buffer.
@@ -88,27 +87,14 @@ class StateTransfers:
         stored.transfer.then(self._go_on)
 
     def read_ahead(self) -> None:
-        """Reads what is coming, as far as the ring has memory for it: for others that share it, too.
-
-        Theirs may have been written while this one had the lock, so that nobody else would go on.
+        """Reads what is coming, as far as the ring has memory for it.
 
         Raises:
             OSError: a write that has ended failed.
         """
-        for each in self._sharing():
-            each._read_ahead()
-
-    def _sharing(self) -> tuple[StateTransfers, ...]:
-        """All that pass through the ring, this one first."""
-        return (self, *(each for each in self.ring.users if each is not self))
-
-    def _read_ahead(self) -> None:
-        """One layer's alone where optimizers share the ring: more would keep it from the others until the next step."""
         self._collect()
         for stored in self._coming():
             if stored.buffer is None:
-                if self.ahead and len(self.ring.users) > 1:
-                    return
                 buffer = self.ring.take(stored.extent.nbytes)
                 if buffer is None:
                     return
@@ -122,11 +108,11 @@ class StateTransfers:
     def _go_on(self) -> None:
         """Reads ahead into the memory of what was written. Runs in a thread of the disk.
 
-        It never waits: whoever has the lock may wait for this thread, and goes on by itself.
+        It never waits: the thread that has the lock may wait for this one, and goes on by itself.
         """
         if self.ring.lock.acquire(blocking=False):
             try:
-                # Whoever needs the memory has the error of a write. There is another one if the process ends.
+                # The thread that needs the memory gets the error of a write. There is another one if the process ends.
                 with suppress(OSError, RuntimeError):
                     self.read_ahead()
             finally:
@@ -152,13 +138,12 @@ class StateTransfers:
         """
         self._collect()
         while (buffer := self.ring.take(nbytes)) is None:
-            holder = next((each for each in self._sharing() if each.behind or each.ahead), None)
-            if holder is None:  # one update has all of it: users have exchanged tensors of several layers
+            if self.behind:
+                self.written(self.behind[0])
+            elif self.ahead:
+                self.release(self.ahead[-1])
+            else:  # one update has all of it: users have exchanged tensors of several layers
                 return self.ring.take_more(nbytes)
-            if holder.behind:
-                holder.written(holder.behind[0])
-            else:
-                holder.release(holder.ahead[-1])
         return buffer
 
     def _collect(self) -> None:
@@ -178,11 +163,11 @@ class StateTransfers:
         self.release(stored)
 
     def release(self, stored: Stored) -> None:
-        """Gives a buffer back, once nobody writes to it any more."""
+        """Gives a buffer back, once no transfer writes to it any more."""
         if stored in self.ahead:
             self.ahead.remove(stored)
         if stored.transfer is not None:
-            stored.transfer.settle()
+            stored.transfer.finish()
         if stored.buffer is not None:
             self.ring.give_back(stored.buffer)
         stored.buffer = stored.transfer = None

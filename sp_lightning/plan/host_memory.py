@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sp_lightning.device.host_allocator import free_garbage
+from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.plan.units import enough_bytes, human_bytes
 
 # A v1 control group without a limit says a number near 2⁶³.
@@ -49,6 +49,12 @@ _OF_SHARED = {"Shared_Clean:": 1, "Private_Clean:": 1}
 """Which lines of a mapping of data add up to what is not the process's own memory."""
 
 
+def host_memory() -> tuple[int, int] | None:
+    """Bytes of host memory that this process has taken, and that it can have in all. None if the system is not Linux."""
+    taken, available = resident_bytes(), available_bytes()
+    return None if available is None else (taken, taken + available)
+
+
 def anonymous_bytes() -> int:
     """Bytes of memory that this process has for itself alone: neither files nor what several processes share.
 
@@ -86,7 +92,7 @@ def kept_for_processes(host_memory: int, devices: int, *, disk: bool) -> int:
 def limit_for(nbytes: int, devices: int, *, disk: bool) -> int:
     """The least ``host_memory`` that leaves so many bytes beside the processes. The arguments are those of the above."""
     needed = nbytes + _of_libraries(devices)
-    return max(int(needed / (1 - MARGIN)) + 1 if disk else 0, needed + _LEAST_MARGIN)
+    return _with_margin(needed) if disk else needed + _LEAST_MARGIN
 
 
 def _of_libraries(devices: int) -> int:
@@ -95,6 +101,11 @@ def _of_libraries(devices: int) -> int:
 
 def _margin(host_memory: int) -> int:
     return max(int(host_memory * MARGIN), _LEAST_MARGIN)
+
+
+def _with_margin(needed: int) -> int:
+    """The least ``host_memory`` that leaves so many bytes."""
+    return max(int(needed / (1 - MARGIN)) + 1, needed + _LEAST_MARGIN)
 
 
 def room_for(host_memory: int | float | None, elsewhere: int = 0) -> int | None:
@@ -118,12 +129,15 @@ def remedy_for(missing: int, given: int | float | None) -> str:
         missing: bytes.
         given: ``host_memory``, of which a share is left to the process.
     """
-    more = int(missing / (1 - MARGIN)) + _DIFFERS
-    return (
-        f'host_memory="{enough_bytes(given + more)}" is enough'
-        if isinstance(given, int)
-        else f"free {enough_bytes(more)}"
-    )
+    if not isinstance(given, int):
+        return f"free {enough_bytes(int(missing / (1 - MARGIN)) + _DIFFERS)}"
+    needed = given - _margin(given) + missing
+    return f'host_memory="{enough_bytes(_with_margin(needed) + _DIFFERS)}" is enough'
+
+
+def itself() -> str:
+    """What this process takes before training needs more, in words."""
+    return f"the process, which itself takes {human_bytes(resident_bytes())}"
 
 
 _DIFFERS = 16 * 2**20

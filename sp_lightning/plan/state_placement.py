@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from statistics import median
 
-from sp_lightning.plan.host_memory import remedy_for
+from sp_lightning.plan.host_memory import itself, remedy_for
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.plan.units import human_bytes
 
@@ -89,7 +89,7 @@ def place_state(sizes: Mapping[str, int], room: int | None, given: int | float |
     if least > room:
         least = least_room(sizes)
         raise MemoryError(
-            f"Host memory is {human_bytes(least - room)} too small for the process, for what cannot be on the disk, and for "
+            f"Host memory is {human_bytes(least - room)} too small for {itself()}, for what cannot be on the disk, and for "
             f"optimizer state on its way from and to it ({human_bytes(least)}): {remedy_for(least - room, given)}. Less is "
             'needed where layers= names smaller layers, with precision="bf16-true", and where fewer weights are trained.'
         )
@@ -199,7 +199,7 @@ def choose_in_files(
             stay.append(name)
     if kept > room:
         raise MemoryError(
-            f"Host memory is {human_bytes(kept - room)} too small for the process, for what is not read in place, and for layers "
+            f"Host memory is {human_bytes(kept - room)} too small for {itself()}, for what is not read in place, and for layers "
             f"on their way ({human_bytes(kept)}): {remedy_for(kept - room, given)}. Less is needed where layers= names smaller "
             "layers."
         )

@@ -1,7 +1,7 @@
 """Store: memory on the host. The authoritative copy of all weights is here.
 
 - ``block``: one layer's weights in one flat, pinned block, whose views are the user's parameters; ``block_memory``: the memory
-  under it, of this process alone or of all ranks; ``gradient_memory``: what the layer's gradients arrive in.
+  under it, of this process alone or of all ranks, and what the layer's gradients arrive in.
 - ``host_ring``: memory that is used again and again: by offloaded activations, and by state on its way to a disk and back.
 - ``direct_file``: reads and writes of files past the page cache; ``scratch``: such a file below the host's memory;
   ``away``: the stand-ins that users find for what is there.

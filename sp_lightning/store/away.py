@@ -1,4 +1,4 @@
-"""Stand-ins for tensors of an optimizer's state that are on a disk. Computing with one brings it."""
+"""Stand-ins for tensors that are on a disk. Computing with one reads it; in a forked process, which cannot, it raises."""
 
 from __future__ import annotations
 
@@ -6,48 +6,30 @@ import copy
 import os
 import threading
 from collections.abc import Callable, Collection, Sequence
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from sp_lightning.device.layout import Span
-from sp_lightning.device.metadata import UNCHANGED_BY_UPDATES
+from sp_lightning.device.layout import UNCHANGED_BY_UPDATES, Span
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.patched import state_of
-from sp_lightning.device.torch_private import save_by_way_of, tree_leaves
-from sp_lightning.store.mapped_file import is_on_disk, let_go
-
-
-class Home(Protocol):
-    """Brings tensors that are away. A call's tensors that have one home come together, and none goes before the call."""
-
-    def bring_for_user(self, tensors: Sequence[Away], beside: Collection[Any]) -> None:
-        """Gives tensors memory with their values, unless they have been given it. They are ordinary tensors then.
-
-        Args:
-            tensors: those that a user's code looks at.
-            beside: what is looked at in the same call. None of it may leave memory meanwhile.
-        """
-
-    def give(self, tensor: Away) -> None:
-        """Gives a tensor memory of its own, for good. No update of it is under way, and none is waited for."""
-
-    def read(self, tensor: Away) -> Tensor:
-        """Returns a tensor's bytes, flat ``uint8``, in memory that the next call may use again. The tensor stays away."""
+from sp_lightning.device.torch_private import save_by_way_of, take_for_parameter, tree_leaves
+from sp_lightning.store.mapped_file import is_on_disk, page_out
 
 
 class Away(Tensor):
     """A tensor whose values are on a disk. Its ``data`` is one NaN, or one zero, seen in the tensor's shape.
 
     Attributes:
-        home: brings it.
-        stored: what the home knows it by.
+        owner: reads it: a :class:`~sp_lightning.optim.state_on_disk.StateOnDisk`.
+        stored: what the owner knows it by.
         span: where its bytes are in what is stored, with its shape and its strides.
-        process: the one that can bring it.
+        process: the one that can read it.
     """
 
-    home: Home
+    owner: Any
     stored: Any
     span: Span
     process: int
@@ -62,40 +44,36 @@ class Away(Tensor):
         leaves = tree_leaves((args, kwargs))
         away = [leaf for leaf in leaves if type(leaf) is Away]
         if away:
-            bring(away, leaves)
+            load(away, leaves)
         return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        bring([self])
+        load([self])
         return copy.deepcopy(self, memo)  # its class is that of ordinary tensors again
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if _writing.storages is None:
-            bring([self])
+        storages = getattr(_writing, "storages", None)
+        if storages is None:
+            load([self])
             return self.__reduce_ex__(protocol)
-        # The pickle names a storage of the right size that nobody touches, so that it takes no memory.
+        # The pickle names a storage of the right size that is neither read nor written, so that it takes no memory.
         storage = torch.UntypedStorage(self.span.nbytes)
-        _writing.storages[id(storage)] = storage, self
+        storages[id(storage)] = storage, self
         shell = torch.empty(0, dtype=self.span.dtype).set_(storage, 0, self.span.shape, self.span.stride)
         return shell.__reduce_ex__(protocol)
 
 
-class _Writing(threading.local):
-    """While this thread writes a file, the storages in its pickle that stand for tensors that are away, by their ``id``."""
-
-    storages: dict[int, tuple[Any, Away]] | None = None
+_writing = threading.local()
+"""``storages``: while a thread writes a file, the storages in its pickle that stand for tensors on a disk, by their ``id``."""
 
 
-_writing = _Writing()
-
-
-def send_away(tensor: Tensor, home: Home, span: Span, stored: Any = None) -> None:
-    """Takes a tensor's memory from it. The caller has its values, and sees to it that ``home`` can bring them."""
+def send_away(tensor: Tensor, owner: Any, span: Span, stored: Any = None) -> None:
+    """Takes a tensor's memory from it. The caller has its values, and sees to it that ``owner`` can read them."""
     nothing = torch.nan if span.dtype.is_floating_point or span.dtype.is_complex else 0
     with torch.DisableTorchFunctionSubclass(), no_inference_mode():
         tensor.data = torch.full((), nothing, dtype=span.dtype, device="cpu").expand(span.shape)
     tensor.__class__ = Away
-    vars(tensor).update(home=home, stored=stored, span=span, process=os.getpid())
+    vars(tensor).update(owner=owner, stored=stored, span=span, process=os.getpid())
 
 
 def return_to(tensor: Away, memory: Tensor) -> None:
@@ -103,49 +81,40 @@ def return_to(tensor: Away, memory: Tensor) -> None:
     with torch.DisableTorchFunctionSubclass(), no_inference_mode():
         tensor.data = memory
     tensor.__class__ = Tensor  # type: ignore[assignment]
-    for name in ("home", "stored", "span", "process"):  # last, because another thread may look at it meanwhile
+    for name in ("owner", "stored", "span", "process"):  # last, because another thread may look at it meanwhile
         del vars(tensor)[name]
 
 
-def refuse_fork(process: int) -> None:
-    """Refuses a read in another process than the one that reads files: its threads are not in a forked one.
-
-    Raises:
-        RuntimeError: this is a forked process.
-    """
-    if process != os.getpid():
-        raise RuntimeError(
-            "This tensor is on a disk, in a file of the process that trains. A forked process cannot read it: read it "
-            "before the fork (tensor.clone())."
-        )
-
-
-def bring(tensors: Sequence[Away], beside: Collection[Any] = ()) -> None:
-    """Brings tensors that are away.
+def load(tensors: Sequence[Away], beside: Collection[Any] = ()) -> None:
+    """Reads tensors that are away, which are ordinary ones then. Those of one owner come together, and none goes before the call.
 
     Args:
         tensors: those that are looked at.
-        beside: what is looked at in the same call.
+        beside: what is looked at in the same call. None of it may leave memory meanwhile.
 
     Raises:
-        RuntimeError: this is a forked process, a worker of a ``DataLoader``, say.
+        RuntimeError: this is a forked process, a worker of a ``DataLoader``, say: it has none of the threads that read files.
         OSError: the disk failed.
     """
-    homes: dict[Home, list[Away]] = {}
+    owners: dict[Any, list[Away]] = {}
     for tensor in tensors:
         found = vars(tensor)
-        refuse_fork(found.get("process", os.getpid()))
-        if (home := found.get("home")) is not None:  # otherwise another thread has brought it just now
-            homes.setdefault(home, []).append(tensor)
-    for home, its in homes.items():
-        home.bring_for_user(its, beside)
+        if found.get("process", os.getpid()) != os.getpid():
+            raise RuntimeError(
+                f"This {found.get('what', 'tensor')} is on a disk, in a file of the process that trains. A forked process cannot "
+                "read it: read it before the fork (clone())."
+            )
+        if (owner := found.get("owner")) is not None:  # otherwise another thread has read it just now
+            owners.setdefault(owner, []).append(tensor)
+    for owner, its in owners.items():
+        owner.bring_for_user(its, beside)
 
 
 def give(tensors: Sequence[Away]) -> None:
     """Gives tensors memory of their own, for good: what has them now is not what they were sent away by."""
     with no_dispatch_modes(), torch.no_grad():
         for tensor in tensors:
-            tensor.home.give(tensor)
+            tensor.owner.give(tensor)
 
 
 def save(content: Any, stream: IO[bytes]) -> None:
@@ -160,24 +129,24 @@ def save(content: Any, stream: IO[bytes]) -> None:
     def value(data: Any) -> Any:
         nonlocal written
         if written is not None:
-            let_go(written.data_ptr(), written.nbytes())
+            page_out(written.data_ptr(), written.nbytes())
         written = data if data is not None and is_on_disk(data) else None
         if id(data) not in storages:
             return data
         _, tensor = storages[id(data)]
-        return tensor.home.read(tensor).untyped_storage()
+        return tensor.owner.read(tensor).untyped_storage()
 
     storages: dict[int, tuple[Any, Away]] = {}
     _writing.storages = storages
     try:
         save_by_way_of(value, content, stream)
     finally:
-        _writing.storages = None
+        del _writing.storages
         value(None)
 
 
 def leave_files(optimizer: Any) -> None:
-    """Copies state to memory that is in a checkpoint's file still, which somebody may cut off, and that nothing sends away."""
+    """Copies state whose memory is still a checkpoint's file, which another program may cut off, and that nothing sends away."""
     with torch.DisableTorchFunctionSubclass(), no_inference_mode():
         for leaf in tree_leaves(dict(state_of(optimizer))):
             if type(leaf) is Tensor:
@@ -201,3 +170,34 @@ def can_go_away(tensor: Any, least: int) -> bool:
     storage = tensor.untyped_storage()
     dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     return dense and storage.nbytes() == tensor.nbytes and not tensor.storage_offset()
+
+
+# ---------------------------------------------------------------------- forked processes, which have no mapped scratch files
+
+
+_noted: Any = WeakIdKeyDictionary()
+"""By parameter that was noted to be on a disk, or to have its gradient there: the process that has the file."""
+
+_tensor_grad: Any = Tensor.grad
+
+
+def note_on_disk(parameters: Sequence[nn.Parameter]) -> None:
+    """Notes parameters whose memory, or whose gradients', is mapped from a scratch file. A forked process does not have it."""
+    for parameter in parameters:
+        _noted[parameter] = os.getpid()
+
+
+def _after_fork() -> None:
+    for parameter, process in list(_noted.items()):
+        with torch.DisableTorchFunctionSubclass():
+            gradient = _tensor_grad.__get__(parameter)
+        for what, tensor in (("gradient", gradient), ("weight", parameter)):
+            if tensor is not None and is_on_disk(tensor):
+                tensor.__class__ = Away
+                vars(tensor).update(process=process, what=what)
+                if what == "weight":
+                    take_for_parameter(parameter)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -20,8 +20,7 @@ from sp_lightning.device.lease import lend
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.model.found import Layer
 from sp_lightning.plan.plan import PlannedLayer
-from sp_lightning.store.block_memory import Allocate
-from sp_lightning.store.gradient_memory import GradientMemory, Staging
+from sp_lightning.store.block_memory import Allocate, GradientMemory, Staging
 
 
 class HostBlock:
@@ -141,7 +140,7 @@ class HostBlock:
     def adopt(self) -> None:
         """Absorbs the memory that parameters were given (``param.data = other``) since they were absorbed.
 
-        If somebody holds the old values (another parameter, after two were swapped), the block leaves its memory to them
+        If another tensor holds the old values (a parameter, after two were swapped), the block leaves its memory to them
         and takes new memory. The caller has waited for the transfers that read the old one.
 
         Raises:
@@ -208,7 +207,7 @@ class HostBlock:
                     self.parameters[index].data = value
 
     def _write_in_common(self, index: int) -> None:
-        """If an optimizer has given a parameter other memory (``param.data = other``), everybody gets its value.
+        """If an optimizer has given a parameter other memory (``param.data = other``), all ranks get its value.
 
         Raises:
             RuntimeError: it has another dtype or shape, and so no place in the block.

@@ -1,19 +1,23 @@
-"""The memory of a host block: of this process alone, or of all ranks of the node."""
+"""The memory of a host block, of this process alone or of all ranks of the node; and that in which its gradients arrive."""
 
 from __future__ import annotations
 
 import mmap
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sp_lightning.device.device import Device
-from sp_lightning.device.layout import Span, bytes_of, whole_pages
-from sp_lightning.device.pinned import PinnedMemory
+from sp_lightning.device.host_memory import PinnedMemory
+from sp_lightning.device.layout import Span, bytes_of, lay_out, total_bytes, whole_pages
+from sp_lightning.device.lease import Lease
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.device.shared_memory import OwnView, Page, SharedMemory, settle
+from sp_lightning.device.shared_memory import OwnView, Page, SharedMemory, commit_or_drop
 
 
 class BlockMemory:
@@ -118,7 +122,7 @@ class SharedStore:
         return block
 
     def merge(self) -> int:
-        """Makes what the primary's user code has written everybody's, and forgets what another rank's has.
+        """Gives all ranks what the primary's user code has written, and drops what another rank's has.
 
         Returns:
             The bytes that this rank had written.
@@ -202,4 +206,124 @@ def merge(blocks: Iterable[BlockMemory]) -> int:
     shared = [block for block in blocks if isinstance(block, SharedBlockMemory)]
     for block in shared:
         block.written = False
-    return settle([block.area for block in shared], commit=any(block.primary for block in shared))
+    return commit_or_drop([block.area for block in shared], commit=any(block.primary for block in shared))
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+class GradientMemory:
+    """Memory for one layer's gradients, in the dtypes in which they come: pinned, or on a disk.
+
+    It is taken when the first gradient comes: for all trainable parameters at once, in their own dtypes or in that of the
+    first gradient if this is narrower. A parameter whose gradient comes otherwise later gets memory of its own then.
+    On a disk they are written once they come, and read once for the update: what was there before is not read when they come.
+
+    Args:
+        names: the parameters' names.
+        parameters: the user's parameters.
+        staging: lends the memory.
+    """
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], staging: Staging) -> None:
+        self._names = names
+        self._parameters = parameters
+        self._staging = staging
+        self._memory: list[BlockMemory] = []
+        self._places: dict[tuple[int, torch.dtype], tuple[Lease, Tensor]] = {}
+
+    def target(self, index: int, dtype: torch.dtype) -> Tensor | None:
+        """Returns memory with a parameter's shape; None while a tensor still holds an earlier gradient in it.
+
+        Args:
+            index: of the parameter.
+            dtype: in which its gradient comes.
+        """
+        if self._staging.on_disk and not self._held():  # the layer's first one of this backward
+            for memory in self._memory:
+                memory.renew()
+        place = self._places.get((index, dtype))
+        if place is None:
+            self._allocate(index, dtype)
+            place = self._places[index, dtype]
+        lease, gradient = place
+        return None if lease.in_use else gradient.data
+
+    def _allocate(self, index: int, dtype: torch.dtype) -> None:
+        dtypes = {index: dtype}
+        if not self._places:
+            own = self._parameters[index].dtype
+            trainable = ((i, p.dtype) for i, p in enumerate(self._parameters) if p.requires_grad)
+            dtypes |= {i: dtype if each is own else each for i, each in trainable}
+        like = [torch.empty_like(self._parameters[i], dtype=each, device="meta") for i, each in dtypes.items()]
+        spans = lay_out(zip([self._names[i] for i in dtypes], like, strict=True))
+        memory = self._staging.take(total_bytes(spans))
+        self._memory.append(memory)
+        for key, span in zip(dtypes.items(), spans, strict=True):
+            lease = Lease(bytes_of(memory.common, span))
+            self._places[key] = lease, lease.views(None, [replace(span, offset=0)])[0]
+
+    def release(self) -> None:
+        """Gives the memory to other layers, unless a tensor still holds one of the gradients."""
+        if not self._held():
+            self._places.clear()
+            while self._memory:
+                self._staging.give_back(self._memory.pop())
+
+    def _held(self) -> bool:
+        """Whether a tensor holds one of the gradients."""
+        return any(lease.in_use for lease, _ in self._places.values())
+
+    def use(self) -> bool:
+        """Has the gradients in memory, because they are going to be read or written. Returns whether they were on a disk."""
+        for memory in self._memory:
+            memory.use()
+        return self._staging.on_disk and bool(self._memory)
+
+    def unpin(self) -> None:
+        """Releases the page locks. Gradients stay where they are."""
+        for memory in self._memory:
+            memory.unpin()
+
+
+class Staging:
+    """Host memory for gradients, which layers use one after the other.
+
+    Args:
+        device: allocates it.
+        pin: whether it is page-locked.
+        on_disk: allocates memory that is on a disk, in place of the device.
+
+    Attributes:
+        on_disk: whether it is on a disk.
+    """
+
+    def __init__(self, device: Device, *, pin: bool, on_disk: Allocate | None = None) -> None:
+        self._device = device
+        self._pin = pin
+        self._allocate = on_disk or partial(BlockMemory, device)
+        self.on_disk = on_disk is not None
+        self._free: defaultdict[int, list[BlockMemory]] = defaultdict(list)  # by their size in bytes
+        self._locked: list[PinnedMemory] = []
+
+    def take(self, nbytes: int) -> BlockMemory:
+        """Returns a block of at least ``nbytes`` bytes."""
+        padded = whole_pages(nbytes)
+        free = self._free[padded]
+        memory = free.pop() if free else self._allocate(padded, self._pin)
+        memory.renew()
+        return memory
+
+    def give_back(self, block: BlockMemory) -> None:
+        """Takes a block back, which may be overwritten from now on."""
+        self._free[block.common.nbytes].append(block)
+
+    def lock(self, memory: Tensor) -> None:
+        """Page-locks memory that gradients are to come to and that is there already, in whole pages, until :meth:`unpin`."""
+        self._locked.append(PinnedMemory(self._device, memory=memory, pin=self._pin))
+
+    def unpin(self) -> None:
+        """Frees all blocks that are not lent, and releases the locks of :meth:`lock`."""
+        self._free.clear()
+        while self._locked:
+            self._locked.pop().unpin()

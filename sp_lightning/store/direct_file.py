@@ -59,7 +59,7 @@ class Transfer:
         for piece in self._pieces:
             piece.add_done_callback(lambda _: call() if self.done else None)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Waits until no call is under way: until then the memory is in use, even if one has failed."""
         wait(self._pieces)
 
@@ -69,7 +69,7 @@ class Transfer:
         Raises:
             OSError: a read or a write failed.
         """
-        self.settle()
+        self.finish()
         for piece in self._pieces:
             piece.result()
 
@@ -84,18 +84,19 @@ def in_pieces(
 class DirectFile:
     """An open file.
 
-    Attributes:
+    Args:
         descriptor: the file's.
         path: what errors name.
+        messages: what errors say if bytes cannot be read, cannot be written, and what ends too early; and what to do then.
+
+    Attributes:
         direct: whether reads and writes go past the page cache.
-        messages: what is said if bytes cannot be read, cannot be written, and what ends too early; and what to do then.
     """
 
-    messages: tuple[str, str, str, str]
-
-    def __init__(self, descriptor: int, path: str) -> None:
+    def __init__(self, descriptor: int, path: str, messages: tuple[str, str, str, str]) -> None:
         self.descriptor = descriptor
         self.path = path
+        self._messages = messages
         self.direct = self._switch(direct=True)
 
     def _switch(self, *, direct: bool) -> bool:
@@ -119,7 +120,7 @@ class DirectFile:
             OSError: the disk failed, or the file ends before the bytes that are needed.
         """
         view, done, needed = buffer_of(memory), 0, memory.nbytes if needed is None else needed
-        unread, _, short, remedy = self.messages
+        unread, _, short, remedy = self._messages
         while done < needed:
             try:
                 count = os.preadv(self.descriptor, [view[done:]], offset + done)
@@ -145,7 +146,7 @@ class DirectFile:
             try:
                 done += os.pwritev(self.descriptor, [view[done:]], offset + done)
             except OSError as error:
-                _, unwritten, _, remedy = self.messages
+                _, unwritten, _, remedy = self._messages
                 raise OSError(error.errno, f"{unwritten}: {error.strerror}{remedy}", self.path) from error
         if not self.direct:
             os.fdatasync(self.descriptor)  # pages that are not on the disk yet cannot leave the page cache

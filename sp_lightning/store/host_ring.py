@@ -9,38 +9,16 @@ import math
 import threading
 from bisect import bisect_left, insort
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
-from weakref import WeakSet
 
 from torch import Tensor
 
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Wait
+from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.device.layout import whole_pages
-from sp_lightning.device.pinned import PinnedMemory
-from sp_lightning.device.waits import Wait
 from sp_lightning.store.direct_file import aligned_memory
 
 # An idle buffer is used for something smaller, down to this share of its size.
 _FILLED = 1 / 2
-
-
-@dataclass(eq=False)
-class HostBuffer:
-    """One piece of the ring.
-
-    Attributes:
-        memory: its memory on the host.
-        last: the event of the last transfer from or to it.
-    """
-
-    memory: PinnedMemory
-    last: Any = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its memory."""
-        return self.memory.bytes.nbytes
 
 
 class HostRing:
@@ -60,10 +38,10 @@ class HostRing:
         self._device = device
         self._pin = pin
         self.limit = limit
-        self._idle: list[HostBuffer] = []  # the smallest first
+        self._idle: list[PinnedMemory] = []  # the smallest first
         # A buffer is returned when a graph is freed, by any thread and at any moment, while the ring is in use, too. A
         # deque takes it without a lock.
-        self._returned: deque[HostBuffer] = deque()
+        self._returned: deque[PinnedMemory] = deque()
         self.nbytes = 0
         self.peak_bytes = 0
 
@@ -73,8 +51,11 @@ class HostRing:
         idle = sum(buffer.nbytes for buffer in (*self._idle, *self._returned))
         return math.inf if self.limit is None else self.limit - self.nbytes + idle
 
-    def take(self, nbytes: int) -> HostBuffer | None:
-        """Gives out a buffer of at least so many bytes; None if the limit leaves no memory for one."""
+    def take(self, nbytes: int) -> PinnedMemory | None:
+        """Gives out a buffer of at least so many bytes; None if the limit leaves no memory for one.
+
+        Who takes it notes the last transfer from or to it (:attr:`~sp_lightning.device.host_memory.PinnedMemory.last`).
+        """
         while self._returned:
             insort(self._idle, self._returned.popleft(), key=_size)
         nbytes = whole_pages(nbytes)
@@ -86,13 +67,13 @@ class HostRing:
                 return None
             self._free(largest := self._idle.pop())
             self.nbytes -= largest.nbytes
-        buffer = HostBuffer(PinnedMemory(self._device, nbytes, pin=self._pin))
+        buffer = PinnedMemory(self._device, nbytes, pin=self._pin)
         self.nbytes += buffer.nbytes
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
         return buffer
 
-    def give_back(self, buffer: HostBuffer) -> None:
-        """Takes a buffer back whose contents nobody needs any more."""
+    def give_back(self, buffer: PinnedMemory) -> None:
+        """Takes a buffer back whose contents its taker does not need any more."""
         self._returned.append(buffer)
 
     def close(self) -> None:
@@ -102,25 +83,24 @@ class HostRing:
         self._idle.clear()
         self._returned.clear()
 
-    def _free(self, buffer: HostBuffer) -> None:
+    def _free(self, buffer: PinnedMemory) -> None:
         """Makes sure that no copy uses a buffer any more."""
         self._device.synchronize(buffer.last, Wait.CLOSE_AFTER_STORE)
-        self._device.access(buffer.memory.bytes, None, write=True)
+        self._device.access(buffer.bytes, None, write=True)
 
 
-def _size(buffer: HostBuffer) -> int:
+def _size(buffer: PinnedMemory) -> int:
     return buffer.nbytes
 
 
 class StagingRing:
-    """A pool of buffers of whole pages. Whoever takes buffers, or gives them back, has its lock.
+    """A pool of buffers of whole pages. Who takes buffers, or gives them back, holds its lock.
 
     Args:
         limit: the most bytes of all buffers together. One larger buffer is lent if nothing else is.
 
     Attributes:
         lock: the lock of all who use it.
-        users: those who take buffers.
         nbytes: bytes of all buffers now.
         peak_bytes: the most bytes that they were.
     """
@@ -128,7 +108,6 @@ class StagingRing:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.lock = threading.RLock()
-        self.users = WeakSet[Any]()
         self._idle: list[Tensor] = []
         self.nbytes = 0
         self.peak_bytes = 0
@@ -153,12 +132,12 @@ class StagingRing:
         return memory
 
     def free(self) -> None:
-        """Frees the buffers that nobody has."""
+        """Frees the buffers that are not lent."""
         while self._idle:
             self.nbytes -= self._idle.pop().nbytes
 
     def give_back(self, buffer: Tensor) -> None:
-        """Takes a buffer back that nobody reads or writes any more."""
+        """Takes a buffer back that is neither read nor written any more."""
         if self.nbytes > self.limit:
             self.nbytes -= buffer.nbytes
         else:

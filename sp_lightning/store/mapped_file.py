@@ -2,7 +2,7 @@
 
 User code finds ordinary tensors: what it touches comes, and what it writes is written out when its layer goes. So nothing
 has to be told of reads and writes, and results cannot depend on it. The file has nothing in common with that of optimizer
-state, which is read and written past the page cache; its room is taken before it is mapped, and nobody makes it shorter.
+state, which is read and written past the page cache; its room is taken before it is mapped, and it never becomes shorter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
@@ -23,11 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from sp_lightning.device.layout import PAGE, whole_pages
-from sp_lightning.device.metadata import UNCHANGED_BY_UPDATES
 from sp_lightning.plan.state_placement import WINDOW
 from sp_lightning.plan.succession import Succession
 from sp_lightning.plan.units import human_bytes
@@ -38,7 +35,6 @@ _PAGE_OUT = 21  # of Linux 5.4
 _POPULATE_READ = 22  # of Linux 5.14; a read that fails is an error then, and not a signal
 _ZERO_RANGE = 0x10 | 0x01  # of fallocate: blocks stay the file's; what they have is neither written nor read
 _WRITE_OUT = 1 | 2 | 4  # wait for what is under way, begin the rest, wait for it
-_tensor_grad: Any = Tensor.grad
 
 
 class MappedFile:
@@ -75,7 +71,7 @@ class MappedFile:
         Raises:
             OSError: the disk has no room, or its files cannot be mapped.
         """
-        size = max(whole_pages(nbytes), mmap.PAGESIZE)
+        size = whole_pages(nbytes)
         with self._lock:
             unused = self._unused[size]
             if not unused:
@@ -119,7 +115,9 @@ class MappedFile:
             uses = self._uses[threading.get_ident()]
             uses.note(memory)
             following = next(uses.coming(), None)
-        memory.populate()
+        number = memory.advise(_POPULATE_READ)
+        if number not in (0, errno.EINVAL):  # an older kernel reads when they are touched
+            raise self._failed("read", errno.EIO if number == errno.EFAULT else number)
         if following is not None and following is not memory:
             following.advise(mmap.MADV_WILLNEED)
 
@@ -153,9 +151,9 @@ class MappedFile:
         with self._lock:
             while self._in_memory:
                 self._leave(self._in_memory.popleft())
-        self.settle()
+        self.sync()
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Waits for what is being written.
 
         Raises:
@@ -183,10 +181,10 @@ class MappedFile:
     def _write_out(self, memory: MappedMemory) -> None:
         descriptor, size = self._descriptor, len(memory.pages)
         if libc.sync_file_range(descriptor, memory.begin, size, _WRITE_OUT):
-            raise self.failed("written", ctypes.get_errno())
+            raise self._failed("written", ctypes.get_errno())
         os.posix_fadvise(descriptor, memory.begin, size, os.POSIX_FADV_DONTNEED)
 
-    def failed(self, what: str, number: int) -> OSError:
+    def _failed(self, what: str, number: int) -> OSError:
         """The error for what could not be read or written."""
         return OSError(
             number,
@@ -230,16 +228,6 @@ class MappedMemory(BlockMemory):
     def renew(self) -> None:
         """Has pages in memory all of which are going to be written."""
         self._file.renew(self)
-
-    def populate(self) -> None:
-        """Reads the pages.
-
-        Raises:
-            OSError: the disk failed.
-        """
-        number = self.advise(_POPULATE_READ)
-        if number not in (0, errno.EINVAL):  # an older kernel reads when they are touched
-            raise self._file.failed("read", errno.EIO if number == errno.EFAULT else number)
 
     def advise(self, advice: int) -> int:
         """As :func:`~sp_lightning.store.mapped_file.advise`, of all pages."""
@@ -290,7 +278,7 @@ def is_on_disk(tensor: Any) -> bool:
 
 
 def map_pages(descriptor: int, begin: int, size: int, gone: Callable[[], None]) -> Any:
-    """Maps whole pages of a file, as long as somebody has a tensor of them. ``mmap`` would hold a descriptor for each mapping.
+    """Maps whole pages of a file, as long as there is a tensor of them. ``mmap`` would hold a descriptor for each mapping.
 
     Args:
         descriptor, begin, size: what of which file.
@@ -327,7 +315,7 @@ def _unmap(process: int, address: int, size: int, gone: Callable[[], None]) -> N
     gone()
 
 
-def let_go(address: int, nbytes: int) -> None:
+def page_out(address: int, nbytes: int) -> None:
     """Has pages leave memory that a file has, too, but for those that have other bytes as well; what was written is kept."""
     begin, end = whole_pages(address), (address + nbytes) // PAGE * PAGE
     if end > begin:
@@ -337,52 +325,3 @@ def let_go(address: int, nbytes: int) -> None:
 def advise(address: int, nbytes: int, advice: int) -> int:
     """Tells the system what becomes of pages, without holding up Python's other threads. Returns its error, or 0."""
     return ctypes.get_errno() if libc.madvise(address, nbytes, advice) else 0
-
-
-# ---------------------------------------------------------------------- forked processes, which have none of the pages
-
-
-_noted: Any = WeakIdKeyDictionary()
-"""Parameters that were noted to be on a disk, or to have their gradients there."""
-
-
-def note_on_disk(parameters: Sequence[nn.Parameter]) -> None:
-    """Notes parameters whose memory, or whose gradients', is mapped from a scratch file. A forked process does not have it."""
-    for parameter in parameters:
-        _noted[parameter] = True
-
-
-class _NotHere(Tensor):
-    """A gradient whose values are on a disk, in a forked process."""
-
-    _what = "gradient"
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in UNCHANGED_BY_UPDATES:
-            with torch.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise RuntimeError(
-            f"This {cls._what} is on a disk, in a file of the process that trains. A forked process cannot read it: read it "
-            "before the fork (clone())."
-        )
-
-
-class _WeightNotHere(_NotHere, nn.Parameter):
-    _what = "weight"
-
-
-def _after_fork() -> None:
-    for parameter in list(_noted):
-        with torch.DisableTorchFunctionSubclass():
-            gradient = _tensor_grad.__get__(parameter)
-        if gradient is not None and is_on_disk(gradient):
-            gradient.__class__ = _NotHere
-        if is_on_disk(parameter):
-            parameter.__class__ = _WeightNotHere
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -18,7 +18,7 @@ from sp_lightning.store.direct_file import THREADS, DirectFile, Transfer, aligne
 
 
 class Extent:
-    """A part of a scratch file. Its place is free again once nobody has this object.
+    """A part of a scratch file. Its place is free again once this object is gone.
 
     Attributes:
         offset, nbytes: where it is; both are multiples of a page.
@@ -27,6 +27,14 @@ class Extent:
     def __init__(self, offset: int, nbytes: int) -> None:
         self.offset = offset
         self.nbytes = nbytes
+
+
+_MESSAGES = (
+    "A read from the scratch file failed",
+    "A write to the scratch file failed",
+    "The scratch file",
+    ". The step was not finished; go on from the last checkpoint",
+)
 
 
 class ScratchFile(DirectFile):
@@ -42,15 +50,8 @@ class ScratchFile(DirectFile):
         read_bytes, written_bytes: what was read and written so far.
     """
 
-    messages = (
-        "A read from the scratch file failed",
-        "A write to the scratch file failed",
-        "The scratch file",
-        ". The step was not finished; go on from the last checkpoint",
-    )
-
     def __init__(self, folder: Path) -> None:
-        super().__init__(create(folder), str(folder))
+        super().__init__(create(folder), str(folder), _MESSAGES)
         self._folder = folder
         self._end = self._reserved = 0
         self._free: dict[int, list[int]] = {}  # offsets by size
@@ -98,7 +99,7 @@ class ScratchFile(DirectFile):
         self._reserved = wanted
 
     def allocate(self, nbytes: int) -> Extent:
-        """Returns a part of the file that nobody has.
+        """Returns a part of the file that is not in use.
 
         Raises:
             OSError: the disk is full.
@@ -217,7 +218,7 @@ def _close(descriptor: int, threads: Sequence[ThreadPoolExecutor], process: int)
 
 
 def file_system(folder: Path) -> str:
-    """The kind of file system that a folder is on, as Linux names it (``ext4``); an empty string where nobody says."""
+    """The kind of file system that a folder is on, as Linux names it (``ext4``); an empty string if it is not known."""
     try:
         device = os.stat(folder).st_dev
         lines = Path("/proc/self/mountinfo").read_text().splitlines()

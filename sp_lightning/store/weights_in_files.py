@@ -26,19 +26,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import PAGE, addresses, bytes_of, whole_pages
 from sp_lightning.device.modes import no_inference_mode
+from sp_lightning.device.shared_memory import pages_in_memory, was_written
 from sp_lightning.model.found import Layer
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block import HostBlock
-from sp_lightning.store.block_memory import Allocate, SparseMemory
+from sp_lightning.store.block_memory import Allocate, SparseMemory, Staging
 from sp_lightning.store.direct_file import PIECE, THREADS, DirectFile, Transfer, aligned_memory, in_pieces
-from sp_lightning.store.gradient_memory import Staging
-from sp_lightning.store.mapped_file import let_go
-
-_ENTRY = 8
-"""Bytes that Linux says of one page in ``pagemap``."""
-
-_SWAPPED, _OF_FILE = 1 << 62, 1 << 61
-"""Bits of an entry. The highest one says that the page is in memory, so that the entry is negative then."""
+from sp_lightning.store.mapped_file import page_out
 
 
 @dataclass(frozen=True)
@@ -55,6 +49,15 @@ class FilePlace:
     offset: int
     identity: tuple[int, int, int]
 
+    @property
+    def unchanged(self) -> bool:
+        """Whether the file is the one that it was.
+
+        Raises:
+            OSError: there is none of its name.
+        """
+        return identity_of(os.stat(self.path)) == self.identity
+
 
 class Mappings:
     """The files that are mapped to this process's memory, as Linux lists them.
@@ -70,7 +73,7 @@ class Mappings:
         self.resident_bytes = 0
         self._begins: list[int] = []
         self._mappings: list[tuple[int, int, int, str]] = []
-        _pages_in_memory(0, 0)  # not every process may ask
+        pages_in_memory(0, 1)  # not every process may ask
         for line in Path("/proc/self/maps").read_text().splitlines():
             fields = line.split(maxsplit=5)
             if len(fields) == 6 and fields[4] != "0" and fields[1].endswith("p"):
@@ -89,25 +92,10 @@ class Mappings:
             return None
         identity = identity_of(os.stat(path))
         # A file that was replaced since it was mapped has another node: these values are in no file any more.
-        if identity[0] != node or (pages := _pages_in_memory(address, tensor.nbytes)) is None:
+        if identity[0] != node or (pages := pages_in_memory(address, tensor.nbytes)) is None:
             return None
         self.resident_bytes += PAGE * pages
         return FilePlace(path, offset + address - self._begins[index], identity)
-
-
-def _pages_in_memory(address: int, nbytes: int) -> int | None:
-    """How many pages of a private mapping are in memory; None if one of them was written, so that it is no longer the file's."""
-    first = address // PAGE
-    count = whole_pages(address + nbytes - first * PAGE) // PAGE
-    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-        entries = os.pread(pagemap.fileno(), count * _ENTRY, first * _ENTRY)
-    if len(entries) != count * _ENTRY:  # nothing is known of some
-        return None
-    pages = torch.frombuffer(bytearray(entries), dtype=torch.int64)
-    present = pages < 0
-    if ((present | (pages & _SWAPPED != 0)) & (pages & _OF_FILE == 0)).any():
-        return None
-    return int(present.sum())
 
 
 def identity_of(status: os.stat_result) -> tuple[int, int, int]:
@@ -128,7 +116,7 @@ class WeightReader:
     """
 
     def __init__(self) -> None:
-        self._files: dict[str, _WeightFile] = {}
+        self._files: dict[str, DirectFile] = {}
         self._threads = ThreadPoolExecutor(THREADS, "superpipeline-weights")
         self._bounce = threading.local()
 
@@ -139,8 +127,10 @@ class WeightReader:
             OSError: it is another one now, or cannot be opened.
         """
         if place.path not in self._files:
-            self._files[place.path] = file = _WeightFile(place)
-            file.refuse_changed()
+            descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
+            self._files[place.path] = file = DirectFile(descriptor, place.path, _MESSAGES)
+            weakref.finalize(file, os.close, descriptor)
+            _refuse_changed(file, place)
 
     def read(self, places: Sequence[FilePlace], targets: Sequence[Tensor]) -> Transfer:
         """Begins to read weights to memory, flat ``uint8``.
@@ -151,43 +141,36 @@ class WeightReader:
         pieces = []
         for place, target in zip(places, targets, strict=True):
             file = self._files[place.path]
-            file.refuse_changed()
-            pieces += in_pieces(self._threads, partial(self._read, file), place.offset, target)
+            _refuse_changed(file, place)
+            pieces += in_pieces(self._threads, partial(self._read, file, place), place.offset, target)
         return Transfer(pieces)
 
-    def _read(self, file: _WeightFile, offset: int, target: Tensor) -> None:
+    def _read(self, file: DirectFile, place: FilePlace, offset: int, target: Tensor) -> None:
         before = offset % PAGE
         needed = before + target.nbytes
         if not hasattr(self._bounce, "memory"):
             self._bounce.memory = aligned_memory(PIECE + PAGE)
         bounce: Tensor = self._bounce.memory
         file.read(bounce[: whole_pages(needed)], offset - before, needed)
-        file.refuse_changed()  # while it was read
+        _refuse_changed(file, place)  # while it was read
         target.copy_(bounce[before:needed])
 
 
-class _WeightFile(DirectFile):
-    """A file of weights that is open for reading."""
+_MESSAGES = "Weights could not be read", "", "This file of weights", ""
 
-    messages = "Weights could not be read", "", "This file of weights", ""
 
-    def __init__(self, place: FilePlace) -> None:
-        super().__init__(os.open(place.path, os.O_RDONLY | os.O_CLOEXEC), place.path)
-        self._identity = place.identity
-        weakref.finalize(self, os.close, self.descriptor)
+def _refuse_changed(file: DirectFile, place: FilePlace) -> None:
+    """Refuses to read a file that another program has written or replaced since it was found.
 
-    def refuse_changed(self) -> None:
-        """Refuses to read a file that somebody has written or replaced since it was found.
-
-        Raises:
-            OSError: its size or the time of its last change is another one.
-        """
-        if identity_of(os.fstat(self.descriptor)) != self._identity:
-            raise OSError(
-                errno.ESTALE,
-                "This file of weights was changed while a run reads it. Run again, and write a new file beside it instead",
-                self.path,
-            )
+    Raises:
+        OSError: its size or the time of its last change is another one.
+    """
+    if identity_of(os.fstat(file.descriptor)) != place.identity:
+        raise OSError(
+            errno.ESTALE,
+            "This file of weights was changed while a run reads it. Run again, and write a new file beside it instead",
+            file.path,
+        )
 
 
 # ---------------------------------------------------------------------- the block of a layer
@@ -233,7 +216,7 @@ class FileBlock(HostBlock):
         for index, place in self._places.items():
             parameter = self.parameters[index]
             _left_in_files[parameter] = place, parameter.data_ptr(), StorageWeakRef(parameter.untyped_storage())
-            let_go(parameter.data_ptr(), parameter.nbytes)
+            page_out(parameter.data_ptr(), parameter.nbytes)
 
     def _take(self, index: int, into: Tensor | None) -> None:
         mapped = self._mapped.get(index)
@@ -258,7 +241,7 @@ class FileBlock(HostBlock):
         """Copies what is not in files, or not any more, to such memory, which has been read to."""
         # User code may have written the mapping since the read began: torch counts no write of numpy's, the system does.
         for index in self.in_file - self.apart:
-            if _pages_in_memory(self.addresses[index], self.planned.spans[index].nbytes) is None:
+            if was_written(self._mapped[index]):
                 self.in_file.discard(index)
         for index, span in enumerate(self.planned.spans):
             if index not in self.in_file:
@@ -281,5 +264,8 @@ def place_of(tensor: Tensor) -> FilePlace | None:
         same = (
             not memory.expired() and memory == StorageWeakRef(tensor.untyped_storage()) and tensor.data_ptr() == address
         )
-        unchanged = same and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        return place if unchanged and _pages_in_memory(address, tensor.nbytes) is not None else None
+        in_order = same and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        try:
+            return place if in_order and place.unchanged and not was_written(tensor) else None
+        except OSError:  # the file has no name any more
+            return None

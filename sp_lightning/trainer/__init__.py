@@ -7,7 +7,7 @@ run and knows no trainer; ``optimizer_steps`` says what it does in the steps of 
 ``user_hooks`` says where user code could write weights. ``callback`` logs, and records timelines. Checkpoints are in
 ``checkpoint_io`` and ``frozen_weights``, those that all ranks write together in ``checkpoint_folder`` (read by
 ``folder_reader``); both write to ``part_files`` first. ``given_values`` of modules on the meta device come from them or from
-``weight_files``.
+files of weights.
 
 ``disk_tier`` decides what of the optimizers' state, of weights and of gradients is on a disk, and which weights stay in their
 files.

@@ -32,9 +32,7 @@ def compare_models(ranks: Ranks, module: pl.LightningModule, options: Options) -
         ValueError: some rank has others than rank 0.
     """
     parameters = {name: f"{_shape(p)}{'' if p.requires_grad else ', frozen'}" for name, p in module.named_parameters()}
-    remedy = (
-        "Build the same module in every process: what it depends on (arguments, files) must not depend on the rank."
-    )
+    remedy = "Build the same module in every process: its arguments and files must not depend on the rank."
     ranks.must_agree("parameters", parameters, remedy)
     buffers = {name: _shape(buffer) for name, buffer in module.named_buffers()}
     ranks.must_agree("buffers", buffers, remedy)
@@ -142,7 +140,7 @@ class Buffers:
         self.send()
 
     def send(self) -> None:
-        """Overwrites everybody's buffers by the primary's. Collective."""
+        """Overwrites the buffers of all ranks by the primary's. Collective."""
         self._ranks.broadcast([buffer for buffer in self._module.buffers() if buffer.numel()])
 
     def step_begins(self) -> None:
@@ -180,7 +178,7 @@ def refuse_processes_alone(strategy: Any) -> None:
 
 
 def refuse_other_places(strategy: Any) -> None:
-    """Refuses processes that are not numbered node by node, or are not as many as the trainer was told. Collective.
+    """Refuses processes that are not numbered node by node, or are not as many as the trainer's arguments say. Collective.
 
     Raises:
         ValueError: they are not.

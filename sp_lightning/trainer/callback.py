@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,22 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
 from sp_lightning.device.timeline import Interval, Timeline, chrome_trace
 from sp_lightning.observe.messages import say_once
 from sp_lightning.observe.plot import draw_timeline, supported_formats
-from sp_lightning.observe.stats import Stats, bottleneck, counters_line
+from sp_lightning.observe.stats import (
+    DEFAULT_METRICS,
+    METRICS,
+    Stats,
+    bottleneck,
+    counters_line,
+    metrics_of,
+    state_line,
+)
+from sp_lightning.plan.host_memory import host_memory
 from sp_lightning.trainer.compat import accumulates, logged_step
 from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
 
@@ -39,9 +51,13 @@ class SuperpipelineCallback(Callback):
             rank 0 did, which updates the weights for all; the others write no files.
         every_n_steps: how many training batches pass from one that is kept to the next, the first of all not, and from one
             step whose metrics are logged to the next.
-        progress_bar: show the share of the time that was waited, and the window, in the progress bar.
-        metrics: log the counters to the trainer's loggers, as ``superpipeline/…``.
-        verbose: show the plan, the ledger, and why what was decided, too, which are in the log at DEBUG otherwise.
+        progress_bar: show two metrics in the progress bar: ``waited`` (a share of the time) and ``window`` (k).
+        metrics: log these metrics to the trainer's loggers, as ``superpipeline/NAME``: True for ``waited`` and ``window``,
+            ``"all"``, or a list of names. The guide on logging has a table of them.
+        verbose: show the plan, the ledger, and why what was decided, too, which are in the log at DEBUG otherwise, and every
+            ``every_n_steps`` steps a line about time and memory.
+
+    Beside another strategy the callback warns once, and does nothing.
 
     Raises:
         ValueError, ImportError: an option that cannot be.
@@ -56,23 +72,25 @@ class SuperpipelineCallback(Callback):
         plot: str | Path | None = None,
         every_n_steps: int = 50,
         progress_bar: bool = False,
-        metrics: bool = False,
+        metrics: bool | str | Sequence[str] = False,
         verbose: bool = False,
     ) -> None:
         if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
             raise ValueError(f"every_n_steps must be a whole number of at least 1, found {every_n_steps!r}.")
         self._every = every_n_steps
         self._progress_bar = progress_bar
-        self._metrics = metrics
+        self._metrics = _checked_metrics(metrics)
         self._verbose = verbose
         self._timeline = _checked_file("timeline", timeline)
         self._plot = _checked_file("plot", plot)
         if self._plot is not None and self._plot.suffix[1:] not in (formats := supported_formats()):
             raise ValueError(f"plot={str(plot)!r} must end in one of {sorted(formats)}. For example plot='run.png'.")
         self._batches: dict[int, list[Interval]] = {}  # the intervals of each batch that was recorded, by its number
-        self._running = self._records = False
-        self._start = self._last_time = 0.0
-        self._last_stats: Stats | None = None
+        self._active = self._running = self._records = False
+        self._warned = False
+        self._start = 0.0
+        self._tokens: int | None = 0  # of this run so far; None if a batch does not say how many it has
+        self._last: dict[str, tuple[float, Stats | None, int]] = {}  # the time, counters and tokens of the last rates
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what belongs to a run."""
@@ -81,11 +99,22 @@ class SuperpipelineCallback(Callback):
     # ------------------------------------------------------------------ a run begins
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not hasattr(trainer.strategy, "expect_next_batch"):
-            raise ValueError(
-                f"SuperpipelineCallback works with SuperpipelineStrategy only; the trainer has "
-                f'{type(trainer.strategy).__name__}. Use Trainer(strategy="superpipeline"), or remove the callback.'
-            )
+        self._records, self._seen = False, 0
+        self._recorded: int | None = None  # the batch that is being recorded
+        self._intervals: Timeline | None = None
+        self._batches.clear()
+        self._running = False
+        self._last.clear()
+        self._tokens = 0
+        self._active = hasattr(trainer.strategy, "expect_next_batch")
+        if not self._active:
+            if not self._warned:
+                rank_zero_warn(
+                    f"SuperpipelineCallback does nothing: the trainer has {type(trainer.strategy).__name__}, and the callback "
+                    'works with SuperpipelineStrategy only. Use Trainer(strategy="superpipeline"), or remove the callback.'
+                )
+            self._warned = True
+            return
         self._strategy: StreamingStrategy = trainer.strategy  # type: ignore[assignment]
         if self._verbose and trainer.is_global_zero and self._level is None:
             self._level = self._strategy.log.level
@@ -94,12 +123,6 @@ class SuperpipelineCallback(Callback):
         for file in self._files:  # they are tried before any work is done
             file.parent.mkdir(parents=True, exist_ok=True)
             file.open("ab").close()
-        self._seen = 0
-        self._recorded: int | None = None  # the batch that is being recorded
-        self._intervals: Timeline | None = None
-        self._batches.clear()
-        self._running = False
-        self._last_stats = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin(training=True)
@@ -114,14 +137,14 @@ class SuperpipelineCallback(Callback):
     on_predict_start = on_test_start
 
     def _begin(self, *, training: bool = False) -> None:
-        if self._running:
+        if self._running or not self._active:
             return
         self._running = True
-        self._start = self._last_time = perf_counter()
+        self._start = perf_counter()
         plan, log = self._strategy.plan, self._strategy.log
         state = self._strategy.ledger.state if training else None
         line = " ".join([plan.sentence(training=training, state=state), *self._strategy.remarks()])
-        say_once(log, line)
+        say_once(log, line, self._strategy.said)
         log.debug("\n%s", plan.table(training=training, state=state))
 
     # ------------------------------------------------------------------ training batches
@@ -142,35 +165,31 @@ class SuperpipelineCallback(Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if not self._active:
+            return
         self._strategy.expect_next_batch()
+        tokens = _tokens_in(batch)
+        self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
         waits = pl_module.automatic_optimization and accumulates(trainer)  # its optimizer step comes with a later batch
         step = logged_step(trainer)
-        due = self._metrics and trainer.loggers and not waits and (step + 1) % self._every == 0
-        if not due and not self._progress_bar:
-            return
-        stats = self._strategy.stats()
-        rates = self._rates(stats)
-        if due:
-            metrics = {f"superpipeline/{name}": float(value) for name, value in {**vars(stats), **rates}.items()}
-            for logger in trainer.loggers:
+        if not waits and (step + 1) % self._every == 0 and (self._verbose or (self._metrics and trainer.loggers)):
+            found = self._measure("steps")
+            metrics = {f"superpipeline/{name}": found[name] for name in self._metrics if name in found}
+            for logger in trainer.loggers if metrics else ():
                 logger.log_metrics(metrics, step=step)
+            if self._verbose and trainer.is_global_zero:
+                self._strategy.log.debug(state_line(step + 1, found, host_memory(), self._strategy.device_memory))
         if self._progress_bar:
-            shown = {f"superpipeline/{name}": rates[name] for name in ("stall_fraction", "window")}
-            pl_module.log_dict(shown, prog_bar=True, logger=False)
+            found = self._measure("batches")
+            pl_module.log_dict({name: found[name] for name in DEFAULT_METRICS}, prog_bar=True, logger=False)
 
-    def _rates(self, stats: Stats) -> dict[str, float]:
-        """Returns, since the last call, the share of the time that was waited and the traffic; memory and k as they are."""
-        now, before = perf_counter(), self._last_stats
-        seconds = max(now - self._last_time, 1e-9)
-        self._last_time, self._last_stats = now, stats
-        waited = stats.waited_seconds - (before.waited_seconds if before else 0.0)
-        fetched = stats.fetched_bytes - (before.fetched_bytes if before else 0)
-        return {
-            "stall_fraction": min(waited / seconds, 1.0),
-            "device_bytes": float(self._strategy.plan.peak_device_bytes),
-            "fetch_gbps": fetched / seconds / 1e9,
-            "window": float(self._strategy.plan.k),
-        }
+    def _measure(self, between: str) -> dict[str, float]:
+        """Returns all metrics. What is a rate is one since the last call for the same kind of interval."""
+        now, stats = perf_counter(), self._strategy.stats()
+        then, before, tokens = self._last.get(between, (self._start, None, 0))
+        self._last[between] = now, stats, self._tokens or 0
+        tokens_since = None if self._tokens is None else self._tokens - tokens
+        return metrics_of(stats, before, now - then, tokens_since, self._strategy.plan)
 
     # ------------------------------------------------------------------ a run ends
 
@@ -188,6 +207,8 @@ class SuperpipelineCallback(Callback):
     on_predict_end = on_test_end
 
     def _end(self) -> None:
+        if not self._active:
+            return
         stats, plan, log = self._strategy.stats(), self._strategy.plan, self._strategy.log
         seconds = perf_counter() - self._start
         self._running = False
@@ -266,6 +287,26 @@ class SuperpipelineCallback(Callback):
 
 
 WRITE_NO_WEIGHTS.add(SuperpipelineCallback)
+
+
+def _checked_metrics(metrics: Any) -> tuple[str, ...]:
+    if isinstance(metrics, bool):
+        return DEFAULT_METRICS if metrics else ()
+    if metrics == "all":
+        return METRICS
+    names = tuple(metrics) if isinstance(metrics, (list, tuple)) else (metrics,)
+    unknown = [name for name in names if name not in METRICS]
+    if unknown:
+        raise ValueError(
+            f'metrics= takes True, False, "all" or a list of names, and found {unknown[0]!r}. The names are {", ".join(METRICS)}.'
+        )
+    return names
+
+
+def _tokens_in(batch: Any) -> int | None:
+    """How many tokens a batch has: the elements of its ``input_ids``, if it has such; else None."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return ids.numel() if isinstance(ids, Tensor) else None
 
 
 def _checked_file(option: str, path: str | Path | None) -> Path | None:

@@ -1,7 +1,7 @@
 """Checkpoints that all ranks write together: a folder of torch.distributed.checkpoint, which splits the tensors between them.
 
-Rank 0 decides what is in it. Other ranks write what is theirs as well as rank 0's: weights, which a node's ranks share but for
-what one of them has written since the last update, and on the first rank of each node the optimizers' state. Beside torch's
+Rank 0 decides what is in it. Other ranks write what they have exactly as rank 0 has it: weights, which a node's ranks share but
+for what one of them has written since the last update, and on the first rank of each node the optimizers' state. Beside torch's
 files there is an index, with everything that is no large tensor, and with the place of those that are
 (:mod:`~sp_lightning.trainer.folder_reader` reads it).
 """
@@ -82,18 +82,13 @@ def _take_out(value: Any, taken: dict[Keys, Tensor], path: Keys = ()) -> Any:
 
 def _is_large(tensor: Tensor) -> bool:
     plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.requires_grad
-    numbers = (
-        tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype in _WHOLE
-    )  # others are in the index
+    # Tensors of other dtypes are in the index.
+    numbers = tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype in _WHOLE
     return plain and numbers and tensor.nbytes >= LEAST and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-def _name(path: Keys) -> str:
-    return ".".join(map(str, path))
 
 
 class _Content:
@@ -106,7 +101,7 @@ class _Content:
         common: by the names of those that other ranks have, too, how they find them.
     """
 
-    def __init__(self, checkpoint: Mapping[str, Any], own: Mapping[Keys, Tensor]) -> None:
+    def __init__(self, checkpoint: Mapping[str, Any], shared: Mapping[Keys, Tensor]) -> None:
         taken: dict[Keys, Tensor] = {}
         self.rest = _take_out(dict(checkpoint), taken)
         self.tensors: dict[str, Tensor] = {}
@@ -120,12 +115,12 @@ class _Content:
             names[_memory(tensor)] = name
             self.tensors[name] = tensor
             self.paths.setdefault(name, []).append(path)
-            if path in own and _memory(own[path]) == _memory(tensor):  # a hook may have put something else there
+            if path in shared and _memory(shared[path]) == _memory(tensor):  # a hook may have put something else there
                 self.common.setdefault(name, path)
 
     def _new_name(self, path: Keys) -> str:
         """A path with dots; with a number if another path reads like it."""
-        name = _name(path)
+        name = ".".join(map(str, path))
         names = chain([name], (f"{name}#{number}" for number in count(1)))
         return next(name for name in names if name not in self.tensors)
 
@@ -133,7 +128,7 @@ class _Content:
 # ---------------------------------------------------------------------- writing
 
 
-def write(checkpoint: Mapping[str, Any], folder: Path, own: Mapping[Keys, Tensor], *, alone: bool = False) -> None:
+def write(checkpoint: Mapping[str, Any], folder: Path, shared: Mapping[Keys, Tensor], *, alone: bool = False) -> None:
     """Writes a folder, or replaces it. Collective, but for who writes alone.
 
     It is there as a whole or not at all: it is written beside its place, and exchanged with what is there.
@@ -141,7 +136,8 @@ def write(checkpoint: Mapping[str, Any], folder: Path, own: Mapping[Keys, Tensor
     Args:
         checkpoint: rank 0's is written.
         folder: its name, on a file system that all ranks see.
-        own: as :func:`common_tensors` returns it, if this rank may write for rank 0; else nothing.
+        shared: this rank's tensors that rank 0's checkpoint has, too (:func:`common_tensors`), if this rank may write for
+            rank 0; else nothing.
         alone: this rank is rank 0, and writes all.
 
     Raises:
@@ -156,7 +152,7 @@ def write(checkpoint: Mapping[str, Any], folder: Path, own: Mapping[Keys, Tensor
     with _group(alone) as group, ExitStack() as stack:
 
         def begin() -> tuple[_Content, Path]:
-            content = _Content(checkpoint, own)
+            content = _Content(checkpoint, shared)
             _refuse_others(folder)
             folder.parent.mkdir(parents=True, exist_ok=True)
             part, stream = create_part(folder)
@@ -168,7 +164,7 @@ def write(checkpoint: Mapping[str, Any], folder: Path, own: Mapping[Keys, Tensor
 
         content, (place, common) = _on_first(group, folder, begin, lambda begun: (begun[1], begun[0].common))
         _all_see(group, place, folder)
-        others = {name: own[path].detach() for name, path in common.items() if path in own}
+        others = {name: shared[path].detach() for name, path in common.items() if path in shared}
         writer = Writer(place, uuid4().hex, THREADS)
         try:
             with warnings.catch_warnings():  # it says that it saves in a single process
@@ -185,10 +181,9 @@ def _finish(content: _Content, metadata: Any, place: Path, folder: Path) -> None
     stored = {index.fqn: each for index, each in metadata.storage_data.items()}
     lost = sorted(content.paths.keys() - stored.keys())
     if lost:  # torch waits for its threads, and does not ask how they have ended
-        what = (
-            f"threads of torch.distributed.checkpoint have failed, as they say above, and have not written {lost[0]!r}"
-        )
-        raise OSError(errno.EIO, f"{what}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}")
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        why = "threads of torch.distributed.checkpoint have failed, as they say above, and have not written"
+        raise OSError(errno.EIO, f"{why} {lost[0]!r}{more}")
     tensors = [
         tuple(StoredTensor(paths, stored[name].relative_path, stored[name].offset, stored[name].length))
         for name, paths in content.paths.items()
@@ -249,7 +244,7 @@ def _remove(path: Path) -> None:
 @contextmanager
 def _group(alone: bool) -> Iterator[Any]:
     """A group of all ranks, of its own: other threads may be in the midst of other collectives. None for one process."""
-    if alone or not _several():
+    if alone or not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         yield None
         return
     group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
@@ -259,15 +254,11 @@ def _group(alone: bool) -> Iterator[Any]:
         dist.destroy_process_group(group)
 
 
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _on_first(group: Any, folder: Path, work: Callable[[], Any], told: Callable[[Any], Any]) -> tuple[Any, Any]:
+def _on_first(group: Any, folder: Path, work: Callable[[], Any], share: Callable[[Any], Any]) -> tuple[Any, Any]:
     """Has rank 0 work.
 
     Returns:
-        What the work returns, on rank 0, else None; and on all ranks what is told of it.
+        What the work returns, on rank 0, else None; and on all ranks what ``share`` makes of it.
 
     Raises:
         BaseException: the work's error, on rank 0.
@@ -279,7 +270,7 @@ def _on_first(group: Any, folder: Path, work: Callable[[], Any], told: Callable[
     if group is None or dist.get_rank() == 0:
         try:
             result = work()
-            found = [told(result), None]
+            found = [share(result), None]
         except BaseException as mine:
             error = mine
             found[1] = RuntimeError(f"The checkpoint could not be written: rank 0: {type(mine).__name__}: {mine}")

@@ -32,7 +32,7 @@ from sp_lightning.trainer.part_files import cause_of, create_part, read_whole, s
 
 BESIDE_AVERAGES = "current_model_state"
 """The key of a checkpoint under which Lightning's ``WeightAveraging`` keeps the model's own state."""
-# Whoever restores weights copies them out of the file. Everything else, optimizer state too, is used as it was loaded.
+# Code that restores weights copies them out of the file. Everything else, optimizer state too, is used as it was loaded.
 _STAY_IN_THE_FILE = frozenset({"state_dict", BESIDE_AVERAGES})
 
 
@@ -44,7 +44,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     Lightning's class does the work.
 
     Attributes:
-        state_stays: whether optimizers' state stays in the file, too, because whoever restores it copies it out of there.
+        state_stays: whether optimizers' state stays in the file, too, because the code that restores it copies it out of there.
     """
 
     state_stays = False
@@ -142,7 +142,7 @@ def load(
     """Returns a checkpoint for a trainer to restore.
 
     A weight stays in the file only if torch's own code will copy it to its place. All others are copied to memory: user
-    code may keep them, while somebody else writes the file or cuts it off.
+    code may keep them, while another process writes the file or cuts it off.
 
     Args:
         path: the file's name, or its URL.
@@ -154,23 +154,22 @@ def load(
     base = io
     while wraps_another(base):
         base = base.checkpoint_io
+    seen = module is None or _users_see_what_is_loaded(module)
     if isinstance(base, AtomicCheckpointIO):
-        base.state_stays = state_stays and module is not None and not _somebody_keeps_what_is_loaded(module)
+        base.state_stays = state_stays and not seen
     theirs = getattr(base.load_checkpoint, "__func__", None) is base_of(base, TorchCheckpointIO).load_checkpoint
     # torch cannot load quantized weights with a callable map_location, which Lightning 2.6 passes by default.
     options = {"map_location": "cpu"} if theirs else {}
     checkpoint: dict[str, Any] = io.load_checkpoint(path, weights_only=weights_only, **options)
     if isinstance(base, AtomicCheckpointIO):
-        weights = dict[str, Any]()
-        if module is not None and not _somebody_keeps_what_is_loaded(module):
-            weights.update(module.named_parameters(remove_duplicate=False))
+        weights = {} if module is None or seen else dict(module.named_parameters(remove_duplicate=False))
         for state in (checkpoint[key] for key in _STAY_IN_THE_FILE & checkpoint.keys()):
             for name in state.keys() - weights.keys():
                 state[name] = tree_map_only(Tensor, Tensor.clone, state[name])
     return checkpoint
 
 
-def _somebody_keeps_what_is_loaded(module: pl.LightningModule) -> bool:
+def _users_see_what_is_loaded(module: pl.LightningModule) -> bool:
     """Whether user code sees the weights that are loaded. torch's code alone would copy them, and forget them."""
     if type(module).load_state_dict is not nn.Module.load_state_dict:
         return True
@@ -221,7 +220,9 @@ def _refuse_no_checkpoint(file: Path) -> None:
     with file.open("rb") as stream:
         begins, size = stream.read(16), file.stat().st_size
     if begins.startswith(b"PK\x03\x04"):
-        raise ValueError(f"{file} ends too early ({size} bytes): whoever wrote it was stopped. Take an earlier one.")
+        raise ValueError(
+            f"{file} ends too early ({size} bytes): the process that wrote it was stopped. Take an earlier one."
+        )
     if begins[:1] != b"\x80" and not tarfile.is_tarfile(file):  # torch's files before 1.6, which it still reads
         content = f"its {size} bytes begin with {begins!r}" if begins else "it is empty"
         raise ValueError(

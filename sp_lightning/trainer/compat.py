@@ -4,7 +4,7 @@ Two things are kept here, so that no other file changes with a version of Lightn
 
 *Lightning under both its names.* ``pytorch_lightning`` is ``lightning.pytorch`` once more, with classes of its own. A
 class that this package imports from ``lightning`` stands for its namesake in ``pytorch_lightning``, too; the class of an
-object tells which of them it belongs to.
+object says which of them it belongs to.
 
 *Private names of Lightning.* Each has one function here, which says why the public API does not answer.
 ``tests/trainer/test_compat.py`` tests each with the oldest and the newest Lightning that are supported.
@@ -89,7 +89,7 @@ def accumulates(trainer: Any) -> bool:
 def meet_before_batches(trainer: Any, meet: Callable[[], None] | None) -> None:
     """Has all processes meet before each training batch; None: as Lightning has it.
 
-    Its loop tells the others there, by a broadcast that goes round the strategy, whether rank 0 was told to end. A process whose
+    Its loop says there, by a broadcast that goes round the strategy, whether rank 0 has got a signal to end. A process whose
     epoch is longer than that of rank 0 would wait in it for ever, or take something else that is sent for it.
     """
     loop, name = trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"

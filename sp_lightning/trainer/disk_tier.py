@@ -6,7 +6,7 @@ Weights that are in the user's files stay there: in training those of frozen wei
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from sp_lightning.device.host_allocator import free_garbage, return_free_memory, return_large_blocks
+from sp_lightning.device.host_memory import free_garbage, return_free_memory, return_large_blocks
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.engine.host_source import WINDOW as STAGED
 from sp_lightning.engine.placement import ONE_DEVICE, OnFiles, OnScratch, Placement
@@ -34,7 +33,6 @@ from sp_lightning.store.host_ring import StagingRing
 from sp_lightning.store.mapped_file import is_on_disk, supported
 from sp_lightning.store.scratch import ScratchFile, file_system, refuse_full
 from sp_lightning.store.weights_in_files import BOUNCE, FilePlace, Mappings
-from sp_lightning.trainer.compat import is_no_optimizer
 from sp_lightning.trainer.options import Options
 from sp_lightning.weights.layer import StreamedLayer
 
@@ -45,7 +43,6 @@ class DiskTier:
     Args:
         folder: where the scratch file is.
         host_memory: bytes that the process may take, or a share of what is free; None for all that is free.
-        still: a context in which no update is under way.
         log: where a user's messages go.
 
     Raises:
@@ -53,23 +50,22 @@ class DiskTier:
 
     Attributes:
         placement: what is where, once :meth:`place` has decided it.
+        state: loads and stores optimizers' state; None if all of it is in memory.
         steps: how many steps optimizers have taken.
     """
+
+    placement: StatePlacement
 
     def __init__(
         self,
         folder: Path,
         host_memory: int | float | None,
-        still: Callable[[], AbstractContextManager[None]],
         log: logging.Logger,
     ) -> None:
         self._file = ScratchFile(folder)
         return_large_blocks()
         self._host_memory = host_memory
-        self._still = still
-        self._states: dict[Optimizer, StateOnDisk] = {}
-        self._ring = StagingRing(0)
-        self.placement: StatePlacement | None = None
+        self.state: StateOnDisk | None = None
         self.steps = 0
         self._moved_first = 0  # bytes, in the first step, in which there is no state to be read
         if file_system(folder) in ("tmpfs", "ramfs"):
@@ -88,15 +84,17 @@ class DiskTier:
         self,
         optimizers: Sequence[Any],
         layer_of: Callable[[nn.Parameter], StreamedLayer | None],
+        still: Callable[[], AbstractContextManager[None]],
         others: int,
-        elsewhere: int = 0,
-        beside: int = 0,
-    ) -> StatePlacement:
+        elsewhere: int,
+        beside: int,
+    ) -> None:
         """Decides which layers' state is on the disk, and reserves room for it there.
 
         Args:
             optimizers: whose state it is.
             layer_of: the layer that a parameter is updated with.
+            still: a context in which no update is under way.
             others: bytes of host memory that gradients will take, and the device's own memory if it computes on the host.
             elsewhere: bytes that other processes have taken, if several have ``host_memory`` in common.
             beside: bytes of weights and gradients that are on the disk.
@@ -106,9 +104,14 @@ class DiskTier:
             MemoryError: host memory does not suffice even so.
             OSError: the disk has no room.
         """
-        refuse(optimizers)
         sizes, on_disk = Counter[str](), Counter[str]()
-        for optimizer in [each for each in optimizers if not is_no_optimizer(each)]:
+        for optimizer in optimizers:
+            if not has_known_state(optimizer):
+                raise ValueError(
+                    f"disk= has the state of one layer in memory at a time, and {type(optimizer).__name__} is not known to step "
+                    "each layer by itself. Use one of torch's (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, "
+                    "Adadelta), or leave disk= out."
+                )
             for group in optimizer.param_groups:
                 count = state_tensors(optimizer, group)
                 for parameter in group["params"]:
@@ -118,16 +121,13 @@ class DiskTier:
                         if parameter.nbytes >= state_on_disk.LEAST:
                             on_disk[layer.name] += count * whole_pages(parameter.nbytes)
         others += max(0, sum(sizes.values()) - sum(on_disk.values()))
-        self.placement = place_state(on_disk, self._room(others, elsewhere), self._host_memory)
-        self._file.reserve(self.placement.disk_bytes, beside)
-        self._ring.limit = self.placement.staging
-        return self.placement
-
-    def _room(self, others: int, elsewhere: int) -> int | None:
-        """Bytes of host memory for state that may go to the disk, beside gradients and state that may not."""
         return_free_memory()
         room = room_for(self._host_memory, elsewhere)
-        return None if room is None else room - others
+        self.placement = place_state(on_disk, None if room is None else room - others, self._host_memory)
+        self._file.reserve(self.placement.disk_bytes, beside)
+        if self.placement.on_disk:
+            ring = StagingRing(self.placement.staging)
+            self.state = StateOnDisk(self._file, ring, self.placement.in_memory, still)
 
     def count_step(self, where: Placement) -> None:
         """Counts a step that an optimizer begins. ``where`` is where weights and gradients are."""
@@ -139,24 +139,6 @@ class DiskTier:
         """Bytes that were read and written so far."""
         return self._file.read_bytes + self._file.written_bytes + where.moved
 
-    def of(self, optimizer: Any) -> StateOnDisk | None:
-        """What brings an optimizer's state; None if all of it is in memory."""
-        if self.placement is None or not self.placement.on_disk or is_no_optimizer(optimizer):
-            return None
-        if optimizer not in self._states:
-            self._states[optimizer] = StateOnDisk(self._file, self._ring, self.placement.in_memory, self._still)
-        return self._states[optimizer]
-
-    def absorb(self, optimizers: Sequence[Any], layer_of: Callable[[nn.Parameter], StreamedLayer | None]) -> None:
-        """Writes the state that optimizers have now: layers are new, or a checkpoint has given it."""
-        for optimizer in [each for each in optimizers if not is_no_optimizer(each)]:
-            if (state := self.of(optimizer)) is not None:
-                by_layer = defaultdict(list)
-                for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-                    if (layer := layer_of(parameter)) is not None:
-                        by_layer[layer].append(parameter)
-                state.absorb(optimizer, by_layer)
-
     def note_in(self, ledger: Ledger, where: Placement) -> Ledger:
         """Returns a ledger with the state on the disk, with the memory that all passes through, and with traffic.
 
@@ -164,8 +146,6 @@ class DiskTier:
             ledger: as :func:`without` returns it.
             where: where weights and gradients are.
         """
-        if self.placement is None:
-            return ledger
         each = (self._moved(where) - self._moved_first) / (self.steps - 1) if self.steps > 1 else 0
         below = min(self.placement.disk_bytes, ledger.state or 0)
         return replace(ledger, on_disk=below, staging=self.placement.staging + where.on_disk.window, disk_traffic=each)
@@ -181,21 +161,6 @@ def without(ledger: Ledger, where: Placement) -> Ledger:
         weights_on_disk=weights,
         gradients_on_disk=gradients,
     )
-
-
-def refuse(optimizers: Sequence[Any]) -> None:
-    """Refuses optimizers of which it is not known that they step each parameter by itself.
-
-    Raises:
-        ValueError: there is one.
-    """
-    for optimizer in optimizers:
-        if not is_no_optimizer(optimizer) and not has_known_state(optimizer):
-            raise ValueError(
-                f"disk= has the state of one layer in memory at a time, and {type(optimizer).__name__} is not known to step each "
-                "layer by itself. Use one of torch's (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta), or "
-                "leave disk= out."
-            )
 
 
 # ---------------------------------------------------------------------- where weights and gradients are
@@ -295,7 +260,7 @@ def _place_in_files(
     if not names:
         return ONE_DEVICE
     stay, nbytes = {name: files.places[name] for name in names}, sum(files.sizes[name] for name in names)
-    return OnFiles(stay, _told(stay, nbytes, room), nbytes)
+    return OnFiles(stay, _read_in_place(stay, nbytes, room), nbytes)
 
 
 def _nothing_in_place(exceeded: int) -> str:
@@ -306,7 +271,7 @@ def _nothing_in_place(exceeded: int) -> str:
     )
 
 
-def _told(stay: Mapping[str, Places], nbytes: int, room: int) -> str:
+def _read_in_place(stay: Mapping[str, Places], nbytes: int, room: int) -> str:
     paths = sorted({place.path for each in stay.values() for place in each if place is not None})
     return (
         f"The weights of {len(stay)} layers ({human_bytes(nbytes)}) are read in place from {paths[0]}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import mmap
 import os
 import zipfile
-from contextlib import ExitStack
 from io import RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -18,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_lightning.device.torch_private import FakeTensorMode
+from sp_lightning.device.torch_fake import FakeTensorMode
 from sp_lightning.trainer.part_files import read_whole
 
 INDEX = "index.pt"
@@ -69,32 +68,27 @@ def _read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
         raise ValueError(f"{folder / INDEX} is no index of a checkpoint that this version reads.")
     checkpoint: dict[str, Any] = index["rest"]
     without_values = FakeTensorMode()
-    files: dict[str, tuple[BinaryIO, mmap.mmap]] = {}
-    with ExitStack() as stack:
-        for paths, name, offset, nbytes in (StoredTensor(*each) for each in index["tensors"]):
-            size = (folder / name).stat().st_size if (folder / name).is_file() else -1
-            if offset + nbytes > size:
-                why = (
-                    f"lacks its file {name!r}"
-                    if size < 0
-                    else f"has a file {name!r} that ends too early ({size} bytes)"
-                )
-                raise ValueError(f"{folder} {why}: it is no whole checkpoint. Take an earlier one.")
-            if name not in files:
-                opened = stack.enter_context((folder / name).open("rb"))
-                files[name] = opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-            part: Any = _Part(files[name][0], offset, nbytes)
-            try:
-                with without_values:
-                    shape = torch.load(part, weights_only=True)
-            except Exception as error:
-                raise _damaged(folder / name) from error
-            tensor = _mapped(files[name][1], shape, offset)
-            for *above, last in paths:
-                where: Any = checkpoint
-                for key in above:
-                    where = where[key]
-                where[last] = tensor
+    files: dict[str, mmap.mmap] = {}
+    for paths, name, offset, nbytes in (StoredTensor(*each) for each in index["tensors"]):
+        size = (folder / name).stat().st_size if (folder / name).is_file() else -1
+        if offset + nbytes > size:
+            why = f"has a file {name!r} that ends too early ({size} bytes)" if size >= 0 else f"lacks its file {name!r}"
+            raise ValueError(f"{folder} {why}: it is no whole checkpoint. Take an earlier one.")
+        if name not in files:
+            with (folder / name).open("rb") as stream:
+                files[name] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        part: Any = _Part(memoryview(files[name])[offset : offset + nbytes])
+        try:
+            with without_values:
+                shape = torch.load(part, weights_only=True)
+        except Exception as error:
+            raise _damaged(folder / name) from error
+        tensor = _mapped(files[name], shape, offset)
+        for *above, last in paths:
+            where: Any = checkpoint
+            for key in above:
+                where = where[key]
+            where[last] = tensor
     return checkpoint
 
 
@@ -131,12 +125,10 @@ def _mapped(mapped: mmap.mmap, shape: Tensor, offset: int) -> Tensor:
 
 
 class _Part(RawIOBase):
-    """A part of a file, as a file."""
+    """A part of a mapped file, as a file."""
 
-    def __init__(self, stream: BinaryIO, offset: int, nbytes: int) -> None:
-        self._stream = stream
-        self._offset = offset
-        self._nbytes = nbytes
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
         self._at = 0
 
     def readable(self) -> bool:
@@ -145,16 +137,12 @@ class _Part(RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        self._at = position + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
+        self._at = position + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._memory)}[whence]
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        self._stream.seek(self._offset + self._at)
-        found = self._stream.read(min(len(buffer), max(0, self._nbytes - self._at)))
+        found = self._memory[self._at : self._at + len(buffer)]
         buffer[: len(found)] = found
         self._at += len(found)
         return len(found)

@@ -1,8 +1,8 @@
-"""Frozen weights that a checkpoint leaves out, because whoever resumes from it has them already.
+"""Frozen weights that a checkpoint leaves out, because the program that resumes from it has them already.
 
 A checkpoint that lacks weights is only worth something if they can be had again. So a weight is left out only if the
-module had its values by itself: nobody has trained it, no checkpoint has given it others, and it is what it was when
-the first run began. The file holds a digest of each; whoever loads it is told if the module has other weights.
+module had its values by itself: no run has trained it, no checkpoint has given it others, and it is what it was when
+the first run began. The file holds a digest of each, so that loading it is refused if the module has other weights.
 """
 
 from __future__ import annotations

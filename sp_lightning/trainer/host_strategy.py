@@ -147,13 +147,8 @@ class HostStrategy(_Base):
         """The processes that are connected, unless another strategy has trained since."""
         return None if self._made_ranks is None or self._made_ranks.closed else self._made_ranks
 
-    @property
-    def layer_sync(self) -> Any | None:
-        """What ``Trainer(sync_batchnorm=True)`` does to the module of several devices."""
-        return getattr(self, "_layer_sync", None)
-
     def note_failure(self, error: BaseException) -> None:
-        """Tells the other processes of an error of this one, so that they stop waiting for it."""
+        """Announces an error of this process to the others, so that they stop waiting for it."""
         if self._ranks is not None:
             self._ranks.fail(error)
 

@@ -29,6 +29,9 @@ class LoopStrategy(HostStrategy):
 
     Args:
         options: the user's. The other arguments are handed on.
+
+    Attributes:
+        said: the lines that runs of this strategy have logged when they began.
     """
 
     _hooks: UserHooks  # of the run that lasts
@@ -41,6 +44,7 @@ class LoopStrategy(HostStrategy):
         self._buffers: Buffers | None = None
         self._ledger: Ledger | None = None
         self._remarks: list[str] = []
+        self.said: set[str] = set()
         super().__init__(*args)
 
     @property
@@ -166,6 +170,11 @@ class LoopStrategy(HostStrategy):
         return [*self._run.remarks(), *self._steps.remarks()]
 
     @property
+    def device_memory(self) -> tuple[int, int] | None:
+        """Bytes of device memory that the run has taken at most, and may take; None on the CPU, and outside of a run."""
+        return None if self._run is None else self._run.device_memory
+
+    @property
     def computing_device(self) -> Device | None:
         """The device of the run that lasts, which notes what happens in its timelines."""
         return None if self._streamer is None else self._streamer.device
@@ -284,7 +293,7 @@ class LoopStrategy(HostStrategy):
             )
 
     def _batch_starts(self, phase: str, batch: Any) -> Streamer:
-        """Brings the engine up to the module as it is now, and has k and k' chosen, if they are to be."""
+        """Updates the engine to the module as it is now, and has k and k' chosen, if they are to be."""
         assert self._run is not None
         assert self._steps is not None
         assert self.lightning_module is not None

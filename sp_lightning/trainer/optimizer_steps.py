@@ -1,16 +1,17 @@
-"""The steps of a run's optimizers: on the host, fused where they can be, in the background where nobody notices."""
+"""The steps of a run's optimizers: on the host, fused where they can be, in the background where no user code would notice."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
-from sp_lightning.device.host_allocator import free_garbage
+from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.device.patched import in_place_of
 from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.optim.fused import has_fused_step, is_separable, runs_fused
@@ -26,9 +27,9 @@ from sp_lightning.trainer.run import Run
 from sp_lightning.trainer.step_hooks import StepHooks
 from sp_lightning.trainer.user_hooks import (
     UserHooks,
+    are_gradients_unread,
+    are_gradients_unread_before_step,
     choose_overlap,
-    nobody_looks_at_gradients,
-    nobody_sees_gradients,
     scaler_of,
 )
 
@@ -36,13 +37,13 @@ Closure = Callable[[], Any]
 
 
 class OptimizerSteps:
-    """Runs the optimizers' steps of one run, and tells its engine of every other optimizer's step.
+    """Runs the optimizers' steps of one run, and announces every other optimizer's step to its engine.
 
     Args:
         run: whose layers the steps update.
         hooks: what user code may do around the steps.
         options: of which ``fused_optimizer`` and ``optimizer_overlap`` count here.
-        log: told in which mode steps run, at DEBUG.
+        log: gets the mode in which steps run, at DEBUG.
 
     Attributes:
         overlap: the mode in which updates run, ``"off"`` until :meth:`arrange` has chosen one.
@@ -59,7 +60,7 @@ class OptimizerSteps:
         self._ledger: Ledger | None = None
         self._ranks = None if run.ranks is None else RankSteps(run)
         self.disk: DiskTier | None = None
-        self._told = ""
+        self._logged = ""
         self.overlap: Overlap = "off"
         self._step_hooks = StepHooks(run, self._is_fused)
 
@@ -90,6 +91,11 @@ class OptimizerSteps:
         trainer = self._trainer
         return self._fuse and trainer is not None and optimizer in trainer.optimizers and has_fused_step(optimizer)
 
+    @property
+    def _real_optimizers(self) -> list[Optimizer]:
+        """The trainer's, without what stands for none."""
+        return [each for each in self._trainer.optimizers if not is_no_optimizer(each)]
+
     def arrange(self, trainer: Any) -> None:
         """Chooses the mode of updates, from optimizers, hooks and callbacks as they are now.
 
@@ -101,38 +107,36 @@ class OptimizerSteps:
         self._trainer = trainer
         asked = self._options.optimizer_overlap
         self.overlap, why = choose_overlap(asked, trainer, trainer.optimizers, fuse=self._fuse)
-        early, narrow = self.overlap == "backward", self._narrow()
-        measure = self._clips() == "norm" and nobody_looks_at_gradients(trainer)
-        states = {optimizer: self.disk.of(optimizer) if self.disk else None for optimizer in trainer.optimizers}
+        measure = self._clips() == "norm" and are_gradients_unread_before_step(trainer)
+        state = None if self.disk is None else self.disk.state
         waits, on_disk = self.overlap == "off", self._run.placement.on_disk
         # All ranks step in one way, although only the primary's optimizers have state that is on the disk or not.
-        by_layers = on_disk.any or (self._ranks is not None and self._options.disk is not None)
-        # The bits of a step that is not fused depend on the number of threads.
-        if waits and (by_layers or any(states.values())):
+        ranks_with_disk = self._ranks is not None and self._options.disk is not None
+        by_layers = not waits or state is not None or on_disk.any or ranks_with_disk
+        if waits and by_layers:  # the bits of a step that is not fused depend on the number of threads
             streamer.device.background_threads = torch.get_num_threads()
+        optimizers = self._real_optimizers
         self._layerwise = {
             optimizer: LayerwiseStep(
                 optimizer,
                 streamer.updating,
                 fuse=self._fuse,
-                early=early,
+                early=self.overlap == "backward",
                 measure=measure and (bool(on_disk.gradients) or not waits),
-                narrow=narrow,
+                narrow=self._narrow(),
                 state=state,
                 waits=waits,
             )
-            for optimizer, state in states.items()
-            if not waits or state is not None or (by_layers and not is_no_optimizer(optimizer))
+            for optimizer in (optimizers if by_layers else ())
         }
         if self._ranks is not None:
-            whole = [each for each in trainer.optimizers if each not in self._layerwise and not is_no_optimizer(each)]
-            self._ranks.attach(whole, scaler_of(trainer))
+            self._ranks.attach([] if by_layers else optimizers, scaler_of(trainer))
         self._ledger = self._count()
         mode = f"off ({why})" if why else self.overlap
         placed = self._options.disk is None or self.disk is not None
-        if mode != self._told and placed:  # else the ledger follows once it is known what is on the disk
+        if mode != self._logged and placed:  # else the ledger follows once it is known what is on the disk
             self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._ledger, mode)
-            self._told = mode
+            self._logged = mode
 
     def rearrange(self) -> None:
         """The engine was built anew: steps that update layer by layer are to update its layers."""
@@ -147,33 +151,36 @@ class OptimizerSteps:
 
         With several devices the primary decides, whose optimizers have the state. What all processes of the node take counts.
         """
-        disk, ranks, elsewhere = self._options.disk, self._run.ranks, 0
-        streamer, ledger = self._run.streamer, self._ledger
-        assert streamer is not None
+        ranks, ledger, disk = self._run.ranks, self._ledger, self._options.disk
         assert ledger is not None
         if disk is None:
             return ledger.state or 0
-        if ranks is not None:
-            free_garbage()
-            taken = ranks.told(anonymous_bytes(), "what processes have taken of host memory")
-            if not ranks.primary:
-                return ranks.told(0, "where optimizers' state is")[0]
-            elsewhere = sum(taken[1:])
-        self.disk = DiskTier(disk, self._options.host_memory, self._still, self._log)
+        if ranks is None:
+            return self._place_state(disk, ledger, 0)
+        free_garbage()
+        taken = ranks.gather_numbers(anonymous_bytes(), "what processes have taken of host memory")
+        mine = self._place_state(disk, ledger, sum(taken[1:])) if ranks.primary else 0
+        return ranks.gather_numbers(mine, "where optimizers' state is")[0]
+
+    def _place_state(self, disk: Path, ledger: Ledger, elsewhere: int) -> int:
+        """Places the state of this process. ``elsewhere`` is what others have taken of host memory, in bytes."""
+        streamer = self._run.streamer
+        assert streamer is not None
+        tier = DiskTier(disk, self._options.host_memory, self._log)
         self._run.placement.leave()  # the memory that is counted next has none of them; those of a window come
         on_host = streamer.plan.allocated_bytes * ledger.ranks * streamer.device.computes_on_host
         on_disk = self._run.placement.on_disk
         others, beside = ledger.gradients + on_host + on_disk.window, on_disk.weight_bytes + on_disk.gradient_bytes
-        placement = self.disk.place(self._trainer.optimizers, streamer.updating.layer_of, others, elsewhere, beside)
+        tier.place(self._real_optimizers, streamer.updating.layer_of, self._still, others, elsewhere, beside)
+        self.disk = tier
         self.arrange(self._trainer)
         self.absorb_state()
-        in_memory = placement.memory_bytes
-        return in_memory if ranks is None else ranks.told(in_memory, "where optimizers' state is")[0]
+        return tier.placement.memory_bytes
 
     def absorb_state(self) -> None:
         """Optimizers have state that did not come from their steps. What belongs on the disk goes there."""
-        if self.disk is not None and self._run.streamer is not None:
-            self.disk.absorb(self._trainer.optimizers, self._run.streamer.updating.layer_of)
+        if self.disk is not None and self.disk.state is not None and self._run.streamer is not None:
+            self.disk.state.absorb(self._real_optimizers, self._run.streamer.updating.layer_of)
 
     def state_loaded(self) -> None:
         """Optimizers have the state of a checkpoint, which may be in its file still."""
@@ -211,11 +218,9 @@ class OptimizerSteps:
     def _narrow(self) -> bool:
         """Whether gradients may stay in the dtype in which they come.
 
-        Those on a disk do not: one that somebody looks at would be widened in memory that there is not.
+        Those on a disk do not: one that user code looks at would be widened in memory that there is not.
         """
-        return (
-            self._ranks is None and not self._run.placement.on_disk.gradients and nobody_sees_gradients(self._trainer)
-        )
+        return self._ranks is None and not self._run.placement.on_disk.gradients and are_gradients_unread(self._trainer)
 
     @contextmanager
     def _still(self) -> Generator[None, None, None]:
@@ -231,20 +236,17 @@ class OptimizerSteps:
 
     def remarks(self) -> list[str]:
         """What a user should know of the steps, in sentences."""
-        placement = None if self.disk is None else self.disk.placement
-        remarks = [] if placement is None else [str(placement)]
-        left_open = [each for each in getattr(self._trainer, "optimizers", ()) if self._is_fused(each)]
+        remarks = [] if self.disk is None else [str(self.disk.placement)]
         names = {
             type(optimizer).__name__
-            for optimizer in left_open
+            for optimizer in filter(self._is_fused, getattr(self._trainer, "optimizers", ()))
             if any(not g.get("fused") and runs_fused(optimizer, g, fuse=True) for g in optimizer.param_groups)
         }
         if names:
             overlap = self._options.optimizer_overlap
-            named = self._options.fused_optimizer == "auto" and overlap in ("forward", "backward")
-            why, off = (
-                (f', which optimizer_overlap="{overlap}" needs', ' with optimizer_overlap="off"') if named else ("", "")
-            )
+            why = off = ""
+            if self._options.fused_optimizer == "auto" and overlap in ("forward", "backward"):
+                why, off = f', which optimizer_overlap="{overlap}" needs', ' with optimizer_overlap="off"'
             remarks.insert(
                 0,
                 f"{' and '.join(sorted(names))} runs fused on the host{why}: results are bitwise those of plain Lightning whose "
@@ -280,18 +282,26 @@ class OptimizerSteps:
         try:
             with self._run.whole_after_failure(make_room=make_room), ExitStack() as around:
                 if layerwise is not None:
-                    around.enter_context(in_place_of(plugin, self._clips_layerwise(layerwise, plugin)))
                     around.enter_context(layerwise.deferring())
                     self._step_hooks.deferring = optimizer, layerwise
-                if self._ranks is not None and (layerwise is None or self.overlap == "off"):
-                    around.enter_context(self._ranks.clipping(plugin))
+                around.enter_context(in_place_of(plugin, self._clipping(layerwise, plugin)))
                 return step(closed)
         finally:
             self._step_hooks.give_back_groups()
             self._step_hooks.deferring = outer
 
+    def _clipping(self, layerwise: LayerwiseStep | None, plugin: Any) -> dict[str, Any]:
+        """What stands for a precision plugin's methods in one step, by their names: layers' updates clip, or the primary does."""
+        methods = {} if layerwise is None else self._clips_layerwise(layerwise, plugin)
+        ranks = self._ranks
+        if ranks is None:
+            return methods
+        if layerwise is not None and self.overlap != "off":
+            return methods if ranks.primary else dict.fromkeys(methods, _leave_to_primary)
+        return {name: ranks.on_primary(methods.get(name, getattr(plugin, name))) for name in _CLIPPING}
+
     def _clips_layerwise(self, layerwise: LayerwiseStep, plugin: Any) -> dict[str, Any]:
-        """What clips in place of a precision plugin's methods: nothing does where these are not Lightning's."""
+        """The methods of layer by layer clipping: none where the plugin's are not Lightning's."""
         base, kind = base_of(plugin, Precision), type(plugin)
         clips = kind.clip_grad_by_norm, kind.clip_grad_by_value
         on_disk, seen = bool(self._run.placement.on_disk.gradients), self._hooks.may_write_weights("gradients")
@@ -300,10 +310,12 @@ class OptimizerSteps:
         ):
             return {}
         clipping = layerwise.clipping
-        clipping.at_once = seen  # whoever sees gradients finds them clipped
-        if self._run.ranks is not None and not self._run.ranks.primary:
-            return {"clip_grad_by_norm": _leave_to_primary, "clip_grad_by_value": _leave_to_primary}
-        return {"clip_grad_by_norm": clipping.by_norm, "clip_grad_by_value": clipping.by_value}
+        clipping.at_once = seen  # not in the updates: user code that reads gradients is to find them clipped
+        return dict(zip(_CLIPPING, (clipping.by_norm, clipping.by_value), strict=True))
+
+
+_CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")
+"""The methods of a precision plugin that clip."""
 
 
 def _leave_to_primary(optimizer: Optimizer, clip_val: float) -> None:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def create_part(file: Path) -> tuple[Path, BinaryIO]:
-    """Creates a file beside the one that is to be written, which nobody else writes.
+    """Creates a file beside the one that is to be written, which no other process writes.
 
     Files that others have left go first, if their writers were killed: those hold no locks any more.
     """
@@ -41,7 +41,7 @@ def create_part(file: Path) -> tuple[Path, BinaryIO]:
     while True:
         part = file.with_name(f".{name}.{uuid4().hex}.part")
         stream = part.open("xb")
-        # Before it was locked, somebody may have taken it for one that was left: that one has removed it, or is about to.
+        # Before it was locked, another process may have taken it for one that was left, and has removed it, or is about to.
         if _locked(stream) is not False and part.exists():
             return part, stream
         stream.close()
@@ -71,7 +71,7 @@ def _locked(stream: IO[bytes]) -> bool | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Brings the new name to the disk, too, so that it survives a loss of power."""
+    """Writes the new name to the disk, too, so that it survives a loss of power."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -34,8 +34,8 @@ class RankSteps:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._replaced: dict[Optimizer, Any] = {}
-        self._scaler: HostGradScaler | None = None
+        self._own: dict[Optimizer, Any] = {}  # the steps that optimizers have on the object without us
+        self._attached = ExitStack()
 
     @property
     def _turns(self) -> Turns:
@@ -48,39 +48,34 @@ class RankSteps:
         """Replaces the steps of these optimizers, and what a gradient scaler does before them (None: there is none)."""
         self.detach()
         if isinstance(scaler, HostGradScaler):
-            scaler.together, self._scaler = self._unscale, scaler
+            self._attached.enter_context(in_place_of(scaler, {"together": self._unscale}))
         for optimizer in optimizers:
             if "state" not in vars(optimizer):
                 raise ValueError(
                     f"{type(optimizer).__name__} gives the state of an optimizer that it wraps, and several devices give it "
                     "one of its own. Return the wrapped optimizer from configure_optimizers, or pass Trainer(devices=1)."
                 )
-            self._replaced[optimizer] = vars(optimizer).get("step")
-            step = partial(self._lead_step, own_step(optimizer)) if self._turns.ranks.primary else self._follow_step
-            vars(optimizer)["step"] = MethodType(_with_hooks(step), optimizer)
-            if not self._turns.ranks.primary:
+            self._own[optimizer] = vars(optimizer).get("step")
+            step = partial(self._lead_step, own_step(optimizer)) if self.primary else self._follow_step
+            replaced = {"step": MethodType(_with_hooks(step), optimizer)}
+            self._attached.enter_context(in_place_of(optimizer, replaced))
+            if not self.primary:
                 optimizer.state = _Elsewhere()
 
     def detach(self) -> None:
         """Puts the optimizers' own steps back."""
-        if self._scaler is not None:
-            self._scaler.together = None
-            self._scaler = None
-        for optimizer, step in self._replaced.items():
-            if step is None:
-                vars(optimizer).pop("step", None)
-            else:
-                vars(optimizer)["step"] = step
+        self._attached.close()
+        for optimizer in self._own:
             if isinstance(optimizer.state, _Elsewhere):
                 optimizer.state = defaultdict(dict)
-        self._replaced.clear()
+        self._own.clear()
 
     # ------------------------------------------------------------------ steps
 
     def _lead_step(
         self, step: Callable[..., Any], optimizer: Any, closure: Closure | None = None, **kwargs: Any
     ) -> Any:
-        """Runs a step on the primary. Each time it calls its closure, the others do so, too, with the weights of then."""
+        """Runs a step on the primary. Each time it calls its closure, the others call theirs, with the weights so far."""
         optimizer._opt_called = True  # for schedulers, which otherwise warn that they come before the optimizer
         turns = self._turns
         results: list[Any] = []
@@ -92,7 +87,7 @@ class RankSteps:
             def begin() -> None:
                 turn.enter_context(turns.primary(self._step_of(optimizer), weights=True))
 
-            def together() -> Any:
+            def run_closure() -> Any:
                 nonlocal begun
                 if begun:
                     turn.pop_all().__exit__(None, None, None)
@@ -105,7 +100,7 @@ class RankSteps:
 
             if begun:
                 begin()
-            result = step(*([] if closure is None else [together]), **kwargs)
+            result = step(*([] if closure is None else [run_closure]), **kwargs)
         turns.ranks.end_turn(_which(result, results))
         self._refuse_others(optimizer)
         return result
@@ -132,7 +127,7 @@ class RankSteps:
         Raises:
             RuntimeError: it does, and ranks have written different weights.
         """
-        if calls_closure_first(optimizer, self._replaced.get(optimizer)):
+        if calls_closure_first(optimizer, self._own.get(optimizer)):
             return False
         self._turns.must_be_alike(
             f"{type(optimizer).__name__}.step may write weights before it calls its closure: all ranks then use rank 0's"
@@ -149,10 +144,8 @@ class RankSteps:
         assert streamer is not None
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
-                if (
-                    parameter.grad is not None
-                    and streamer.updating.layer_of(getattr(parameter, "host", parameter)) is None
-                ):
+                host = getattr(parameter, "host", parameter)
+                if parameter.grad is not None and streamer.updating.layer_of(host) is None:
                     raise RuntimeError(
                         f"{type(optimizer).__name__} steps a parameter of shape {tuple(parameter.shape)} that is none of the "
                         f"module's (number {index} of its group {number}): several devices do not sum its gradient. Make it an "
@@ -161,15 +154,15 @@ class RankSteps:
 
     # ------------------------------------------------------------------ clipping
 
-    @contextmanager
-    def clipping(self, plugin: Any) -> Iterator[None]:
-        """While this is active a precision plugin clips gradients once for all ranks."""
-        methods = {name: getattr(plugin, name) for name in ("clip_grad_by_norm", "clip_grad_by_value")}
-        for name, method in methods.items():
-            if getattr(method, "func", None) != self.once:  # else another optimizer steps inside this one's closure
-                methods[name] = partial(self.once, method)
-        with in_place_of(plugin, methods):
-            yield
+    @property
+    def primary(self) -> bool:
+        """Whether this rank's optimizers step."""
+        return self._turns.ranks.primary
+
+    def on_primary(self, action: Callable[..., Any]) -> Callable[..., Any]:
+        """What does something to the gradients of all ranks once: the action, on the primary."""
+        within = getattr(action, "func", None) == self.once  # an optimizer steps inside another one's closure
+        return action if within else partial(self.once, action)
 
     def once(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Does something to the gradients of all ranks, on the primary. The others wait for it."""
@@ -221,7 +214,7 @@ def _with_hooks(step: Callable[..., Any]) -> Any:
 
 
 class _Elsewhere(defaultdict[Any, Any]):
-    """The state of an optimizer on a rank that has none. It can be saved and loaded; who looks into it is told."""
+    """The state of an optimizer on a rank that has none. It can be saved and loaded; a look into it raises an error."""
 
     def __init__(self) -> None:
         super().__init__(dict)

@@ -132,6 +132,12 @@ class Run:
         """What was decided."""
         return self._results.plan if self.streamer is None else self.streamer.plan
 
+    @property
+    def device_memory(self) -> tuple[int, int] | None:
+        """Bytes of device memory that were taken at most, and that may be taken; None if nothing limits them."""
+        peak = None if self.streamer is None else self.streamer.device.peak_bytes()
+        return None if peak is None or self._window.room is None else (peak, self._window.room)
+
     def remarks(self) -> list[str]:
         """What a user should know beside the plan, in sentences."""
         remarks, k = [self.placement.remark] if self.placement.remark else [], self._options.k
@@ -144,7 +150,7 @@ class Run:
     # ------------------------------------------------------------------ the engine
 
     def renew(self) -> bool:
-        """Brings the engine up to the module as it is now, before a batch. Returns whether it was built anew."""
+        """Updates the engine to the module as it is now, before a batch. Returns whether it was built anew."""
         assert self.streamer is not None
         for parted in self._parted:
             parted.refuse_trained()
@@ -238,8 +244,8 @@ class Run:
             plan = self._window.begin(found, device)
         if choice != "keep":
             self._log.debug("Superpipeline: activations: %s.", "measured first" if choice == "auto" else summary(modes))
-            if found.ungrouped:
-                say_once(self._log, f"Superpipeline: {found.ungrouped}")
+            if found.grouping_advice:
+                say_once(self._log, f"Superpipeline: {found.grouping_advice}")
         return found, plan, modes
 
     def reserve_host_memory(self, needed: dict[str, int]) -> None:
@@ -257,10 +263,10 @@ class Run:
         self._host_room = None if spare is None else spare // self._count  # each rank offloads activations of its own
         self.streamer.activations.ring.limit = self._host_room
 
-    # ------------------------------------------------------------------ between batches and after errors
+    # ------------------------------------------------------------------ between batches, after errors, at the end of training
 
     def finish_updates(self) -> None:
-        """Waits for updates in the background."""
+        """Waits for updates in the background and for writes to files. After an error the module has the host's parameters."""
         if self.streamer is not None:
             with self.whole_after_failure():
                 self.streamer.updates.finish()
@@ -324,7 +330,7 @@ class Run:
         try:
             if self.streamer is not None:
                 self.streamer.abort()
-                self.streamer.allow_writes()  # whoever catches the error may write weights
+                self.streamer.allow_writes()  # the code that catches the error may write weights
         except Exception:
             self._log.exception("Superpipeline could not put the host's parameters back after the error that follows.")
 

@@ -18,7 +18,7 @@ from sp_lightning.weights.device_parameter import DeviceParameter
 
 
 class StepHooks:
-    """Tells the engine of a run when an optimizer is about to write weights, and when it has written them; decides how it does.
+    """Announces to a run's engine when an optimizer is about to write weights, and when it has; decides how it does that.
 
     User code runs between the beginning of a step and the optimizer's own code: in hooks of the optimizer, and in the closure,
     from which Lightning calls ``on_before_optimizer_step``, too. What it writes, or may have written, on the device is taken

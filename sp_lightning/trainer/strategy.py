@@ -157,6 +157,12 @@ class StreamingStrategy(LoopStrategy):
             attach_callback(trainer, self._attached)
 
     def setup(self, trainer: pl.Trainer) -> None:
+        try:
+            self._set_up(trainer)
+        except MemoryError as error:  # it says what is missing; which of our functions has counted it helps no user
+            raise error.with_traceback(None) from None
+
+    def _set_up(self, trainer: pl.Trainer) -> None:
         # As the base class, but optimizer state stays where the parameters are: on the host.
         assert self.accelerator is not None
         assert self.model is not None
@@ -169,8 +175,9 @@ class StreamingStrategy(LoopStrategy):
                 f"{type(self.checkpoint_io).__name__}. Leave one of them out."
             )
         self._given.complete(self.lightning_module, training=trains)
-        if trains and self.layer_sync is not None:
-            self.model = self.layer_sync.apply(self.model)
+        layer_sync = getattr(self, "_layer_sync", None)  # of several devices, with Trainer(sync_batchnorm=True)
+        if trains and layer_sync is not None:
+            self.model = layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self._frozen = None
@@ -213,7 +220,7 @@ class StreamingStrategy(LoopStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _save_together(self, checkpoint: dict[str, Any], folder: Path) -> None:
-        """All ranks write. After a run nobody compares what they have, so that rank 0 writes alone; so it does after an error."""
+        """All ranks write. After a run no rank compares what they have, and rank 0 writes alone, as it does after an error."""
         assert self.lightning_module is not None
         with nullcontext() if self._run is None else self._run.host_parameters():
             alone = self._run is None or self._ranks is None
@@ -222,7 +229,7 @@ class StreamingStrategy(LoopStrategy):
                 try:
                     self.barrier("of a checkpoint")  # a rank that has failed in a hook does not come, and is named
                 except BaseException as error:
-                    self.note_failure(error)  # who saves because of it waits for nobody
+                    self.note_failure(error)  # a rank that saves because of it waits for no other
                     raise
                 write(checkpoint, folder, own)
             elif self._ranks.first:  # the others may never come

@@ -53,7 +53,7 @@ WRITE_NO_WEIGHTS: set[type[Callback]] = {
 _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _LOADERS = ("train_dataloader", "val_dataloader")
 _HOOKS = {
-    # Between the end of a batch, as callbacks are told of it, and the next training step.
+    # Between the end of a batch, as callbacks see it, and the next training step.
     "train": (
         "on_train_batch_end", "on_train_epoch_end", "on_train_epoch_start", "on_train_batch_start",
         "on_validation_start", "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end",
@@ -107,7 +107,7 @@ class UserHooks:
         return self._check_writes or self.run_at(point)
 
     def may_write_before_training_step(self) -> bool:
-        """Whether somebody could write weights between the start of a batch and its training step.
+        """Whether user code could write weights between the start of a batch and its training step.
 
         In automatic optimization an optimizer's step lies between them: it calls the training step as its closure.
         """
@@ -117,7 +117,7 @@ class UserHooks:
         return self._check_writes or self._answers["step"]
 
     def may_have_written(self, phase: str) -> bool:
-        """Whether weights may have been written by the time a step begins, unless the engine was told of it.
+        """Whether weights may have been written by the time a step begins, unless the engine knows of it.
 
         Before the first step of a loop hooks have run since the last step, whatever loop that was in.
         """
@@ -198,7 +198,7 @@ def choose_overlap(asked: Overlap, trainer: Any, optimizers: Sequence[Optimizer]
     return asked, ""
 
 
-def nobody_looks_at_gradients(trainer: Any) -> bool:
+def are_gradients_unread_before_step(trainer: Any) -> bool:
     """Whether no user code and no scaler reads or writes gradients between backward and the optimizer's step.
 
     Then their norms may be computed while backward goes on.
@@ -206,7 +206,7 @@ def nobody_looks_at_gradients(trainer: Any) -> bool:
     return not hooks_of_users(trainer, "gradients") and not _parameter_hooks(trainer) and scaler_of(trainer) is None
 
 
-def nobody_sees_gradients(trainer: Any) -> bool:
+def are_gradients_unread(trainer: Any) -> bool:
     """Whether no hook runs between backward and the moment when gradients are set to None, so that none need be widened.
 
     A scaler of the user's, or an optimizer that unscales by itself, may read and write them there.
@@ -288,11 +288,11 @@ def _computes_on_host(trainer: Any) -> bool:
 
 
 def _parameter_hooks(trainer: Any) -> bool:
-    """Whether anybody has hooks on the gradients of parameters."""
+    """Whether there are hooks on the gradients of parameters."""
     return any(gradient_hooks(p) or accumulation_hooks(p) for p in trainer.lightning_module.parameters())
 
 
 def _step_hooks(optimizers: Sequence[Optimizer]) -> bool:
-    """Whether anybody but this package has hooks on optimizers' steps."""
+    """Whether other code than this package has hooks on optimizers' steps."""
     hooks = [*global_step_hooks(), *(hook for optimizer in optimizers for hook in step_hooks(optimizer))]
     return any(not getattr(hook, "__module__", "").startswith("sp_lightning.") for hook in hooks)

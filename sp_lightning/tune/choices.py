@@ -108,10 +108,15 @@ class Window:
             raise ValueError(self._too_large(plan, self.room, device, find))
         return plan
 
-    def lower_budget(self) -> None:
-        """Takes a sixteenth off the budget, if there is one. It is called when the budget proved too large."""
+    def lower_budget(self, there: int | None = None) -> None:
+        """Lowers the budget, if there is one, because it proved too large.
+
+        Args:
+            there: bytes that torch has allocated or could allocate, which are then the most. None takes a sixteenth off.
+        """
         if self.room is not None:
-            self.room -= self.room // 16
+            share = 1 - self._margin if self._budget is None else 1
+            self.room = self.room - self.room // 16 if there is None else min(self.room, int(there * share))
 
     def needs(self, plan: Plan) -> int:
         """Bytes of device memory that a plan takes, together with everything else that was measured."""

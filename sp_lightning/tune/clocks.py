@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.timeline import Interval, Kind
-from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.tune.visits import RESOURCES, Rates
 
 _READ_AHEAD = 3  # layers that staging memory has room for, as in the engine

@@ -23,16 +23,13 @@ from torch.utils.flop_counter import flop_registry
 
 from sp_lightning.activations.offload import count_once, is_small
 from sp_lightning.device.torch_private import (
-    FakeTensorMode,
     TorchDispatchMode,
     cpu_attention_backward_operator,
     cpu_attention_operator,
     grouped_mm_operator,
-    modules_converted_without_swaps,
     storage_id,
     to_copy_operator,
     tree_leaves,
-    truncated_normal_without_values,
 )
 from sp_lightning.model.found import Found
 from sp_lightning.model.stacks import routed_share
@@ -133,22 +130,12 @@ class Work:
         ]
 
 
-@contextmanager
-def on_paper() -> Iterator[None]:
-    """Modules that are made in this context have parameters without memory, and compute shapes only."""
-    mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
-    # copy.deepcopy of a fake tensor would copy its mode as well. The copied tensor would belong to that mode, its views
-    # to this one.
-    mode.__deepcopy__ = lambda memo: mode
-    with truncated_normal_without_values(), modules_converted_without_swaps(), mode:
-        yield
-
-
 def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
     """Runs a batch and counts what it does.
 
     Args:
-        found: the layers of a module that was made in :func:`on_paper`. This is called in the same context.
+        found: the layers of a module that was made in :func:`~sp_lightning.device.torch_fake.on_paper`. This is called in
+            the same context.
         run: one forward. It returns the loss, whose backward follows, or None.
 
     Raises:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, partial
 from time import thread_time
 
@@ -43,8 +42,12 @@ def measure_host_seconds(*, training: bool) -> tuple[float, float]:
         Seconds for each visit, and for each weight.
     """
     visits = _LAYERS * (2 if training else 1)
-    with _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         few, many = (_beyond_plain(weights, training=training) / visits for weights in (_FEW, _MANY))
+    finally:
+        torch.set_num_threads(threads)
     weight = max(0.0, (many - few) / (_MANY - _FEW))
     return max(0.0, few - weight * _FEW), weight
 
@@ -55,10 +58,7 @@ def _beyond_plain(weights: int, *, training: bool) -> float:
     found = find_layers(streamed, layers=[str(layer) for layer in range(_LAYERS)])
     streamer = Streamer(streamed, found, make_plan(found, k=2, k_prime=1), Device(torch.device("cpu")), pin=False)
     x = torch.ones(1, _WIDTH)
-    steps = [
-        partial(_step, plain, x, None, training=training),
-        partial(_step, streamed, x, streamer, training=training),
-    ]
+    steps = [partial(_step, *each, training=training) for each in ((plain, x, None), (streamed, x, streamer))]
     try:
         seconds = [[_seconds(step) for step in steps] for _ in range(_ROUNDS)]
     finally:
@@ -95,13 +95,3 @@ def _seconds(step: Callable[[], None]) -> float:
     begun = thread_time()  # other programs that run meanwhile do not count
     step()
     return thread_time() - begun
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from sp_lightning.device.device import Stream, Wait
 from sp_lightning.device.timeline import Kind
-from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.engine.assembly import kinds
 from sp_lightning.engine.residency import Residency
 from sp_lightning.plan.plan import Plan, PlannedLayer
@@ -164,7 +164,7 @@ class Walk:
         self._source = _Source(self.device, weights, plan.main_ring if rates.sliced else None, plan.ranks)
         slots = Slots(plan, moving, self.device, Uploads(self.device))
         prefetch = Prefetch(plan, slots, self._layers, self._source.ready)
-        self._residency = Residency(slots, prefetch, self._source, Tenants(), noted=lambda: None)
+        self._residency = Residency(slots, prefetch, self._source, Tenants(slots), noted=lambda: None)
         self._drains = GradientSink(self.device, plan.k_prime + 1, self._apply)
         self._early = 0.0  # the time at which the last update of this backward is done
         self._left: float | None = None  # the time at which the activations of the last forward have left

@@ -8,9 +8,8 @@ from time import perf_counter
 
 import torch
 
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.observe.messages import say_once
 from sp_lightning.plan.options import Transfer
 
@@ -37,11 +36,9 @@ def takes_slices(transfer: Transfer, device: Device, ranks: Ranks | None, log: l
         return False
     if transfer != "auto":
         return transfer == "sliced"
-    if device.computes_on_host:
-        log.debug('Superpipeline: transfer="auto": layers are uploaded whole; the model computes on the host.')
-        return False
-    if trains:
-        log.debug('Superpipeline: transfer="auto": layers are uploaded whole, because the run trains.')
+    if device.computes_on_host or trains:
+        why = "the model computes on the host" if device.computes_on_host else "the run trains"
+        log.debug('Superpipeline: transfer="auto": layers are uploaded whole, because %s.', why)
         return False
     whole, sliced = measure(device, ranks)
     taken = bool(ranks.all_have(int(sliced < _MUCH * whole), "how layers are uploaded"))

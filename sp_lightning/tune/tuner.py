@@ -32,7 +32,7 @@ class Tuner:
     Args:
         window: knows what the user asked for and what the budget has room for.
         streamer: the engine whose slots and modes of activations are changed between batches.
-        device: the streamer's device. Its count of the peak memory is reset.
+        device: the streamer's device. Its count of the peak memory begins anew.
         log: the logger that each choice is written to.
         balanced: whether modes of activations are chosen, too. All units begin with ``"offload"``, which takes least.
     """
@@ -58,7 +58,7 @@ class Tuner:
         self._again = False  # whether the window is to be chosen anew before the next batch
         if balanced:
             streamer.activations.recompute.begin_trial()
-        device.reset_peak()
+        device.begin_peak()
 
     def batch_starts(self, batch: Any, overlap: Overlap) -> None:
         """Reads what the batch before took, and changes the window or modes of activations if that is called for.
@@ -74,6 +74,10 @@ class Tuner:
             self._read_timeline(self._timeline)
         self._overlap = "off" if overlap == "auto" else overlap
         self._observe()
+        if self._batches == 1 and (free := self._device.free_bytes()) is not None:
+            # Only now are the kernels loaded that a batch takes, and libraries have what they take beside torch's allocator.
+            self._device.begin_peak()
+            self._window.lower_budget(free + (self._device.peak_bytes() or 0))
         self._size = max(self._size, self._next)
         self._next = sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
         if self._timed is not None:
@@ -203,7 +207,7 @@ class Tuner:
         }
         if chosen != activations.modes:
             activations.choose(chosen)
-            self._device.reset_peak()  # the peak with other modes says nothing about these
+            self._device.begin_peak()  # the peak with other modes says nothing about these
 
     def _resize(self, plan: Plan) -> None:
         before, old = self._streamer.weight_bytes, self._streamer.plan
@@ -213,7 +217,7 @@ class Tuner:
             self._streamer.resize(old)
             self._log.warning("Superpipeline: no room for k = %d, k' = %d after all.", plan.k, plan.k_prime)
         if self._streamer.weight_bytes < before:
-            self._device.reset_peak()
+            self._device.begin_peak()
 
     def _seconds(self, plan: Plan) -> float:
         """Predicts how long a batch takes with a plan, in seconds."""

@@ -90,7 +90,7 @@ class AveragesOnDevice:
 
 
 class _Buffers(dict[str, Any]):
-    """A module's dictionary of buffers that calls ``ask`` before somebody reads one of them."""
+    """A module's dictionary of buffers that calls ``ask`` before user code reads one of them."""
 
     def __init__(self, buffers: dict[str, Any], ask: Callable[[], None]) -> None:
         super().__init__(buffers)

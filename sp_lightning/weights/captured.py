@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device.metadata import METADATA
+from sp_lightning.device.layout import METADATA
 from sp_lightning.device.modes import never_compiled
 from sp_lightning.device.torch_private import tree_leaves, tree_map_only
 from sp_lightning.weights.device_parameter import DeviceParameter, Untouched, hides_stand_ins
@@ -89,7 +89,7 @@ class _InStep(Role):
             args, kwargs = tree_map_only(Tensor, lambda each: of.get(id(each), each), (args, kwargs))
             return func(*args, **kwargs)
         _host_is_used([of[id(host)] for host in hosts])
-        # Nobody waits for an update here: what has that role, too, was asked first. Other classes among the arguments are asked.
+        # No update is waited for here: what has that role, too, was asked first. Other classes among the arguments are asked.
         with left(hosts, [role]) if hides_stand_ins(others) else Untouched():
             return func(*args, **kwargs)
 

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream
 from sp_lightning.device.layout import ALIGNMENT, addresses, part, strided, versions
 from sp_lightning.device.lease import SavedView
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import transforms_active
-from sp_lightning.device.waits import Stream
 from sp_lightning.store.block import HostBlock
 
 if TYPE_CHECKING:
@@ -128,7 +127,7 @@ class PresentValues:
         """Keeps the present values for the graphs that have saved some of them, before others take their place.
 
         Args:
-            values: the bytes of the present values, flat ``uint8`` on the host. Nobody else writes this memory.
+            values: the bytes of the present values, flat ``uint8`` on the host. No other code writes this memory.
         """
         if self.saved:
             self.now.kept = values
@@ -144,10 +143,10 @@ class NoCasts:
 
     current = True
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """Nothing depends on masters."""
 
-    def trust(self) -> None:
+    def mark_current(self) -> None:
         """Nothing depends on masters."""
 
     def places(self, by: Stream) -> Mapping[int, Tensor]:
@@ -190,14 +189,14 @@ class Casts(NoCasts):
 
     @property
     def current(self) -> bool:  # type: ignore[override]
-        """Whether the casts agree with the masters, as far as versions and :meth:`doubt` show it."""
+        """Whether the casts agree with the masters, as far as versions and :meth:`invalidate` show it."""
         return self._made_of is not None and self._made_of == self._state()
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """Notes that masters may have been written in a way that no version shows."""
         self._made_of = None
 
-    def trust(self) -> None:
+    def mark_current(self) -> None:
         """Notes that another process has cast the present masters."""
         self._made_of = self._state()
 
@@ -206,7 +205,7 @@ class Casts(NoCasts):
 
         It may not if a graph has saved casts: :meth:`refresh` sees to it that the graph keeps their values.
         """
-        self.doubt()
+        self.invalidate()
         self._given = not self._present_values.saved
         if not self._given:
             return {}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.device.metadata import METADATA
+from sp_lightning.device.layout import METADATA
 from sp_lightning.device.modes import never_compiled, no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import (
     DYNAMO_MARKS,
@@ -90,7 +90,7 @@ class DeviceParameter(nn.Parameter):
     def data(self) -> Tensor:
         if self._of.doors.at_host():
             return self.host.data
-        # A write through .data changes no version, and it may come as long as somebody holds what is returned here.
+        # A write through .data changes no version, and it may come as long as user code holds what is returned here.
         with self._of.present(self):
             self._of.exposed.add(self._index)
             return tensor_data.__get__(self)
@@ -363,7 +363,7 @@ def _host(parameter: DeviceParameter) -> nn.Parameter:
 
 
 def _alias(parameter: DeviceParameter) -> Tensor:
-    """Returns the weight as another tensor. Whoever keeps that keeps the memory with it."""
+    """Returns the weight as another tensor. A graph that keeps it keeps the memory with it."""
     wanted = torch.is_grad_enabled() and requires_grad(parameter)
     with Untouched(), no_dispatch_modes():
         return parameter.view_as(parameter) if wanted else parameter.detach()

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.device.layout import part, strided
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
-from sp_lightning.device.pinned import PinnedMemory
 from sp_lightning.device.torch_private import (
     coalesced,
     gradient_hooks,
@@ -27,7 +27,6 @@ from sp_lightning.device.torch_private import (
     transforms_active,
     will_execute_node,
 )
-from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.rows import AllRows
 from sp_lightning.weights.slots import Staged

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import part
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import (
@@ -30,7 +30,6 @@ from sp_lightning.device.torch_private import (
     gradient_hooks,
     transforms_active,
 )
-from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.model.stacks import NEARLY_ALL, Reading, how_it_reads
 from sp_lightning.observe.messages import say_once
 from sp_lightning.weights.device_parameter import DeviceParameter, Untouched, hides_stand_ins
@@ -120,7 +119,7 @@ class ExpertRows(AllRows):
         self.need(call.rows)
 
     def _reading(self, module: nn.Module) -> Reading | None:
-        """What is known of how the call reads stacks; None if it reads all of them, or nobody knows."""
+        """What is known of how the call reads stacks; None if it reads all of them, or that is not known."""
         if transforms_active():
             return None
         if is_parametrized(module):

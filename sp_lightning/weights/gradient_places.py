@@ -16,8 +16,8 @@ from sp_lightning.device.layout import Span, lay_out, part, total_bytes, whole_p
 from sp_lightning.device.lease import lend
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.device.shared_memory import OwnView, settle
-from sp_lightning.store.gradient_memory import Staging
+from sp_lightning.device.shared_memory import OwnView, commit_or_drop
+from sp_lightning.store.block_memory import Staging
 from sp_lightning.weights.layer import Kind, StreamedLayer
 
 Place = tuple[StreamedLayer, int]
@@ -163,12 +163,12 @@ class GradientPlaces:
             family.end_backward()
 
     def keep_held(self, family: Family) -> None:
-        """If somebody holds a gradient of an earlier step, leaves it to them and takes another view for this step's."""
+        """If user code holds a gradient of an earlier step, leaves it to that and takes another view for this step's."""
         if any(not lent.expired() and _gradient(place) is None for place, lent in family.lent.items()):
             self._leave(family)
 
     def _leave(self, family: Family) -> None:
-        """Leaves a family's view to whoever holds gradients in it, and takes another one."""
+        """Leaves a family's view to user code that holds gradients in it, and takes another one."""
         gradients = {place: _gradient(place) for place in family.places if family.shows(place)}
         family.view.keep(family.offset, family.offset + family.pages)
         family.view, family.offset = self._memory.view_anew(family.begin, family.begin + family.pages), 0
@@ -212,7 +212,7 @@ class GradientPlaces:
         self._settle(self.families.values(), commit=self._ranks.primary)
 
     def _settle(self, families: Iterable[Family], *, commit: bool) -> None:
-        settle([(each.view, (each.offset, each.offset + each.pages)) for each in families], commit=commit)
+        commit_or_drop([(each.view, (each.offset, each.offset + each.pages)) for each in families], commit=commit)
 
     def _take_over(self, family: Family, place: Place) -> None:
         gradient = _gradient(place)
@@ -223,10 +223,10 @@ class GradientPlaces:
             self._leave(family)
         with no_inference_mode(), torch.no_grad():
             family.of(place).copy_(gradient)
-            gradient.data = self._lend(family, place)  # whoever else holds it sees what becomes of it
+            gradient.data = self._lend(family, place)  # other tensors of it show what becomes of it
 
     def _lend(self, family: Family, place: Place) -> Tensor:
-        """The view of a place, with a storage of its own that shows whether somebody holds it."""
+        """The view of a place, with a storage of its own that shows whether a tensor holds it."""
         span = family.places[place]
         memory = lend(family.view.bytes[family.offset + span.offset :][: span.nbytes])
         family.lent[place] = StorageWeakRef(memory.untyped_storage())

@@ -10,8 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from sp_lightning.device.device import Device
-from sp_lightning.device.waits import Stream, Wait
+from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.weights.layer import StreamedLayer
 
 Wanted = Callable[[StreamedLayer], bool]
@@ -32,7 +31,8 @@ class GradientSink(Generic[W]):
         apply: called with what came, once the host has waited for a transfer.
 
     Attributes:
-        keep_narrow: whether gradients that come in a lower dtype than their parameter's keep it until somebody reads them.
+        keep_narrow: whether gradients that come in a lower dtype than their parameter's keep it until user code reads them.
+        arriving: the layers, or families of them, of which gradients have arrived that :meth:`make_room` would send off.
         device_bytes: bytes of gradients that are on the device now.
         drained_bytes: bytes that have left for the host.
         host_waits: how often the host has waited for a gradient whose size depends on values that compute has.
@@ -43,6 +43,7 @@ class GradientSink(Generic[W]):
         self._in_flight = in_flight
         self._apply_one = apply
         self.keep_narrow = False
+        self.arriving: dict[Any, None] = {}
         self.device_bytes = self.drained_bytes = self.host_waits = 0
         # What comes, the tensors on the device that are kept alive until compute has waited for the copy, and its event.
         self._flying: deque[tuple[W, list[Tensor], Any]] = deque()
@@ -57,7 +58,8 @@ class GradientSink(Generic[W]):
         begun = self.device.mark(Stream.DOWNLOAD)
         self.device.copy(targets, sources, Stream.DOWNLOAD)  # (8)
         nbytes = sum(map(_nbytes, sources))
-        self.device.note("drain", layer, begun, Stream.DOWNLOAD, nbytes)
+        if begun is not None:
+            self.device.note("drain", layer, begun, Stream.DOWNLOAD, nbytes)
         self.drained_bytes += nbytes
         self._flying.append((what, alive, self.device.record(Stream.DOWNLOAD)))
         self.retire(self._in_flight - 1)

@@ -17,13 +17,11 @@ from operator import attrgetter, itemgetter
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import aligned, strided
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.torch_private import accumulation_hooks, sparse_indices, sparse_values
-from sp_lightning.device.waits import Stream, Wait
-from sp_lightning.store.block_memory import BlockMemory
-from sp_lightning.store.gradient_memory import Staging
+from sp_lightning.store.block_memory import BlockMemory, Staging
 from sp_lightning.weights.embedding_rows import each_row_once
 from sp_lightning.weights.gradient_sink import GradientSink, bytes_of_dense, has_graph
 from sp_lightning.weights.layer import Kind, StreamedLayer
@@ -77,10 +75,9 @@ class Gradients(GradientSink[_Drain]):
         super().__init__(device, in_flight, self._apply)
         self._staging = staging
         self._received: dict[StreamedLayer, _Received] = {}
-        self._waiting: dict[StreamedLayer, None] = {}  # those of which gradients have not left yet, in order
         # Held by the thread that applies gradients: parts of one are added in order.
         self._landing = threading.RLock()
-        # Whether somebody has read one. The next ones would be read, too, and take memory in both dtypes.
+        # Whether user code has read one. The next ones would be read, too, and take memory in both dtypes.
         self._looked_at = False
 
     def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
@@ -101,7 +98,7 @@ class Gradients(GradientSink[_Drain]):
         elif place in received.gradients:
             self.drain(owner)
         if not received.gradients:
-            self._waiting[owner] = None
+            self.arriving[owner] = None
             received.expected = sum(sum(map(_requires_grad, member.block.parameters)) for member in owner.family)
         received.gradients[place] = gradient
         self.device_bytes += bytes_of_dense(gradient)
@@ -114,7 +111,7 @@ class Gradients(GradientSink[_Drain]):
         if received is None or not received.gradients:
             return
         gradients, received.gradients = received.gradients, {}
-        del self._waiting[owner]
+        del self.arriving[owner]
         self.device.access(gradients.values(), Stream.COMPUTE, write=True)
         self.device.wait(Stream.DOWNLOAD, self.device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
         landings, staging, targets, sources = self._place(gradients)
@@ -153,7 +150,7 @@ class Gradients(GradientSink[_Drain]):
                 span = block.planned.spans[index]
                 target = strided(staging.common, used, gradient.dtype, span.shape, span.stride)
                 used += aligned(gradient.nbytes)
-            rows = layer.rows.gradient_rows(index)
+            rows = None if layer.whole else layer.rows.gradient_rows(index)
             if rows is None:
                 targets.append(target)
                 sources.append(gradient)
@@ -186,17 +183,15 @@ class Gradients(GradientSink[_Drain]):
 
         Something is left of layers of which some parameters get no gradient, so that they are never complete.
         """
-        if not self._waiting:
-            return
         owners = [layer.owner for layer in layers]
-        for layer in list(self._waiting):
+        for layer in list(self.arriving):
             if layer not in owners and layer.kind is not Kind.RESIDENTS:
                 self.drain(layer)
 
     def land(self, *, everything: bool = False) -> None:
         """Applies gradients that have landed, all but the latest layer's unless ``everything`` is set.
 
-        Nobody waits for another thread that does so: that one may be in a hook, whose own backward may need this thread.
+        No thread waits for another one that does so: that one may be in a hook, whose own backward may need this thread.
         """
         if not (everything or len(self._landed) > 1) or not self._landing.acquire(blocking=False):
             return
@@ -204,12 +199,12 @@ class Gradients(GradientSink[_Drain]):
             self.finish(0 if everything else 1)
         finally:
             self._landing.release()
-        if everything and not (self._waiting or self._flying or self._landed):
+        if everything and not (self.arriving or self._flying or self._landed):
             self.drop()  # nothing but what was noted of them
 
     def end(self, *, last: bool) -> None:
         """Sends off every gradient."""
-        for layer in list(self._waiting):
+        for layer in list(self.arriving):
             self.drain(layer)
         self.retire(0)
 
@@ -220,7 +215,7 @@ class Gradients(GradientSink[_Drain]):
             if drain.staging is not None:
                 self._staging.give_back(drain.staging)
         self._received.clear()
-        self._waiting.clear()
+        self.arriving.clear()
 
     def _apply(self, drain: _Drain) -> None:
         received = self._received[drain.layer]
@@ -229,7 +224,7 @@ class Gradients(GradientSink[_Drain]):
             self.device.access(map(_memory, drain.landings), None, write=True)
             if any(own is None for _, _, own, _ in drain.landings):  # these are added to others
                 drain.layer.use_gradients()
-            # Landings are taken out, so that nobody but its parameters holds a layer's gradients once it is complete.
+            # Landings are taken out, so that its parameters alone hold a layer's gradients once it is complete.
             while drain.landings:
                 received.applied.add(self._land(*drain.landings.popleft()))
         finally:
@@ -245,7 +240,7 @@ class Gradients(GradientSink[_Drain]):
         """Makes one gradient ``param.grad``, or adds it to that. Returns the parameter's identity."""
         first = parameter.grad is None
         if compacted and own is None and first:
-            gradient = gradient.to_dense()  # the block's memory for it is held by somebody
+            gradient = gradient.to_dense()  # the block's memory for it is still held
         elif own is not None and own is not gradient and first:
             with no_inference_mode():
                 if gradient.layout is torch.strided:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from sp_lightning.plan.plan import PlannedLayer
@@ -32,7 +33,7 @@ class Kind(enum.Enum):
 class StreamedLayer:
     """One layer: everything that the engine knows about it.
 
-    The device's copy is valid if :attr:`slot` is not None, nor ``stale``, and the copy is not :attr:`outdated`. Whoever writes
+    The device's copy is valid if :attr:`slot` is not None, nor ``stale``, and the copy is not :attr:`outdated`. Code that writes
     the host's weights in a way that no version shows calls :meth:`invalidate`. Residents have a slot of their own, which
     :class:`~sp_lightning.weights.residents.Residents` answers for. The prefetch asks for the slot alone: what it fetches in
     vain, or not at all, is found out when the layer is used.
@@ -53,10 +54,12 @@ class StreamedLayer:
         owner: the layer that it is updated with, and whose gradients leave together with its own. Of masters this is the
             layer that they belong to, otherwise the layer itself.
         rows: which rows come if something asks for the layer. Those of a table and of stacked experts set it to their own.
+        whole: whether all of it comes, and as it is: it has neither casts nor rows, and neither has to be asked.
+        update: its update in the background that the engine has not waited for yet. Masters have none of their own.
         slot: the slot that holds its weights as the host has them, or will hold them after the event ``transfer``.
         transfer: the event of its last transfer to the device.
         fetches: how often it was fetched.
-        pins: how many running calls use it. It is not released before they have returned.
+        running_calls: how many running calls use it. It is not released before they have returned.
         layout: a number that layers share if their parameters lie alike in a slot.
         visits: how often the running step's forward has taken it into use.
         updated_early: whether the running backward has begun its update (``optimizer_overlap="backward"``).
@@ -85,10 +88,12 @@ class StreamedLayer:
         self.spans = (*planned.spans, *planned.casts)
         self.on_demand = kind in (Kind.MASTERS, Kind.TABLE)
         self.rows = AllRows()
+        self.whole = kind is not Kind.TABLE and not planned.rows and planned.masters is None
+        self.update: Future[None] | None = None
         self.slot: Slot | None = None
         self.transfer: Any = None
         self.fetches = 0
-        self.pins = 0
+        self.running_calls = 0
         self.visits = 0
         self.layout = 0
         self.updated_early = False
@@ -118,7 +123,7 @@ class StreamedLayer:
     def invalidate(self) -> None:
         """Marks the device's copy as out of date, because the host's weights were or may have been written.
 
-        A slot that somebody holds stays the layer's, and the layer will come to it again: views of a weight follow it.
+        A slot that is viewed after its use stays the layer's, and the layer will come to it again: views of a weight follow it.
         """
         if self.slot is None or not self.slot.escaped or self.slot.lease.moved:
             self.leave_slot()
@@ -127,8 +132,9 @@ class StreamedLayer:
             self.slot.stale = True
 
     def leave_slot(self) -> None:
-        """As :meth:`invalidate`, but weights were given other memory: whoever holds the old one keeps the old values."""
-        self.rows.drop_cached()
+        """As :meth:`invalidate`, but weights were given other memory: views of the old one keep the old values."""
+        if not self.whole:
+            self.rows.drop_cached()
         if self.kind is Kind.RESIDENTS and self.slot is not None:
             self.slot.stale = True  # they take another one when they are used next
             return

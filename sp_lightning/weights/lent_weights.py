@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import Span
 from sp_lightning.device.lease import shared
-from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.weights.device_parameter import same_place
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.parameter_group import ParameterGroup
@@ -19,13 +18,26 @@ from sp_lightning.weights.writes import KeptMemory, WeightWatch, digest
 
 
 class Tenants:
-    """The users of a layer's memory while the layer is in use: here there are none, as in a simulation."""
+    """The users of a layer's memory while the layer is in use: here there are none, as in a simulation.
+
+    Args:
+        slots: the slots, whose memory is lent.
+
+    Attributes:
+        kept: released layers of which user code may keep device parameters.
+        layers_outside: released layers with weights in other memory, which user code holds.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self.kept: set[StreamedLayer] = set()
+        self.layers_outside: set[StreamedLayer] = set()
 
     def before_use(self, layer: StreamedLayer) -> None:
-        """Called before a layer is used. Its weights on the host have to be up to date afterwards."""
+        """Called before a layer is used, if ``layers_outside`` has any. Its weights on the host have to be up to date then."""
 
-    def before_fetch(self, slots: Sequence[Slot]) -> None:
-        """Called before slots are overwritten."""
+    def take_back_late(self, slots: Iterable[Slot]) -> None:
+        """Called before slots are overwritten: what was written there is lost afterwards."""
 
     def fetched(self, layer: StreamedLayer) -> None:
         """Called when the transfer of a layer to the device was issued."""
@@ -33,26 +45,24 @@ class Tenants:
     def move_in(self, layer: StreamedLayer, slot: Slot) -> None:
         """Called when a call uses a layer: gives the modules its weights on the device."""
 
-    def move_out(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Called when nobody uses a layer any more: takes its memory from the modules."""
-
-    def moved_out(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Called after the slot was released."""
+    def release(self, layer: StreamedLayer, slot: Slot) -> None:
+        """Called when no call uses a layer any more: takes its memory from the modules, and releases the slot."""
+        self._slots.release(slot)
 
     def rest(self, layer: StreamedLayer) -> None:
-        """Called instead of :meth:`move_out` where nobody uses a layer any more and it keeps its slot."""
+        """Called instead of :meth:`release` where no call uses a layer any more and it keeps its slot."""
 
     def written(self, layer: StreamedLayer) -> bool:
         """Whether a layer that rests may have been written on the device, so that something is to be taken back."""
         return False
 
-    def let_go(self) -> bool:
-        """Takes the memory from device parameters that nobody keeps any more. Returns whether there were any."""
+    def free_dropped(self) -> bool:
+        """Takes the memory from device parameters that user code has dropped. Returns whether any of a layer were ``kept``."""
         return False
 
 
 class _Left(NamedTuple):
-    """A slot that a layer has left although somebody views it, and the digests of the weights that go on elsewhere."""
+    """A slot that a layer has left although it is still viewed, and the digests of the weights that go on elsewhere."""
 
     layer: StreamedLayer
     slot: Slot
@@ -77,13 +87,11 @@ class LentWeights(Tenants):
     """
 
     def __init__(self, slots: Slots, device: Device, resident_storages: set[int], watch: WeightWatch | None) -> None:
-        self._slots = slots
+        super().__init__(slots)
         self.device = device
         self.resident_storages = resident_storages
         self._watch = watch
         self._given: set[int] = set()  # addresses of the memory that weights were given in this step
-        self._kept: set[StreamedLayer] = set()  # released layers of which somebody may keep device parameters
-        self._outside: set[StreamedLayer] = set()  # released layers with weights in memory that somebody else holds
         self._left: list[_Left] = []
         self.write_backs = 0
         self.refuses = True
@@ -92,19 +100,14 @@ class LentWeights(Tenants):
 
     def before_use(self, layer: StreamedLayer) -> None:
         """Takes back what was written outside of the layer's slot, before the layer comes."""
-        if self._outside:
-            for member in layer.family:
-                self._take_back_outside(member)
-
-    def before_fetch(self, slots: Sequence[Slot]) -> None:
-        """Takes back what was written through views that outlived their layers' releases. Afterwards it would be lost."""
-        self.take_back_late(slots)
+        for member in layer.family:
+            self._take_back_outside(member)
 
     def fetched(self, layer: StreamedLayer) -> None:
         """Notes that the device's copy is that of the host's present parameters."""
         layer.parameters.fetched()
         if layer.slot is not None and layer.slot.kept is not None:
-            self._slots.join(layer.slot)  # whoever holds the slot may read it at any time
+            self._slots.join(layer.slot)  # user code that holds the slot may read it at any time
             self.keep(layer.slot)
 
     def move_in(self, layer: StreamedLayer, slot: Slot) -> None:
@@ -117,9 +120,12 @@ class LentWeights(Tenants):
                 group.expose()
         elif group.resting:
             group.ask(before_use=False)
+        if layer.owner.updated_early:  # what user code does with weights that backward has updated is refused
+            group.ask(before_use=True)
         group.resting = False
         group.sync_requires_grad()
-        layer.casts.offer(views[len(group.all) :])
+        if not layer.whole:
+            layer.casts.offer(views[len(group.all) :])
 
     # ------------------------------------------------------------------ a use ends
 
@@ -134,7 +140,15 @@ class LentWeights(Tenants):
         """Whether something of a resting layer may be left to take back."""
         return layer.parameters.written()
 
-    def move_out(self, layer: StreamedLayer, slot: Slot) -> None:
+    def release(self, layer: StreamedLayer, slot: Slot) -> None:
+        """Has the device parameters drop the slot's memory, and releases the slot."""
+        try:
+            self._move_out(layer, slot)
+        finally:  # what was written on the device may be refused
+            self._slots.release(slot)  # (5)
+            self._moved_out(layer, slot)
+
+    def _move_out(self, layer: StreamedLayer, slot: Slot) -> None:
         """Takes back what was written, and has the device parameters drop the slot's memory."""
         group = layer.parameters
         if not group.attached:
@@ -146,18 +160,18 @@ class LentWeights(Tenants):
         try:
             _, outside = self.take_back_slot(slot)
         finally:  # it may be refused
-            group.detach()
-            if not group.let_go():
-                self._kept.add(layer)
+            if not group.detach():
+                self.kept.add(layer)
         if outside:  # param.data = other: the slot does not have these values
             self.leave_views(slot, outside)
             layer.leave_slot()
-            self._keep_outside(layer, outside)
+            self._set_outside(layer, outside)
 
-    def moved_out(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Invalidates a layer that comes on demand after its use, unless somebody still views it."""
-        layer.casts.withdraw()
-        layer.rows.end_use()
+    def _moved_out(self, layer: StreamedLayer, slot: Slot) -> None:
+        """Invalidates a layer that comes on demand after its use, unless user code still views it."""
+        if not layer.whole:
+            layer.casts.withdraw()
+            layer.rows.end_use()
         group = layer.parameters
         if not slot.escaped:
             group.exposed.intersection_update(group.outside)
@@ -167,13 +181,11 @@ class LentWeights(Tenants):
             else:
                 layer.invalidate()
 
-    def let_go(self) -> bool:
-        """Takes the memory from device parameters that nobody keeps any more. Returns whether there were any."""
-        if not self._kept:  # nearly always; it is asked several times for each layer
-            return False
-        let_go = {layer for layer in self._kept if layer.parameters.let_go()}
-        self._kept -= let_go
-        return bool(let_go)
+    def free_dropped(self) -> bool:
+        """Takes the memory from device parameters that user code has dropped. Returns whether any of a layer were ``kept``."""
+        freed = {layer for layer in self.kept if layer.parameters.free_dropped()}
+        self.kept -= freed
+        return bool(freed)
 
     # ------------------------------------------------------------------ the host takes back
 
@@ -273,9 +285,9 @@ class LentWeights(Tenants):
 
     def take_back_all(self) -> None:
         """Takes back everything that was written on the device, after a step or in its midst. No layer is in use."""
-        for layer in list(self._outside):
+        for layer in list(self.layers_outside):
             self._take_back_outside(layer)
-            self._keep_outside(layer, {})
+            self._set_outside(layer, {})
         self.resident_storages -= self._given
         self._given.clear()
         self.take_back_late(self._slots.all)
@@ -321,15 +333,20 @@ class LentWeights(Tenants):
                     self._left.clear()
                     raise RuntimeError(_left_behind(left.layer.parameters.spans[index].name))
 
-    def _keep_outside(self, layer: StreamedLayer, outside: Mapping[int, Tensor]) -> None:
-        """Remembers the other memory of weights as long as somebody else holds it, who may write it later."""
+    def _set_outside(self, layer: StreamedLayer, given: Mapping[int, Tensor]) -> None:
+        """Remembers weights that were given other memory (``param.data = other``) while user code holds it and may write it.
+
+        Args:
+            layer: the layer, which is away.
+            given: that memory by the weight's index. The layer's other weights are forgotten, all of them if there is none.
+        """
         group = layer.parameters
-        group.outside = {i: value for i, value in outside.items() if i not in group.apart and shared(value)}
+        group.outside = {i: value for i, value in given.items() if i not in group.apart and shared(value)}
         group.exposed.intersection_update(group.outside)
         if group.outside:
-            self._outside.add(layer)
+            self.layers_outside.add(layer)
         else:
-            self._outside.discard(layer)
+            self.layers_outside.discard(layer)
 
     def _take_back_outside(self, layer: StreamedLayer) -> None:
         """Takes back what was written, while a layer is away, in other memory that its weights were given."""
@@ -340,7 +357,7 @@ class LentWeights(Tenants):
             self.write_back(layer, group.outside.items())
             if group.unversioned_writes != before:
                 layer.leave_slot()
-            self._keep_outside(layer, group.outside)
+            self._set_outside(layer, group.outside)
 
 
 def keep_saved(layer: StreamedLayer, index: int) -> None:

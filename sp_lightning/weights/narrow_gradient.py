@@ -1,7 +1,7 @@
-"""``param.grad`` in fewer bytes: a gradient that stays in the dtype in which it came until somebody looks at it.
+"""``param.grad`` in fewer bytes: a gradient that stays in the dtype in which it came until user code looks at it.
 
 In mixed precision the gradient of a weight that travels as a cast comes in 16 bits, which hold all of it. Plain Lightning
-has float32 in ``p.grad``, and unscales and clips it there. Nobody needs those twice as many bytes if the optimizer's step
+has float32 in ``p.grad``, and unscales and clips it there. Those twice as many bytes are not needed if the optimizer's step
 is taken apart by layers, because the update widens a gradient piece by piece, and unscales and clips each piece. For
 everybody else ``p.grad`` is the float32 tensor of plain Lightning, unscaled or clipped if it would be by then: while
 a gradient is narrow its parameter has a class whose ``grad`` widens it first. A tensor that widens itself when it is read
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device.metadata import METADATA
+from sp_lightning.device.layout import METADATA
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.torch_private import no_torch_functions, subclasses_are_asked, tree_leaves
 from sp_lightning.weights.roles import Role, leave, take
@@ -30,7 +30,7 @@ Change = Callable[[Tensor], Any]
 Made = tuple[Tensor, tuple[Change, ...]]
 """A gradient as it came, and what has changed its value since, in order."""
 _MOST_CHANGES = 2
-"""Of one step: it unscales and clips. Changes of several steps pile up if nobody sets a gradient to None."""
+"""Of one step: it unscales and clips. Changes of several steps pile up if user code never sets a gradient to None."""
 
 
 class NarrowGradient(Tensor):
@@ -39,7 +39,7 @@ class NarrowGradient(Tensor):
     It says that it has its parameter's dtype. Its memory is a single NaN.
 
     Attributes:
-        made_of: the gradient as it came, which is host memory of the parameter's shape in a lower dtype that nobody writes,
+        made_of: the gradient as it came, which is host memory of the parameter's shape in a lower dtype that is never written,
             with its changes.
         looked_at: called when it is widened.
     """
@@ -61,7 +61,7 @@ class NarrowGradient(Tensor):
 
 
 class _HasNarrowGradient(Role):
-    """A host parameter whose gradient is narrow. It has the class of the user's again once somebody asks for ``grad``."""
+    """A host parameter whose gradient is narrow. It has the class of the user's again once user code asks for ``grad``."""
 
     rank = 2
 
@@ -91,7 +91,7 @@ def keep_narrow(parameter: nn.Parameter, came: Tensor, looked_at: Callable[[], N
     Args:
         parameter: a host parameter without a gradient.
         came: host memory with the gradient.
-        looked_at: called when somebody asks for the gradient.
+        looked_at: called when user code asks for the gradient.
     """
     with no_inference_mode():
         gradient: Any = torch.full((), float("nan"), dtype=parameter.dtype, device="cpu").expand(came.shape)
@@ -124,7 +124,7 @@ def as_it_came(gradient: Any) -> Tensor:
 
 
 def change(parameter: nn.Parameter, by: Change) -> bool:
-    """Notes a change of a parameter's gradient, for whoever reads it from now on, if it is narrow. Returns whether it is."""
+    """Notes a change of a parameter's gradient, for code that reads it from now on, if it is narrow. Returns whether it is."""
     gradient = stored(parameter)
     with _lock:
         if type(gradient) is not NarrowGradient:
@@ -138,7 +138,7 @@ def change(parameter: nn.Parameter, by: Change) -> bool:
 
 
 def widen_if_changed(parameter: nn.Parameter) -> None:
-    """Widens a gradient whose value is another one than came, because nobody has set it to None since an earlier step."""
+    """Widens a gradient whose value is another one than came, because user code has not set it to None since an earlier step."""
     if is_narrow(parameter) and made_of(stored(parameter))[1]:
         widen(parameter)
 

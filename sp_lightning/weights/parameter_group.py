@@ -59,13 +59,13 @@ class Doors(Protocol):
         """Called before ``param.data = value``, while the layer is on the device."""
 
     def take_back_writes(self, layer: StreamedLayer) -> None:
-        """Has the host take over what was written on the device, because somebody asks which weights were written."""
+        """Has the host take over what was written on the device, because recompute asks which weights were written."""
 
     def host_is_used(self, layer: StreamedLayer) -> None:
         """Called within a step before user code reads the host's weights of a layer, or writes them."""
 
     def reading_rows(self, layer: StreamedLayer) -> AbstractContextManager[Staged | None]:
-        """A context in which nobody writes a table's weight; yields its bytes, or None if all of it is on the device."""
+        """A context in which no update writes a table's weight; yields its bytes, or None if all of it is on the device."""
 
 
 class ParameterGroup:
@@ -81,11 +81,11 @@ class ParameterGroup:
 
     Attributes:
         layer, doors: the layer, and the engine that is asked for it; set by :meth:`connect`.
-        resting: whether they are on the device although nobody uses the layer.
+        resting: whether they are on the device although no call uses the layer.
         shared: whether several threads use the parameters.
         casts: the casts that functions are given in place of masters, while the layer is on the device and has them.
         present_values: for each weight, the values that graphs have saved views of.
-        exposed: indices of the weights whose ``.data`` was handed out. Nobody knows when they are written.
+        exposed: indices of the weights whose ``.data`` was handed out. User code may write them at any time.
         apart: by index, the weights that were given another dtype; they have device memory of their own.
         outside: by index, the weights that were given other memory (``param.data = other``). Others may hold and write it.
         away: the data that each parameter has while its layer is away.
@@ -129,7 +129,7 @@ class ParameterGroup:
         self._accumulators: list[GradientEdge | None] = [None] * len(spans)
         self._synced: list[bool] | None = None
         self._references: dict[int, int] = {}  # references to each parameter when its layer's forward began
-        self._kept: dict[int, int] = {}  # the same, for those that somebody has kept since then
+        self._kept: dict[int, int] = {}  # the same, for those that autograd or user code has kept since then
         with no_inference_mode(), Untouched():
             self.counters = [parameter.detach() for parameter in self.all]
         self._versions, self._host_versions = versions(self.counters), versions(hosts)
@@ -223,10 +223,10 @@ class ParameterGroup:
         """Counts references as the layer's first forward since it came begins: hooks of autograd may keep parameters in it."""
         self._references = self._references or dict(enumerate(self._count_references())) | self._still_kept()
 
-    def detach(self) -> None:
-        """Turns the parameters into stand-ins. The layer's slot may be reused once :meth:`let_go` says so.
+    def detach(self) -> bool:
+        """Turns the parameters into stand-ins. Returns whether none is kept; if one is, until :meth:`free_dropped` says so.
 
-        A device parameter that somebody has kept since :meth:`watch` stays a view of the slot's memory, because autograd
+        A device parameter that a graph has kept since :meth:`watch` stays a view of the slot's memory, because autograd
         would read it without a call. A checkpoint's recompute keeps frozen weights in this way, and so do saved-tensor
         hooks that return what they are given. Every other use is noticed, as it is of all stand-ins.
         """
@@ -239,9 +239,10 @@ class ParameterGroup:
                     set_data(parameter, self.away[index])
                 set_class(parameter, kind)
         self.attached = False
+        return not kept
 
-    def let_go(self) -> bool:
-        """Takes the memory from the parameters that nobody keeps any more. Returns whether none are kept now."""
+    def free_dropped(self) -> bool:
+        """Takes the memory from the parameters that are kept no more. Returns whether none are kept now."""
         if self._kept and not self.attached:
             before, self._kept = self._kept, self._still_kept()
             with Untouched():
@@ -250,7 +251,7 @@ class ParameterGroup:
         return not self._kept
 
     def _still_kept(self) -> dict[int, int]:
-        """The parameters that still have more references than before somebody kept them, with the number before."""
+        """The parameters that still have more references than before they were kept, with the number before."""
         now = self._count_references() if self._kept else []
         return {index: before for index, before in self._kept.items() if now[index] > before}
 
@@ -295,7 +296,7 @@ class ParameterGroup:
     def take_written(self) -> list[int]:
         """The indices of the weights that were written on the device since the last call, or may have been by ``.data``.
 
-        They were written while the layer was there, or afterwards through a view that somebody still holds.
+        They were written while the layer was there, or afterwards through a view that user code still holds.
         """
         now = versions(self.counters)
         before, self._versions = self._versions, now

@@ -24,7 +24,7 @@ L = TypeVar("L", bound=Hashable)
 
 
 class Trace(Generic[L]):
-    """The order in which a phase uses layers, and how far the running batch has come along it.
+    """The order in which a phase (``train``, ``validate``, …) uses layers, and how far the running batch has come along it.
 
     A trace that turns out wrong (conditional layers, several forwards) costs fetches on demand, never a result.
 
@@ -45,7 +45,7 @@ class Trace(Generic[L]):
         self.start()
 
     def start(self) -> None:
-        """Begins a batch, which is expected to do what the last one did."""
+        """Goes to the start of the order, for a batch or for fetches before it. It is now that of the last batch."""
         if self._recorded and self._recorded != self._expected:
             self._expected = self._recorded
             self._uses = {layer: [] for layer in self._expected}
@@ -112,6 +112,9 @@ class Prefetch:
         plan, slots: the rings and the slots in them.
         layers: the plan's layers by index.
         ready: says whether a layer's weights on the host are up to date, so that a fetch need not wait for them.
+
+    Attributes:
+        rings: the indices of the rings that have slots.
     """
 
     def __init__(
@@ -129,6 +132,7 @@ class Prefetch:
     def follow(self, plan: Plan) -> None:
         """Chooses for another plan of the same layers from now on."""
         self._plan = plan
+        self.rings = [index for index, ring in enumerate(plan.rings) if ring.slots]
         self._wanted_in = [partial(self._wanted, ring) for ring in range(len(plan.rings))]
         self._awaited_in = [partial(self._awaited, ring) for ring in range(len(plan.rings))]
 
@@ -150,16 +154,6 @@ class Prefetch:
         trace = self._traces.get(phase)
         return iter(self._schedule(False) if trace is None else trace.order())
 
-    def transfers(self) -> Iterator[list[tuple[StreamedLayer, Slot]]]:
-        """Yields the transfers that can begin now. Each has to be issued before the next one is asked for."""
-        for index, ring in enumerate(self._plan.rings):
-            more = bool(ring.slots)
-            while more:
-                pairs, more = self._next(index)
-                if not pairs:
-                    break
-                yield pairs
-
     def _schedule(self, training: bool) -> list[StreamedLayer]:
         return [self._layers[index] for index in schedule(self._plan, training=training)]
 
@@ -177,8 +171,10 @@ class Prefetch:
         """Whether an absent layer is not worth a fetch ahead of time, and so comes on demand if at all."""
         return layer.planned.ring == ring and not self._wanted(ring, layer)
 
-    def _next(self, ring: int) -> tuple[list[tuple[StreamedLayer, Slot]], bool]:
-        """The next transfer of a ring: its next k' absent layers, with the slots for them.
+    def next(self, ring: int) -> tuple[list[tuple[StreamedLayer, Slot]], bool]:
+        """The next transfer of a ring that can begin now: its next k' absent layers, with the slots for them.
+
+        Each has to be issued before the next one is asked for.
 
         Returns:
             The pairs of layer and slot, none if it is better to wait until there are slots for all of these layers; and
@@ -194,7 +190,7 @@ class Prefetch:
         more = False
         for layer, needed in coming:
             best, may_go, more = self._choose(slots, float(needed))
-            while best is not None and _is_held(best):
+            while best is not None and best.held:  # asked last: to ask that takes the host longer than to choose a slot
                 slots.remove(best)
                 best, may_go, more = self._choose(slots, float(needed))
             if best is None:
@@ -254,8 +250,3 @@ class Prefetch:
 
 
 _slot_of = attrgetter("slot")  # None of an absent layer
-
-
-def _is_held(slot: Slot) -> bool:
-    """Whether somebody holds a slot after its use. To ask that takes the host longer than to choose a slot."""
-    return not slot.lent and slot.lease.in_use

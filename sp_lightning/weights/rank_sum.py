@@ -14,12 +14,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import Span, aligned, lay_out, part, total_bytes
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.rank_order import added_in, sum_in_order
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.weights.gradient_places import Family, Place
 
 

@@ -15,11 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.modes import no_inference_mode
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.device.waits import Stream, Wait
-from sp_lightning.store.gradient_memory import Staging
+from sp_lightning.store.block_memory import Staging
 from sp_lightning.weights.embedding_rows import each_row_once
 from sp_lightning.weights.gradient_places import Family, GradientPlaces, Place, compare_trained, present
 from sp_lightning.weights.gradient_sink import GradientSink, Wanted, has_graph
@@ -62,8 +61,7 @@ class ReducedGradients(GradientSink[None]):
         self._turn = 0
         # In this backward, in the order in which they were complete here.
         self._completed: dict[StreamedLayer, None] = {}
-        # Those with gradients on the device: whose others are still to come, and who wait for their turn.
-        self._arriving: dict[Family, None] = {}
+        # Those with gradients on the device that wait for their turn. Of those in ``arriving`` others are still to come.
         self._ready: dict[Family, None] = {}
         self._begun = False  # whether gradients have come in this backward
         self._wanted: Wanted | None = None  # in this backward
@@ -92,7 +90,7 @@ class ReducedGradients(GradientSink[None]):
         if gradient.layout is not torch.strided:
             gradient = self._to_dense(layer, name, gradient)
         family.waiting[place] = gradient
-        (self._ready if layer.owner in self._completed else self._arriving)[family] = None
+        (self._ready if layer.owner in self._completed else self.arriving)[family] = None
         family.came.add(place)
         self.device.access(gradient, Stream.COMPUTE, write=True)
         self.device_bytes += gradient.nbytes
@@ -119,7 +117,7 @@ class ReducedGradients(GradientSink[None]):
         owner.rows.compacted = False
         self._completed[owner] = None
         if family.waiting:
-            self._arriving.pop(family, None)
+            self.arriving.pop(family, None)
             self._ready[family] = None
         while self._turn < len(self._order) and self._order[self._turn] in self._completed:
             self._next()
@@ -135,7 +133,7 @@ class ReducedGradients(GradientSink[None]):
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Moves what is left of other layers' gradients to the host, because the backward of ``layers`` begins."""
         owners = [layer.owner for layer in layers]
-        for family in list(self._arriving):
+        for family in list(self.arriving):
             if family.owner not in owners and family.owner.kind is not Kind.RESIDENTS:
                 self._stash(family)
 
@@ -154,7 +152,7 @@ class ReducedGradients(GradientSink[None]):
     def _gone(self, family: Family) -> None:
         """Its gradients are not on the device any more."""
         family.waiting.clear()
-        self._arriving.pop(family, None)
+        self.arriving.pop(family, None)
         self._ready.pop(family, None)
 
     # ------------------------------------------------------------------ a layer is summed
@@ -257,15 +255,21 @@ class ReducedGradients(GradientSink[None]):
         self.finish(0)
         late = [family for family in self._families.values() if family.slot is None]
         places = [(family, place) for family in late for place in family.places]
-        bits = self._agree(places)
+        bits = self._agree_at_end(places)
         self.places.forget_writes()
         for (family, place), (gradient, _) in zip(places, bits, strict=True):
             if gradient:
                 self.device.access(family.of(place), None, write=True)
                 self.places.show(family, place)
 
-    def _agree(self, places: list[tuple[Family, Place]]) -> list[list[int]]:
-        """Tells all ranks which parameters have a gradient on any, which had one before, and the order of rank 0."""
+    def _agree_at_end(self, places: list[tuple[Family, Place]]) -> list[list[int]]:
+        """At the end of backward, tells all ranks which parameters have a gradient on any, and takes over rank 0's order.
+
+        A ``param.grad`` that no rank has added to gets its bytes back: the sum has added zeros to it.
+
+        Returns:
+            For each place whether any rank has a gradient, and whether any had a ``param.grad`` before.
+        """
         count, indices = len(places), {owner: index for index, owner in enumerate(self._families)}
         came = [place in family.came for family, place in places]
         before = [layer.block.parameters[of].grad is not None for _, (layer, of) in places]
@@ -292,7 +296,7 @@ class ReducedGradients(GradientSink[None]):
     def _end(self) -> None:
         self._turn, self._begun = 0, False
         self._completed.clear()
-        self._arriving.clear()
+        self.arriving.clear()
         self._ready.clear()
         self.device_bytes = 0
         self.places.end_backward()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.lease import Lease
 from sp_lightning.device.modes import no_inference_mode
-from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.lent_weights import LentWeights
 from sp_lightning.weights.slots import BlockSource, Slot
@@ -41,7 +40,8 @@ class Residents:
     def refresh(self) -> None:
         """Brings the device's copy up to date for everything that is computed from now on."""
         group, layer = self.group, self.layer
-        self._source.wait(layer)
+        if layer.update is not None:
+            self._source.wait(layer)
         if not group.hosts or (self._current and not group.stale):
             return
         if not group.stale or self._slot.kept is not None:
@@ -71,7 +71,7 @@ class Residents:
     def invalidate(self) -> None:
         """Marks the device's copy as out of date, because host weights were or may have been written.
 
-        Views of it that somebody keeps see the present weights at once, as views of a plain parameter do.
+        Views of it that user code keeps see the present weights at once, as views of a plain parameter do.
         """
         self._current = False
         if self._slot.kept is not None:
@@ -103,16 +103,12 @@ class Residents:
         )
         return self._slot.lease.in_use_beside(own)
 
-    def synchronize(self) -> None:
-        """Lets the host wait until no transfer reads its weights any more."""
-        self._device.synchronize(self.layer.transfer, Wait.UPDATE_AFTER_RESIDENTS)
-
     def close(self) -> None:
         """Frees the device memory."""
         self._slot = self._new_slot(0)
 
     def _take_memory(self) -> None:
-        """Takes new memory. Whoever holds the old one keeps its values."""
+        """Takes new memory. Views of the old one keep its values."""
         self._lent.resident_storages.discard(self.address)
         self._slot = self._new_slot(self.layer.planned.nbytes)
         self._lent.resident_storages.add(self.address)

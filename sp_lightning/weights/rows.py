@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream
 from sp_lightning.device.layout import aligned
 from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
-from sp_lightning.device.waits import Stream
 
 if TYPE_CHECKING:
     from sp_lightning.weights.layer import StreamedLayer

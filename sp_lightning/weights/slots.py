@@ -2,25 +2,26 @@
 
 A slot's life::
 
-    FREE ──fetch──▶ FILLED ──use──▶ LENT ──release──▶ FILLED or, while somebody still reads it, HELD ──▶ FREE
+    FREE ──fetch──▶ FILLED ──use──▶ LENT ──release──▶ FILLED or, while it is still viewed, HELD ──▶ FREE
 
-A slot's memory is lent under a storage of its own. Once nobody holds that storage, no new kernel can be issued that reads it,
+A slot's memory is lent under a storage of its own. Once no tensor holds that storage, no new kernel can be issued that reads it,
 and an event recorded then covers the kernels that still run. Until then the slot is never overwritten: another slot is
 used, or an extra one is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.lease import Lease
-from sp_lightning.device.waits import Stream, Wait
+from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.rows import ExpertCache
@@ -108,7 +109,7 @@ class BlockSource:
     def synchronize(self) -> None:
         """Waits until no transfer reads the host's weights any more: whatever comes next may write them."""
 
-    def doubt(self, layers: Sequence[StreamedLayer]) -> None:
+    def invalidate(self, layers: Sequence[StreamedLayer]) -> None:
         """The host's weights of these layers may have been written unseen: their copies on the device are out of date."""
 
 
@@ -121,6 +122,9 @@ class Slots:
         device: allocates the slots and copies into them.
         uploads: copies layers into them; None: each is copied whole.
     """
+
+    poisons = False
+    """Whether a slot is filled with NaN once nobody uses or holds it; see :func:`poisoned`."""
 
     def __init__(
         self, plan: Plan, layers: Sequence[StreamedLayer], device: Device, uploads: Uploads | None = None
@@ -169,11 +173,6 @@ class Slots:
         self.device_bytes += slot.memory.nbytes
         if slot.memory.nbytes:
             self.by_address[slot.memory.data_ptr()] = slot
-
-    @property
-    def timed(self) -> bool:
-        """Whether somebody has a timeline, for which every use begins and ends."""
-        return bool(self._device.timelines)
 
     def views(self, layer: StreamedLayer, slot: Slot) -> list[Tensor]:
         return slot.lease.views(layer.layout, layer.spans)
@@ -225,7 +224,7 @@ class Slots:
             if staged is not None:
                 self._device.wait(Stream.UPLOAD, staged, Wait.FETCH_AFTER_UPDATE)
             begun = self._device.mark(Stream.UPLOAD)
-            nbytes = layer.rows.send(slot, source)
+            nbytes = None if layer.whole else layer.rows.send(slot, source)
             if nbytes is None:
                 nbytes = source.nbytes
                 target = slot.memory if slot.memory.nbytes == nbytes else slot.memory[:nbytes]
@@ -265,7 +264,8 @@ class Slots:
         """Lends a fetched layer's memory to compute, which waits for the transfer."""
         slot = layer.slot
         assert slot is not None
-        self._uploads.go_on()
+        if self._uploads.pending:
+            self._uploads.go_on()
         self.join(slot)
         slot.lent = True
         slot.idle = None
@@ -283,7 +283,7 @@ class Slots:
             self._arrive(slot)
         self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
-        if slot.layer is not None:
+        if slot.layer is not None and not slot.layer.whole:
             slot.layer.rows.arrived(slot.memory)
 
     def resume(self) -> None:
@@ -295,7 +295,7 @@ class Slots:
     def release(self, slot: Slot) -> None:
         """Ends the use of a slot. Device parameters have dropped the memory; others may still hold views of it."""
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
-        if self.timed:
+        if self._device.timelines:
             layer = None if slot.layer is None else slot.layer.index
             self._device.note("backward" if slot.backward else "forward", layer, slot.begun, Stream.COMPUTE)
             self.idle_since = self._device.mark(Stream.COMPUTE)
@@ -303,7 +303,16 @@ class Slots:
         slot.escaped = slot.lease.in_use
         if not slot.escaped:
             slot.kept = None
+            if self.poisons:
+                self._poison(slot)
             slot.idle = self._device.record(Stream.COMPUTE)
+
+    def _poison(self, slot: Slot) -> None:
+        if slot.layer is not None:
+            slot.layer.invalidate()
+        self._device.access(slot.memory, Stream.COMPUTE, write=True)
+        with no_inference_mode(), no_dispatch_modes():
+            slot.memory.fill_(0xFF)  # all ones are NaN in every float type
 
     def forget_dropped(self, slot: Slot) -> None:
         """Notes that the views of a slot are dropped, if they are. What was written through them was taken back."""
@@ -312,7 +321,7 @@ class Slots:
             slot.kept = None
 
     def give_back_extra(self) -> None:
-        """Frees the extra slots that nobody holds.
+        """Frees the extra slots that no tensor views.
 
         No transfer into one is under way: layers come to them on demand only, and compute has waited for those.
         """
@@ -339,7 +348,7 @@ class Slots:
     def resize(self, plan: Plan) -> None:
         """Gives the same layers the slots of another plan, between two batches.
 
-        A slot that somebody still holds stays as an extra one until nobody does.
+        A slot that is still viewed stays as an extra one until it is not.
         """
         held = [(slot, slot.layer) for slot in self.all if not slot.overwritable]
         self._free()
@@ -369,6 +378,16 @@ class Slots:
         self.planned.clear()
         self.all.clear()
         self.device_bytes = 0
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Inside, a slot that nobody uses or holds is filled with NaN, so that a read shows. Each use fetches its layer anew."""
+    before, Slots.poisons = Slots.poisons, True
+    try:
+        yield
+    finally:
+        Slots.poisons = before
 
 
 def _layout(layer: PlannedLayer) -> Hashable:

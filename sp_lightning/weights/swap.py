@@ -76,22 +76,12 @@ class Swap:
         self.on_device = False
         """Whether the modules hold device parameters now."""
 
-    def to_device(self) -> bool:
-        """Puts the device's parameters into the modules, and brings residents up to date.
-
-        Returns:
-            Whether the modules held the host's parameters before.
-        """
-        was_away = not self.on_device
-        if was_away:
-            self._residents.group.ask(before_use=False)
-            self.on_device = True
-            _swap(self._to_device)
-            self._pruned.hold_device()
-        self._residents.refresh()
-        if self._watch is not None:
-            self._residents.group.expose()
-        return was_away
+    def to_device(self) -> None:
+        """Puts the device's parameters into the modules, which hold the host's."""
+        self._residents.group.ask(before_use=False)
+        self.on_device = True
+        _swap(self._to_device)
+        self._pruned.hold_device()
 
     def to_host(self) -> None:
         """Puts the host's parameters into the modules."""

@@ -29,10 +29,9 @@ from typing import Any
 from torch import Tensor
 
 from sp_lightning.device.board import LOOK
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream
 from sp_lightning.device.ranks import Ranks
 from sp_lightning.device.shared_memory import SharedMemory
-from sp_lightning.device.waits import Stream
 from sp_lightning.observe.messages import say_once
 from sp_lightning.weights.layer import StreamedLayer
 
@@ -67,12 +66,14 @@ class Uploads:
     Attributes:
         ring: the index of the ring that most bytes pass through.
         gathered_bytes: bytes that came from other devices.
+        pending: the layers that are on their way.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.ring = 0
         self.gathered_bytes = 0
+        self.pending: deque[OnItsWay] = deque()
 
     def send(self, layer: StreamedLayer, target: Tensor, source: Tensor, landed: Callable[[], None]) -> OnItsWay | None:
         """Begins the upload of a layer. The upload stream waits already for what was in the slot, and for the layer's bytes.
@@ -129,7 +130,6 @@ class SlicedUploads(Uploads):
         memory = ranks.share(gather_log_bytes(ranks.size), "the log of gathers")
         self._group: Any = ranks.uploads
         self._gathers = GatherLog(memory, ranks.rank, ranks.size, ranks.until, ranks.board.until)
-        self._pending: deque[OnItsWay] = deque()
         self._issuing = False
         self._over = threading.Event()
         threading.Thread(target=self._look, name="superpipeline-gathers", daemon=True).start()
@@ -145,9 +145,9 @@ class SlicedUploads(Uploads):
             return super().send(layer, target, source, landed)
         begin, rest = self._ranks.rank * part, self._ranks.size * part
         self._copy(target, source, (begin, begin + part), (rest, source.nbytes))
-        self._pending.append(coming := OnItsWay(number, layer, target, source, part, landed))
+        self.pending.append(coming := OnItsWay(number, layer, target, source, part, landed))
         self.go_on()
-        return coming if coming in self._pending else None
+        return coming if coming in self.pending else None
 
     def _copy(self, target: Tensor, source: Tensor, *parts: tuple[int, int]) -> None:
         pieces = [slice(begin, end) for begin, end in parts if begin < end]
@@ -156,8 +156,8 @@ class SlicedUploads(Uploads):
     def _announce(self, layer: StreamedLayer) -> int | None:
         if not self._in_round:
             self._begin()
-        if len(self._pending) >= _AHEAD:
-            self.finish(self._pending[0])
+        if len(self.pending) >= _AHEAD:
+            self.finish(self.pending[0])
         # What is this rank's own no other one announces by the same number.
         return self._gathers.announce(-1 - self._ranks.rank if self._own(layer) else layer.index)
 
@@ -173,8 +173,8 @@ class SlicedUploads(Uploads):
     # ------------------------------------------------------------------ the rest of a layer
 
     def go_on(self) -> None:
-        while self._pending and not self._issuing:
-            verdict = self._gathers.verdict(self._pending[0].number)
+        while self.pending and not self._issuing:
+            verdict = self._gathers.verdict(self.pending[0].number)
             if verdict is None:
                 return
             self._issue(together=verdict)
@@ -189,28 +189,28 @@ class SlicedUploads(Uploads):
 
     def _go_on_meanwhile(self) -> None:
         """As :meth:`go_on`, for a caller that may not wait for the engine."""
-        if self._pending and self._lock.acquire(blocking=False):
+        if self.pending and self._lock.acquire(blocking=False):
             try:
                 self.go_on()
             finally:
                 self._lock.release()
 
     def finish(self, last: OnItsWay | None = None) -> None:
-        while self._pending and (last is None or last in self._pending):
-            first = self._pending[0]
+        while self.pending and (last is None or last in self.pending):
+            first = self.pending[0]
             try:
                 verdict = self._gathers.wait(first.number)
             except BaseException:
                 self._alone()
                 raise
-            if first in self._pending:  # it was not issued meanwhile
+            if first in self.pending:  # it was not issued meanwhile
                 self._issue(together=verdict)
 
     def _issue(self, *, together: bool) -> None:
         if not together:
             self._alone()
             return
-        coming, size = self._pending[0], self._ranks.size
+        coming, size = self.pending[0], self._ranks.size
         gathered = coming.target[: size * coming.part]
         begun = self.device.mark(Stream.UPLOAD)
         self._issuing = True
@@ -222,7 +222,7 @@ class SlicedUploads(Uploads):
             raise
         finally:
             self._issuing = False
-        self._pending.popleft()
+        self.pending.popleft()
         self.device.access(gathered, Stream.UPLOAD, write=True)
         self.device.note("gather", coming.layer.index, begun, Stream.UPLOAD, gathered.nbytes)
         self.gathered_bytes += gathered.nbytes - coming.part
@@ -231,8 +231,8 @@ class SlicedUploads(Uploads):
     def _alone(self) -> None:
         """Copies the rest of all layers that are on their way: the others do not bring them, or not in this order."""
         self._gathers.close_round()
-        while self._pending:
-            coming = self._pending.popleft()
+        while self.pending:
+            coming = self.pending.popleft()
             begin, last = self._ranks.rank * coming.part, self._ranks.size * coming.part
             self._copy(coming.target, coming.source, (0, begin), (begin + coming.part, last))
             coming.landed()
@@ -251,7 +251,7 @@ class SlicedUploads(Uploads):
     def close(self) -> None:
         self._over.set()
         with self._lock:
-            self._pending.clear()
+            self.pending.clear()
             self._group = None
             self._ranks.meanwhile = lambda: None
             self._gathers.close()

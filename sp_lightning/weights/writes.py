@@ -17,7 +17,7 @@ from torch import DisableTorchFunctionSubclass, Tensor
 
 from sp_lightning.model.wrapped import parts
 from sp_lightning.store.block import HostBlock
-from sp_lightning.store.mapped_file import let_go
+from sp_lightning.store.mapped_file import page_out
 from sp_lightning.store.weights_in_files import FilePlace, place_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def digest(tensor: Tensor) -> str:
     key = place, tensor.dtype, tensor.shape
     if key not in _in_files:
         _in_files[key] = _of_values(tensor)
-        let_go(tensor.data_ptr(), tensor.nbytes)
+        page_out(tensor.data_ptr(), tensor.nbytes)
     return _in_files[key]
 
 

@@ -398,7 +398,7 @@ class Retries(Module):
 
 
 def test_an_error_while_activations_come_back_leaves_none_half_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    bring = Offload._bring
+    bring = Offload._begin_return
     failed: list[bool] = []
 
     def fails_once(self: Offload, storages: Any) -> None:
@@ -419,7 +419,7 @@ def test_an_error_while_activations_come_back_leaves_none_half_there(monkeypatch
         bring(self, storages)
 
     reference = fit(lambda: Retries(Stack()), vectors())
-    monkeypatch.setattr(Offload, "_bring", fails_once)
+    monkeypatch.setattr(Offload, "_begin_return", fails_once)
     ours = fit(lambda: Retries(Stack()), vectors(), superpipeline(activations="offload"))
     assert_same(ours, reference)
     assert failed

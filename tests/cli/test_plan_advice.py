@@ -58,11 +58,11 @@ def test_activations_that_travel_too_slowly_are_named(capsys: pytest.CaptureFixt
          '(k=1, k_prime=1, layers=["layer1.*", "layer2.*"], resident=["fc"])'),
     ],
 )  # fmt: skip
-def test_the_last_line_has_every_option_that_the_answer_depends_on(
+def test_the_verdict_has_every_option_that_the_answer_depends_on(
     arguments: tuple[str, ...], choice: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = plan(capsys, "resnet18", "--k", "1", "--k-prime", "1", "--gpu-memory", "8GiB", *arguments)
-    assert found["verdict"].startswith(f"It fits: SuperpipelineStrategy{choice}, ")
+    assert f"\nWith this strategy: SuperpipelineStrategy{choice}, " in found["verdict"]
 
 
 @pytest.mark.parametrize(("precision", "gradients"), [("bf16-mixed", 2), ("16-mixed", 2), ("32-true", 4)])

@@ -18,7 +18,6 @@ from sp_lightning.activations import offload
 from sp_lightning.plan.units import human_bytes
 from tests.support.answers import plan
 from tests.support.models import Module, Stack
-from tests.support.on_paper import on_paper
 from tests.support.runs import fit, superpipeline
 from tests.support.simdevice import simulated
 from tests.support.tiers import first
@@ -45,28 +44,6 @@ def test_seventy_billion_parameters_in_seconds(capsys: pytest.CaptureFixture[str
     assert found["verdict"].startswith("It fits: SuperpipelineStrategy(k=1")
 
 
-@pytest.mark.long("a model of billions of parameters, four times")
-def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    model = str(SHAPES / "llama-3-8b.json")
-    found = plan(capsys, model, "--gpu-memory", "8GiB", "--tokens", "4096", "--k", "1")
-    assert found["best"] is None
-    assert "It does not fit: the least is" in found["verdict"]
-    advice = (
-        r" too little\. Use a smaller batch; --activations offload \(the least is .* then, and .* more of the host\)\."
-    )
-    assert re.search(advice + "$", found["verdict"])
-    found = plan(capsys, model, "--gpu-memory", "1GiB", "--tokens", "8192", "--k", "1")  # less than weights alone take
-    assert " too little. Cut layers finer with --layers; --activations offload (the least is " in found["verdict"]
-    found = plan(capsys, model, "--gpu-memory", "16GiB", "--tokens", "4096", "--k", "1")
-    advice = (
-        r"Use a smaller batch, or --activations recompute \(.* then\), or --activations offload \(.* of the host\)\."
-    )
-    assert re.search(advice + "$", found["verdict"])
-    found = plan(capsys, model, "--host-memory", "64GiB", "--k", "1")
-    assert "beside what the process and libraries take, 63.1 GiB are there, " in found["verdict"]
-    assert re.search(r" too little: --host-memory \d+MiB is enough. Use --precision bf16-true", found["verdict"])
-
-
 @pytest.mark.parametrize(
     ("arguments", "layers"),
     first(
@@ -86,7 +63,9 @@ def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[s
 def test_models_of_all_kinds(arguments: list[str], layers: int, capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, *arguments, "--gpu-memory", "24GiB", "--k", "1")
     assert found["activation_bytes"], "it was run on paper"
-    assert found["verdict"].startswith("It fits: SuperpipelineStrategy(k=1")
+    assert re.match(
+        r"(It fits without us: .*\nWith this strategy|It fits): SuperpipelineStrategy\(k=1", found["verdict"]
+    )
     assert len(found["layers"]) >= layers
 
 
@@ -130,18 +109,6 @@ def test_generation_of_an_encoder_and_a_decoder(tmp_path: Path, capsys: pytest.C
     assert "each token of 4 sequences" in found["verdict"]
 
 
-@pytest.mark.long("a model of billions of parameters")
-def test_what_batch_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    model, options = (
-        str(SHAPES / "llama-3-8b.json"),
-        ["--precision", "bf16-true", "--generate", "64", "--tokens", "448", "--k", "1"],
-    )
-    found = plan(capsys, model, *options, "--batch", "400", "--gpu-memory", "16GiB")
-    count = int(found["verdict"].partition("(about ")[2].partition(" would fit)")[0])
-    assert plan(capsys, model, *options, "--batch", str(count), "--gpu-memory", "16GiB")["best"]
-    assert plan(capsys, model, *options, "--batch", str(count * 5 // 4), "--gpu-memory", "16GiB")["best"] is None
-
-
 class Known(Module):
     """A factory for the command line: it says what it takes."""
 
@@ -179,7 +146,9 @@ def test_what_is_said_on_paper_is_what_a_run_does(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("name", ["Unknown", "LooksAtValues"])
 def test_modules_that_cannot_be_run_without_values_are_estimated(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", f"tests.cli.test_plan_command:{name}", "--k", "1"])
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", f"tests.cli.test_plan_command:{name}", "--k", "1"])
+    assert ended.value.code == 3
     text = capsys.readouterr().out
     assert "activations unknown: no batch could be run without values" in text
     assert "SuperpipelineStrategy(k=1" in text
@@ -191,7 +160,8 @@ class SaysMuch(Known):
 
 
 def test_the_first_line_of_an_error_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", "tests.cli.test_plan_command:SaysMuch", "--k", "1"])
+    with pytest.raises(SystemExit):
+        main(["plan", "tests.cli.test_plan_command:SaysMuch", "--k", "1"])
     assert "ValueError: The input is not to my taste" in capsys.readouterr().out
 
 
@@ -256,7 +226,7 @@ def config(name: str, folder: Path, **more: Any) -> str:
 
 
 @pytest.mark.rest("seconds for each model")
-@pytest.mark.parametrize("name", [pytest.param(each, marks=on_paper if each == "mixtral" else ()) for each in CONFIGS])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_encoder_decoders_speech_and_experts_are_run(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,7 +234,6 @@ def test_encoder_decoders_speech_and_experts_are_run(
     assert found["activation_bytes"], found["why_no_activations"]
 
 
-@on_paper
 def test_experts_count_for_the_tokens_that_are_routed_to_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -358,7 +327,7 @@ def test_a_module_without_a_forward(name: str, shape: Any, capsys: pytest.Captur
 def test_little_that_is_missing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     needed = plan(capsys, "tests.cli.test_plan_command:Known", "--k", "1")["windows"][0]["device_bytes"]
     found = plan(capsys, "tests.cli.test_plan_command:Known", "--k", "1", "--gpu-memory", f"{needed - 3}B")
-    assert " are there, 3 B too little. " in found["verdict"]
+    assert " are there, 3 B too little." in found["verdict"]
 
 
 def test_what_does_not_fit_ends_with_another_status(capsys: pytest.CaptureFixture[str]) -> None:
@@ -464,7 +433,7 @@ def test_layers_too_small_for_the_host_are_named_with_what_helps(
         hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=256
     )
     config.save_pretrained(tmp_path)
-    main(["plan", str(tmp_path), "--tokens", "16", "--k", "2", "--k-prime", "1"])
+    main(["plan", str(tmp_path), "--tokens", "16", "--k", "2", "--k-prime", "1", "--verbose"])
     said = capsys.readouterr().out
     (row,) = re.findall(r"^   2   1 .*$", said, re.MULTILINE)
     assert re.search(r"  host ◀$", row)
@@ -472,7 +441,7 @@ def test_layers_too_small_for_the_host_are_named_with_what_helps(
 
 
 def test_each_column_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", "tests.cli.test_plan_command:Known", "--k", "1"])
+    main(["plan", "tests.cli.test_plan_command:Known", "--k", "1", "--verbose"])
     lines = capsys.readouterr().out.splitlines()
     (head,) = [line for line in lines if "weights+grads" in line and "binds" in line]
     explained = {
@@ -484,15 +453,16 @@ def test_each_column_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plain_training_is_shown_with_its_optimizer_state(capsys: pytest.CaptureFixture[str]) -> None:
     """As the recipes compute it: weights, gradients and AdamW's moments."""
     count = sum(p.numel() for p in Known().parameters())
-    main(["plan", "tests.cli.test_plan_command:Known", "--k", "1"])
+    main(["plan", "tests.cli.test_plan_command:Known", "--k", "1", "--verbose"])
     assert f"weights and gradients; plain {human_bytes(16 * count)} with optimizer state\n" in capsys.readouterr().out
-    main(["plan", "tests.cli.test_plan_command:Known", "--k", "1", "--predict"])
+    main(["plan", "tests.cli.test_plan_command:Known", "--k", "1", "--predict", "--verbose"])
     assert f"weights; plain {human_bytes(4 * count)}\n" in capsys.readouterr().out
 
 
 @pytest.mark.rest("models of real size are counted")
 def test_times_of_images_are_not_guessed_from_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", "fasterrcnn_mobilenet_v3_large_fpn", "--k", "1", "--batch", "2"])
+    with pytest.raises(SystemExit):
+        main(["plan", "fasterrcnn_mobilenet_v3_large_fpn", "--k", "1", "--batch", "2"])
     text = capsys.readouterr().out
     assert "as if each weight was used 392 times in a forward" in text  # 2 images of 14 × 14 patches
     assert "token" not in text
@@ -532,13 +502,13 @@ def test_factories_that_make_nothing(model: str, message: str, capsys: pytest.Ca
 def test_bad_configs(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(SystemExit):
-        main(["plan", str(tmp_path)])
+        main(["plan", str(tmp_path), "--tokens", "2048"])
     assert message in capsys.readouterr().err
 
 
 def test_no_gradients_where_nothing_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
     for options, shown in ((["--predict"], False), ([], True)):
-        main(["plan", "tests.cli.test_plan_command:Known", "--k", "1", *options])
+        main(["plan", "tests.cli.test_plan_command:Known", "--k", "1", "--verbose", *options])
         text = capsys.readouterr().out
         assert ("gradients in flight" in text) == shown
         assert "activations and intermediate results" in text
@@ -575,14 +545,14 @@ def test_second_forwards_count_where_activations_are_unknown(capsys: pytest.Capt
 
 @pytest.mark.rest("a model of real size is counted")
 def test_logits_are_told_where_they_are_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", config("gpt2", tmp_path, vocab_size=50_000), "--tokens", "64", "--k", "1"])
+    main(["plan", config("gpt2", tmp_path, vocab_size=50_000), "--tokens", "64", "--k", "1", "--verbose"])
     text = capsys.readouterr().out
     assert "note: 12.2 MiB are saved outside of all layers (largest: float32 (64, 50000), 12.2 MiB), whatever" in text
     assert "see examples/guide/activations.md" in text
-    main(["plan", config("gpt2", tmp_path), "--tokens", "512", "--batch", "8", "--k", "1"])
+    main(["plan", config("gpt2", tmp_path), "--tokens", "512", "--batch", "8", "--k", "1", "--verbose"])
     text = capsys.readouterr().out
     assert "  recompute  " in text
     assert "MiB on the host" in text
     assert "outside of all layers" not in text
-    main(["plan", config("gpt2", tmp_path), "--predict", "--tokens", "64", "--k", "1"])
+    main(["plan", config("gpt2", tmp_path), "--predict", "--tokens", "64", "--k", "1", "--verbose"])
     assert "  recompute  " not in capsys.readouterr().out

@@ -169,7 +169,7 @@ def test_a_second_node_is_compared_with_one_that_is_alone(capsys: pytest.Capture
 def test_a_second_node_pays_if_the_network_is_fast(capsys: pytest.CaptureFixture[str]) -> None:
     said = {}
     for network in ("0.001", "1e6"):
-        main(["plan", *MODEL, "--nodes", "2", "--network", network])
+        main(["plan", *MODEL, "--nodes", "2", "--network", network, "--verbose"])
         said[network] = capsys.readouterr().out
     (gain,) = re.findall(r"beside it, 2 train (\S+) times as many samples", said["0.001"])
     assert float(gain) < 1, "it does not pay"

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from sp_lightning.__main__ import main
-from tests.support.on_paper import on_paper
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 64,
@@ -22,7 +21,7 @@ def kib_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: st
     """What travels of the experts, for each share of them that is on the device already."""
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
-    main(["plan", str(config), "--k", "1", "--k-prime", "1", "--precision", "32-true", *more])
+    main(["plan", str(config), "--k", "1", "--k-prime", "1", "--precision", "32-true", "--verbose", *more])
     said = capsys.readouterr().out
     assert "of which only those travel that something is routed to" in said
     sizes = re.findall(r"of that experts +([\d.]+) (KiB|MiB)", said)
@@ -30,7 +29,6 @@ def kib_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: st
     return [float(size) * (1024 if unit == "MiB" else 1) for size, unit in sizes]
 
 
-@on_paper
 @pytest.mark.rest("a plan of prompts and of tokens")
 def test_a_token_brings_its_experts_and_a_prompt_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expert, count, layers = 3 * 64 * 64 * 4 / 1024, 32, 4

@@ -1,4 +1,4 @@
-"""Accelerators that are not CUDA (XPU): page locks and counters through torch's own, at the seam and without one."""
+"""Accelerators at the seam and without one: page locks, counters and events of torch's, which fakes stand for."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import math
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from sp_lightning.device.accelerator import Accelerator
-from sp_lightning.device.pinned import PinnedMemory
-from sp_lightning.device.waits import Wait
+from sp_lightning.device.device import Stream, Wait
+from sp_lightning.device.host_memory import PinnedMemory
 
 EMPTY = torch.empty
 
@@ -33,13 +34,15 @@ class Allocator:
         return memory
 
 
+def accelerator(kind: str) -> Accelerator:
+    """The seam of an accelerator: without streams, which it would make at once."""
+    with mock.patch("torch.Stream"):
+        return Accelerator(torch.device(kind, 0))
+
+
 @pytest.fixture
 def xpu() -> Accelerator:
-    """The seam of an XPU: without streams, which it would make at once."""
-    device = object.__new__(Accelerator)
-    with mock.patch("torch.Stream"):
-        device.__init__(torch.device("xpu", 0))  # type: ignore[misc]
-    return device
+    return accelerator("xpu")
 
 
 def pinned(device: Accelerator, allocator: Allocator, nbytes: int) -> PinnedMemory:
@@ -97,3 +100,60 @@ def test_where_torch_counts_nothing_there_is_no_budget_and_no_peak(xpu: Accelera
     with mock.patch.multiple("torch.accelerator", get_memory_info=refused, max_memory_allocated=refused):
         assert xpu.free_bytes() is None
         assert xpu.peak_bytes() is None
+
+
+@pytest.mark.parametrize(("fraction", "free"), [(1.0, 600 + 300 - 100), (0.5, 500 - 100), (0.2, 200 - 100)])
+def test_the_budget_is_within_what_the_user_allows_this_process(
+    fraction: float, free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's allocator raises out of memory beyond torch.cuda.set_per_process_memory_fraction, however much is free."""
+    gpu = accelerator("cuda")
+    counters = {"mem_get_info": (600, 1000), "memory_reserved": 300, "memory_allocated": 100}
+    with mock.patch.multiple("torch.cuda", **{name: mock.Mock(return_value=each) for name, each in counters.items()}):
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: fraction, raising=False)
+        assert gpu.free_bytes() == free
+        monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")  # torch 2.10 has none
+        assert gpu.free_bytes() == 600 + 300 - 100
+
+
+class Event:
+    """An event of CUDA's, at a time that the test says: elapsed milliseconds are float32."""
+
+    now = 0.0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.seconds = 0.0
+
+    def record(self, stream: Any) -> None:
+        self.seconds = Event.now
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: Event) -> float:
+        return float(np.float32((end.seconds - self.seconds) * 1000))
+
+
+def test_intervals_are_as_fine_after_an_hour_as_at_first(xpu: Accelerator) -> None:
+    """Kernels of 0.1 ms had no length, or 0.25 ms: all times were elapsed since one event at the beginning of a run."""
+    with (
+        mock.patch("torch.Event", Event),
+        mock.patch("torch.accelerator.current_stream"),
+        mock.patch.object(Event, "now", 0.0),
+    ):
+        timeline = xpu.make_timeline()
+        xpu.timelines.append(timeline)
+        taken = []
+        for second in (0, 9, 11, 3600, 7200.5):
+            for kernel in range(20):
+                Event.now = second + kernel * 2e-4
+                begun = xpu.mark(Stream.COMPUTE)
+                Event.now += 1e-4
+                xpu.note("forward", kernel, begun, Stream.COMPUTE)
+            taken += timeline.take()
+    assert [each.end - each.begin for each in taken] == pytest.approx([1e-4] * 100, abs=1e-5)
+    assert [each.layer for each in taken] == list(range(20)) * 5
+    assert taken[-1].end - taken[0].begin == pytest.approx(7200.5 + 0.0039, abs=1e-3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.device.backward_calls import unwatch, watch
+from sp_lightning.device.patched import unwatch, watch
 from sp_lightning.device.torch_private import ENGINE_CALL
 
 

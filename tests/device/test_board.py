@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from sp_lightning.device import board
-from sp_lightning.device.board import Board, NodeNews, RankError, board_bytes
+from sp_lightning.device.board import Board, NodeNews, RankError, RankInterrupt, board_bytes
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.shared_memory import SharedMemory, create
 
@@ -137,6 +137,27 @@ def test_a_rank_that_says_nothing_is_given_up() -> None:
         ),
     ):
         first.until(lambda: False, "it")
+
+
+def test_an_interrupt_of_another_rank_is_no_error_where_none_is_looked_for() -> None:
+    """At the end of a run, and where what is waited for is there. A third rank hears of an interrupt that was passed on, too."""
+    first, second, third = boards(3)
+    first.fail(KeyboardInterrupt())
+    with pytest.raises(RankInterrupt) as interrupted:
+        second.check("the others")
+    second.fail(interrupted.value)
+    second.run_ends()
+    third.run_ends()
+    with pytest.raises(RankInterrupt, match="rank 0 has failed"):
+        third.until(lambda: False, "the others")
+    check, there = third.check, []
+
+    def late(why: str) -> None:
+        there.append(True)
+        check(why)
+
+    with mock.patch.object(third, "check", late):
+        third.until(lambda: bool(there), "the others")
 
 
 def comes(true: Callable[[], object]) -> bool:

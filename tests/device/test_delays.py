@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from sp_lightning.device.waits import Stream, Wait
-from tests.support.delays import CYCLES, NOT_SEEN, Delayed, Slow
+from sp_lightning.device.device import Stream, Wait
+from tests.support.delays import CYCLES, NOT_SEEN, SEEN, Delayed, Slow
 from tests.support.runs import assert_same, superpipeline
 from tests.support.simdevice import Race, simulated
 from tests.support.wait_scenarios import OF_RANKS, SCENARIOS, ahead, left_out
@@ -85,3 +85,4 @@ def test_every_wait_is_tried_on_a_gpu_or_has_its_reason_not_to_be() -> None:
     assert {*SCENARIOS, *OF_RANKS} == set(Wait)
     assert all(NOT_SEEN.values())
     assert len(NOT_SEEN) == 5
+    assert set(SEEN) <= set(SCENARIOS), "eight waits of several ranks were among them, without a scenario"

@@ -1,14 +1,17 @@
-"""Tensors without memory, which stand where a tensor is away."""
+"""Pages of memory, and tensors without memory, which stand where a tensor is away."""
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.device import layout
 from sp_lightning.device.layout import absent
 
 READS: dict[str, Callable[[Tensor], Any]] = {
@@ -37,3 +40,10 @@ def test_a_tensor_without_memory_says_why_when_it_is_read(read: str, dtype: torc
 def test_an_empty_tensor_needs_no_memory() -> None:
     made = absent(torch.ones(0, 3), torch.device("cpu"), "It is elsewhere.")
     assert made.shape == (0, 3)
+
+
+def test_pages_are_those_of_the_system() -> None:
+    """Some ARM systems (Grace) have pages of 64 KiB, which were taken for pages of 4 KiB."""
+    with mock.patch("mmap.PAGESIZE", 2**16):
+        there = runpy.run_path(str(layout.__file__))
+    assert [there["whole_pages"](nbytes) for nbytes in (0, 5000, 2**16 + 1)] == [2**16, 2**16, 2**17]

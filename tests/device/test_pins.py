@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device.pinned import PinnedMemory
-from sp_lightning.device.waits import Stream, Wait
+from sp_lightning.device.device import Stream, Wait
+from sp_lightning.device.host_memory import PinnedMemory
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import fit, loader, superpipeline, trainer_for
 from tests.support.simdevice import Race, SimDevice, simulated

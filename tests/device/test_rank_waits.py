@@ -27,9 +27,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.ranks import Ranks
-from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.engine.turns import Turns
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.trainer.rank_steps import _CLOSURE, RankSteps

@@ -19,7 +19,7 @@ import torch
 
 from sp_lightning.device import shared_memory
 from sp_lightning.device.layout import PAGE
-from sp_lightning.device.shared_memory import SharedMemory, create, hand_out, settle
+from sp_lightning.device.shared_memory import SharedMemory, commit_or_drop, create, hand_out
 
 PAGES = 16
 
@@ -110,7 +110,7 @@ def test_views_are_settled_with_one_look_each(
     for view in views:
         view.bytes[:: 2 * PAGE] = 1
     parts = [(view, (page * PAGE, (page + 1) * PAGE)) for page in range(4) for view in views]
-    assert settle(parts, commit=commit) == 4 * PAGE
+    assert commit_or_drop(parts, commit=commit) == 4 * PAGE
     assert looks == views
     assert [page for page in range(PAGES) if memory.common[page * PAGE] == 1] == ([0, 2, 8, 10] if commit else [])
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from sp_lightning.device.waits import Stream, Wait
+from sp_lightning.device.device import Stream, Wait
 from sp_lightning.weights.captured import Captured
 from sp_lightning.weights.slots import Slots
 from sp_lightning.weights.swap import Swap
@@ -142,12 +142,11 @@ def test_an_operator_that_nobody_declared_is_noticed() -> None:
 def test_weights_of_the_host_in_the_model_are_noticed() -> None:
     """Were the modules' parameters not exchanged, a CPU would compute with the host's and say nothing."""
 
-    def forgetful(self: Swap) -> bool:
-        was_away = to_device(self)
+    def forgetful(self: Swap) -> None:
+        to_device(self)
         for module, _, attribute, _, host in self._to_device:
             if host.shape == (16, 32):
                 module._parameters[attribute] = host
-        return was_away
 
     to_device = Swap.to_device
     exchanged = mock.patch.object(Swap, "to_device", forgetful)

@@ -1,6 +1,6 @@
 """The omission matrix: leave out each wait of the engine in turn, and something here must fail.
 
-The rows are the engine's own list (:class:`sp_lightning.device.waits.Wait`), so a new wait without its scenario fails. A wait
+The rows are the engine's own list (:class:`sp_lightning.device.device.Wait`), so a new wait without its scenario fails. A wait
 whose omission nothing notices is not needed, and goes: two went that way. A second matrix looks whether a wait is seen
 where a device waits for more than the simulation: the two that are not are listed with what implies them.
 
@@ -37,7 +37,7 @@ import pytest
 from torch import Tensor
 
 from sp_lightning.activations.offload import Offload
-from sp_lightning.device.waits import Stream, Wait
+from sp_lightning.device.device import Stream, Wait
 from sp_lightning.store.block import HostBlock
 from sp_lightning.weights.embedding_rows import EmbeddingRows
 from sp_lightning.weights.gradients import Gradients

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from sp_lightning.engine.module_hooks import attach_module_hooks
+from sp_lightning.weights.expert_rows import ExpertRows
 
 
 class Listens:
@@ -68,6 +71,41 @@ def test_a_call_that_has_not_begun_does_not_end_the_call_around_it() -> None:
     with listening(module) as listener:
         module(torch.tensor([2.0]))
     assert listener.left == [2.0]
+
+
+class Routes(ExpertRows):
+    """Notes the routed calls that are running. Those of zeros cannot be read."""
+
+    def __init__(self) -> None:
+        self.running: list[float] = []
+
+    def begin_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not args[0].any():
+            raise RuntimeError("no memory")
+        self.running.append(float(args[0].sum()))
+
+    def end_call(self) -> None:
+        self.running.pop()
+
+
+def test_a_routed_call_that_has_not_begun_does_not_end_the_one_around_it() -> None:
+    """The experts of the outer call were those of no call any more, and all of them came."""
+    module, rows, listener = Calls(), Routes(), Listens()
+    layer: Any = SimpleNamespace(rows=rows, index=0, name="experts")
+
+    def inside(x: Tensor) -> None:
+        if x.sum() == 2:
+            with pytest.raises(RuntimeError, match="no memory"):
+                module(torch.zeros(1))
+            assert rows.running == [2.0]
+
+    module.inside = inside
+    with mock.patch.object(listener, "enter", return_value=()):
+        handles = attach_module_hooks(listener, {module: (layer,)})
+        module(torch.tensor([2.0]))
+    for handle in handles:
+        handle.remove()
+    assert rows.running == []
 
 
 def test_a_hook_of_a_user_that_raises_first_ends_no_call_of_another_module() -> None:

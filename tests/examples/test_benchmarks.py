@@ -20,6 +20,7 @@ import torch
 from examples.benchmarks import __main__ as everything
 from examples.benchmarks import (
     agenda,
+    beside_plan,
     cli,
     compiled,
     contest,
@@ -42,6 +43,7 @@ from examples.benchmarks import (
 from examples.benchmarks.limit_model import prediction_seconds, training_seconds
 from examples.benchmarks.workloads import Workload
 from sp_lightning.device.device import Device
+from sp_lightning.device.timeline import Interval
 from tests.support.made_up_rows import cells, made_up
 
 SHORT = ["--precision", "32-true", "--steps", "5", "--k-and-k-prime", "2:1"]
@@ -425,12 +427,39 @@ def test_generation_is_compared_only_where_the_tokens_are_thesame_tokens() -> No
         overhead.same_tokens(ways)
 
 
+def test_the_share_of_fetches_that_computation_hides() -> None:
+    fetch, forward, backward = (
+        Interval("fetch", 0, 0.0, 4.0), Interval("forward", 0, 1.0, 2.0), Interval("backward", 1, 3.0, 5.0)
+    )  # fmt: skip
+    assert beside_plan.hidden_share([fetch, forward, backward]) == 0.5
+    assert beside_plan.hidden_share([forward]) is None
+
+
+def test_a_window_that_takes_more_than_planned_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(beside_plan, "WINDOWS", ((2, 1), (1, 1)))
+    monkeypatch.setattr(beside_plan, "_taken", lambda strategy: (2**40, None))
+    monkeypatch.setattr(beside_plan, "window", lambda *_: {"what": "window", "within": True})
+    monkeypatch.setattr(beside_plan, "timeline", lambda *_: {"what": "timeline"})
+    arguments = ["--tokens", "64", "--seconds", "0.01", "--out", str(tmp_path)]
+    assert beside_plan.main(arguments) == 0, "the first window's activations explain it"
+    taken = iter([(2**30, None), (2**40, None)])
+    monkeypatch.setattr(beside_plan, "_taken", lambda strategy: next(taken))
+    assert beside_plan.main(arguments) == 1
+    assert [row["status"] for row in rows.read(tmp_path / "rows.jsonl")][-4:] == ["ok", "failed", "ok", "ok"]
+
+
+def test_a_machines_rates_are_arguments_of_plan() -> None:
+    row = {"matrix_flops": {"bf16": 750e12}, "dram_bytes": 120e9, "duplex_bytes": 40e9}
+    assert limits.plan_arguments(row) == ["--tflops", "750", "--dram", "120GB/s", "--pcie", "40GB/s"]
+    assert limits.plan_arguments({**row, "duplex_bytes": None}) == ["--tflops", "750", "--dram", "120GB/s"]
+
+
 def test_foresight_measures_and_predicts_every_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.jsonl"
     foresight.main(["--tokens", "64", "--windows", "1:1", "3:2", "--seconds", "0.1", "--out", str(file)])
-    (row,) = rows.read(file)
-    assert [(each["k"], each["k_prime"]) for each in row["windows"]] == [(1, 1), (3, 2)]
-    for each in row["windows"]:
+    found = rows.read(file)
+    assert [(each["k"], each["k_prime"]) for each in found] == [(1, 1), (3, 2)]
+    for each in found:
         assert 0.2 < each["predicted"] / each["measured"] < 5, (
             "the same kind of number; its truth is a benchmark's matter"
         )

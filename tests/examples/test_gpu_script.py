@@ -13,15 +13,17 @@ import pytest
 import torch
 
 from examples.benchmarks import __main__ as everything
+from examples.benchmarks import first_light, rows
+from tests.support.models import CASES
 
 
 @pytest.fixture
 def on_a_machine(tmp_path: Path) -> Callable[..., tuple[int, list[str]]]:
-    """Runs the script with a Python that notes what it is to do, and fails with a status of the test's."""
+    """Runs the script with a Python that notes what it is to do, and fails where the test wants it to."""
 
-    def run(*arguments: str, tests: int = 0) -> tuple[int, list[str]]:
+    def run(*arguments: str, failing: str = "nothing") -> tuple[int, list[str]]:
         python, log = tmp_path / "python", tmp_path / "log"
-        python.write_text(f'#!/bin/sh\necho "$@" >> {log}\ncase "$*" in *pytest*) exit {tests};; esac\n')
+        python.write_text(f'#!/bin/sh\necho "$@" >> {log}\ncase "$*" in *{failing}*) exit 1;; esac\n')
         python.chmod(0o755)
         script = Path(everything.__file__).with_name("gpu.sh")
         environment = {**os.environ, "PYTHON": str(python), "OUT": str(tmp_path / "out")}
@@ -33,7 +35,7 @@ def on_a_machine(tmp_path: Path) -> Callable[..., tuple[int, list[str]]]:
 
 @pytest.mark.parametrize("part", ["tests1", "tests2", "tests3", "tests4", "tests5", "tests6"])
 def test_a_part_of_the_gpus_tests_ends_as_they_do(part: str, on_a_machine: Any, tmp_path: Path) -> None:
-    status, (done,) = on_a_machine(part, tests=1)
+    status, (done,) = on_a_machine(part, failing="pytest")
     assert status == 1
     assert "-m pytest -ra" in done
     assert (tmp_path / "out" / f"{part}.txt").exists()
@@ -48,10 +50,94 @@ def test_several_devices_are_as_many_as_there_are(on_a_machine: Any, tmp_path: P
     assert (tmp_path / "out" / "ranks.txt").exists()
 
 
-def test_a_failing_test_costs_no_figures_and_is_told(on_a_machine: Any) -> None:
-    status, done = on_a_machine(tests=1)
+def test_the_first_call_stops_where_the_first_light_fails(on_a_machine: Any) -> None:
+    """A figure of a machine on which something computes the wrong thing is none."""
+    status, done = on_a_machine(failing="first_light")
     assert status == 1
-    assert [each.split()[1] for each in done] == ["pytest", "examples.benchmarks.foresight", "examples.benchmarks"]
+    assert [each.split()[1] for each in done] == ["examples.benchmarks.first_light"]
+
+
+def test_a_part_that_fails_costs_no_other_part_and_is_told(on_a_machine: Any, tmp_path: Path) -> None:
+    status, done = on_a_machine(failing="beside_plan")
+    assert status == 1
+    modules = ["first_light", "beside_plan", "limits"]
+    assert [each.split()[1] for each in done] == [
+        f"examples.benchmarks{each}" for each in (*(f".{m}" for m in modules), "")
+    ]
+    assert "--list 1.5B --minutes 5.5" in done[-1]
+    assert all((tmp_path / "out" / f"{name}.txt").exists() for name in ("first", "memory", "limits", "1.5B"))
+
+
+@pytest.mark.parametrize("part", ["3B", "8B", "card", "h200", "activations"])
+def test_a_list_alone_ends_within_eight_minutes(part: str, on_a_machine: Any) -> None:
+    status, (done,) = on_a_machine(part)
+    assert status == 0
+    assert f"--list {part} --minutes 7.5" in done
+
+
+PARTS = {"first": "first_light", "memory": "beside_plan", "limits": "limits", "foresight": "foresight"}
+
+
+@pytest.mark.parametrize(("part", "module"), PARTS.items())
+def test_a_part_alone(part: str, module: str, on_a_machine: Any) -> None:
+    status, (done,) = on_a_machine(part)
+    assert status == 0
+    assert f"-m examples.benchmarks.{module} " in done
+
+
+@pytest.mark.rest("the first call with tiny sizes: processes that start from nothing")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it pretends that there is none")
+def test_the_first_call_runs_through_on_a_cpu() -> None:
+    """So that it cannot rot. It keeps no figures."""
+    script = Path(everything.__file__).with_name("gpu.sh")
+    environment = {**os.environ, "PYTHON": sys.executable, "OUT": "/nowhere", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(["bash", script, "--pretend"], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+    for part in ("first", "memory", "limits", "pretend"):
+        assert f"== {part}: exit status 0" in run.stdout
+    assert "first light: all went well" in run.stdout
+    files = run.stdout.rsplit("left: ", 1)[1].split()
+    assert {"rows.jsonl", "rates.json", "timeline.json", "timeline.png", "report.md"} <= set(files)
+    assert not Path("/nowhere").exists()
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_first_light_stops_at_the_first_failure_and_says_all_about_it(
+    failing: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    called: list[int] = []
+
+    def stage(number: int) -> Any:
+        def runs(setting: Any) -> dict[str, int]:
+            called.append(number)
+            if number == failing:
+                raise KeyError("of the machine")
+            return {"number": number}
+
+        return runs
+
+    well = first_light.run(first_light.PRETENDED, [stage(number) for number in range(4)], tmp_path / "rows.jsonl")
+    assert not well
+    assert called == list(range(failing + 1))
+    found = rows.read(tmp_path / "rows.jsonl")
+    assert [row["status"] for row in found] == ["ok"] * failing + ["failed"]
+    assert {"kernel", "host bytes free", "build of torch"} <= set(found[-1]["facts"])
+    said = capsys.readouterr().out
+    assert "FAILED" in said
+    assert "of the machine" in said
+
+
+def test_first_light_sees_a_difference_and_says_of_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*arguments: Any) -> Any:
+        losses, state = first_light_reference(*arguments)
+        return losses, {name: value + (name == "net.blocks.2.inner.bias") for name, value in state.items()}
+
+    first_light_reference = first_light.reference
+    monkeypatch.setattr(first_light, "reference", wrong)
+    monkeypatch.setattr(first_light, "MODELS", {"Stack": (CASES["stack"].make, CASES["stack"].batches)})
+    with pytest.raises(AssertionError, match=r"net\.blocks\.2\.inner\.bias") as raised:
+        first_light.equality(first_light.PRETENDED)
+    assert raised.value.__notes__ == ["This was Stack, 32-true."]
 
 
 def test_every_file_of_the_gpus_tests_has_its_part(on_a_machine: Any) -> None:
@@ -68,11 +154,11 @@ def test_what_has_run_when_the_time_is_over_is_reported(tmp_path: Path) -> None:
     root = Path(everything.__file__).parents[2]
     (tmp_path / "conftest.py").write_text((root / "tests/gpu/conftest.py").read_text())
     (tmp_path / "test_two.py").write_text(
-        "import conftest\ndef test_one(): conftest._begun -= 2000; assert 0\ndef test_two(): pass\n"
+        "import conftest\ndef test_one(): conftest.END = 0; assert 0\ndef test_two(): pass\n"
     )
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-ra", "-v", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path],
-        env={**os.environ, "GPU_TEST_SECONDS": "1000"}, capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "GPU_TEST_END": "1e11"}, capture_output=True, text=True, cwd=tmp_path,
     )  # fmt: skip
     assert run.returncode == pytest.ExitCode.INTERRUPTED
     assert "FAILED test_two.py::test_one" in run.stdout

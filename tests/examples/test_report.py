@@ -19,6 +19,24 @@ from tests.support.made_up_rows import cells, made_up, made_up_limits
 GIB = 2**30
 
 
+def test_what_one_machine_shows_before_its_contestants_is_in_tables(tmp_path: Path) -> None:
+    """Its rows were taken for those of contestants: no report was written where any of them was."""
+    machine = {name: value for name, value in made_up_limits().items() if name in rows.KEYS}
+    found = [
+        made_up("plain", 1.0, 80),
+        {**machine, "run": "1", "kind": "first-light", "stage": "copies", "seconds": 2.25},
+        {**machine, "run": "1", "kind": "beside-plan", "what": "window", "k": 3, "k_prime": 1, "budget": 1000},
+        {**machine, "run": "1", "kind": "foresight", "k": 2, "k_prime": 1, "measured": 1.5, "predicted": 1.25},
+        {**machine, "run": "1", "kind": "first-light", "stage": "fork", "status": "failed", "error": "no memory"},
+    ]
+    text = report.write(found, tmp_path).read_text()
+    assert "| copies | 2.25 |" in text
+    assert "| window | 3 | 1 | 1000 |" in text
+    assert "| 2 | 1 | 1.5 | 1.25 |" in text
+    assert "Did not run: first-light" in text
+    assert "no memory" in text
+
+
 def test_the_reports_numbers_follow_from_the_rows(tmp_path: Path) -> None:
     found = [
         made_up_limits(),

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from sp_lightning.device.waits import Wait
-from tests.support.delays import NOT_SEEN, REGIMES, Slow, delayed
+from sp_lightning.device.device import Wait
+from tests.support.delays import REGIMES, SEEN, Slow, delayed
 from tests.support.runs import Outcome, assert_same, superpipeline
 from tests.support.wait_scenarios import SCENARIOS, ahead, left_out
 
@@ -49,7 +49,7 @@ def is_seen(wait: Wait, scenario: Any, slow: Slow) -> bool:
     return bool(made[0].early)
 
 
-@pytest.mark.parametrize("wait", [wait for wait in Wait if wait not in NOT_SEEN], ids=lambda wait: wait.name)
+@pytest.mark.parametrize("wait", SEEN, ids=lambda wait: wait.name)
 def test_a_wait_that_is_left_out_is_seen(wait: Wait) -> None:
     """In one of the two regimes, in its own scenario or in the one where the host runs far ahead."""
     assert any(is_seen(wait, scenario, slow) for scenario in (SCENARIOS[wait], ahead) for slow in REGIMES)

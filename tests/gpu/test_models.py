@@ -9,9 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("diffusers")
-pytest.importorskip("timm")
-
 from tests.support.gpu_reference import reference
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import Batches, LossRecorder, Make, assert_equal, loader, superpipeline, trainer_for

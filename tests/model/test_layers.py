@@ -129,7 +129,7 @@ def test_blocks_that_are_sequences_of_bare_modules(name: str) -> None:
     found = find_layers(make())
     assert [layer.name for layer in found.layers] == expected
     assert len(found.experts) == (2 if name == "experts" else 0)
-    assert not found.ungrouped or name in ("one-part", "encoder-and-decoder")
+    assert not found.grouping_advice or name in ("one-part", "encoder-and-decoder")
 
 
 class Heads(nn.Module):

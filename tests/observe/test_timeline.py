@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream
 from sp_lightning.device.timeline import Interval, Timeline
-from sp_lightning.device.waits import Stream
 from sp_lightning.model.find import find_layers
 from sp_lightning.observe.stats import Stats, bottleneck
 from sp_lightning.plan.plan import make_plan
@@ -127,14 +126,14 @@ def test_what_happens_between_batches_is_no_computation(tmp_path: Path) -> None:
 def test_metrics_and_progress_bar(tmp_path: Path) -> None:
     from lightning.pytorch.loggers import CSVLogger
 
-    callback = SuperpipelineCallback(progress_bar=True, metrics=True, every_n_steps=2)
+    callback = SuperpipelineCallback(progress_bar=True, metrics="all", every_n_steps=2)
     trainer = trainer_for(SuperpipelineStrategy(), logger=CSVLogger(tmp_path), callbacks=[callback])
     trainer.fit(Module(Stack()), loader(vectors(6)))
     header = (Path(trainer.log_dir or "") / "metrics.csv").read_text().splitlines()[0].split(",")
-    wanted = {f"superpipeline/{name}" for name in ("stall_fraction", "device_bytes", "fetch_gbps", "window")}
+    wanted = {f"superpipeline/{name}" for name in ("waited", "device_bytes", "fetch_gbps", "window")}
     assert wanted <= set(header)
-    assert trainer.progress_bar_metrics["superpipeline/window"] == 2
-    assert 0 <= trainer.progress_bar_metrics["superpipeline/stall_fraction"] <= 1
+    assert trainer.progress_bar_metrics["window"] == 2
+    assert 0 <= trainer.progress_bar_metrics["waited"] <= 1
 
 
 def stats(**seconds: float) -> Stats:

@@ -211,6 +211,62 @@ class ScalesInBackward(Module):
             p.grad.data.mul_(3)
 
 
+class WritesUpdated(Module):
+    """A hook in backward writes a weight of the last layer, which is updated by then, through a captured reference."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.captured = [next(self.net.blocks[4].parameters())]
+        handle = self.net.blocks[1].register_forward_hook(lambda *call: call[2].register_hook(self.late) and None)
+        try:
+            return super().training_step(batch, batch_idx)
+        finally:
+            handle.remove()
+
+    def late(self, gradient: Tensor) -> None:
+        self.captured[0].data.mul_(1.5)
+
+
+@pytest.mark.parametrize("k", [1, 8])
+def test_a_write_to_a_weight_that_is_updated_already_is_refused(k: int) -> None:
+    """While the layer was on the device still (k=8), the write and the update were in a race, and one was lost."""
+    make = fused(lambda: WritesUpdated(Stack()))
+    with pytest.raises(RuntimeError, match=r"had updated layer 'net.blocks.4' when.*its weights were needed again"):
+        fit(make, vectors(), overlapping("backward", k=k), recorded="losses")
+
+
+class TakesData(nn.Linear):
+    """Without gradients its forward takes the weight's ``.data``, which could be written."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight if torch.is_grad_enabled() else self.weight.data, self.bias)
+
+
+class CallsUpdated(Module):
+    """A hook at the end of backward calls the last layer, which is updated by then."""
+
+    def __init__(self) -> None:
+        net: Any = Stack()
+        net.head = TakesData(16, 16)
+        super().__init__(net)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch = batch.clone().requires_grad_()
+        batch.register_hook(lambda gradient: self.late(batch))
+        return self.loss(batch)
+
+    def late(self, batch: Tensor) -> None:
+        net: Any = self.net
+        with torch.no_grad():
+            net.head(batch.detach())
+
+
+@pytest.mark.parametrize("k", [1, 8])
+def test_a_call_of_a_layer_that_is_updated_already_is_refused(k: int) -> None:
+    """Where its slot still had the weights (k=8), those were taken for written, and the update was lost."""
+    with pytest.raises(RuntimeError, match=r"had updated layer 'net.head' when.*its weights were needed again"):
+        fit(fused(CallsUpdated), vectors(), overlapping("backward", k=k), recorded="losses")
+
+
 class HooksLate(Module):
     """A parameter's hook, registered in the first step, writes all gradients."""
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from time import sleep
 from typing import Any
 from unittest import mock
 
@@ -15,8 +16,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Device
-from sp_lightning.device.waits import Stream
+from sp_lightning.device.device import Device, Stream
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.weights.layer import StreamedLayer
 from sp_lightning.weights.narrow_gradient import as_it_came, stored
@@ -56,6 +56,46 @@ def failing(step: int, layer: int) -> Iterator[list[int]]:
     after: list[int] = []
     with mock.patch.object(BackgroundUpdates, "submit", noted):
         yield after
+
+
+class _Interrupted(dict[Any, Any]):
+    """Notes of updates. The tenth is interrupted."""
+
+    notes = 0
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.notes += 1
+        if self.notes == 10:
+            raise KeyboardInterrupt
+        super().__setitem__(key, value)
+
+
+class LooksAtTheEnd(Callback):
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.seen = [parameter.detach().clone() for parameter in pl_module.parameters()]
+
+
+def test_an_interrupt_while_an_update_is_submitted_leaves_none_that_goes_on() -> None:
+    """It was submitted and not noted, so that what an interrupted run saved was in the midst of an update."""
+    make, later, looks = BackgroundUpdates.__init__, Device.later, LooksAtTheEnd()
+
+    def made(self: BackgroundUpdates, *arguments: Any) -> None:
+        make(self, *arguments)
+        self._under_way = _Interrupted()
+
+    def slowly(self: Device, work: Callable[[], None]) -> Any:
+        def delayed() -> None:
+            sleep(0.1)
+            work()
+
+        return later(self, delayed)
+
+    module = fused(lambda: Module(Stack()))()
+    with mock.patch.object(BackgroundUpdates, "__init__", made), mock.patch.object(Device, "later", slowly):
+        with pytest.raises(SystemExit):
+            trainer_for(overlapping("forward"), callbacks=[looks]).fit(module, loader(vectors() * 2))
+        sleep(0.3)
+    assert_equal(list(map(Tensor.detach, module.parameters())), looks.seen, "weights after the interrupt")
 
 
 @pytest.mark.parametrize("device", ["cpu", "simulated"])
@@ -238,7 +278,7 @@ def test_validation_waits_first() -> None:
     class Looks(Callback):
         def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
             streamer = streamer_of(trainer.strategy)
-            waiting.append(sum(streamer.updates.under_way(layer) for layer in streamer._moving[:7]))
+            waiting.append(sum(layer.update is not None for layer in streamer._moving[:7]))
 
     with simulated():
         fit(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import multiprocessing
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.plan import host_memory
 from sp_lightning.plan.state_placement import StatePlacement, place_state
+from sp_lightning.plan.units import parse_bytes
 from sp_lightning.store.away import save
 from sp_lightning.trainer import disk_tier
 from tests.support.models import Module, Stack, vectors
@@ -404,6 +407,30 @@ def test_host_memory_that_does_not_suffice_is_refused(
     with pytest.raises(MemoryError, match=r"Host memory is 63.0 KiB too small for the process") as raised:
         fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path, host_memory=given))
     assert f": {remedy}." in str(raised.value)
+    assert re.search(r"the process, which itself takes \d+\.\d MiB, for what", str(raised.value))
+    assert raised.value.__suppress_context__ or raised.value.__context__ is None
+    ours = [
+        frame.name
+        for frame in raised.traceback
+        if "sp_lightning" in str(frame.path) and "/tests/" not in str(frame.path)
+    ]
+    assert ours == ["setup"]
+
+
+@pytest.mark.parametrize("given", [2**28, 2**33])
+@pytest.mark.parametrize("missing", [2**20, 2**31])
+def test_the_host_memory_that_is_named_is_no_more_than_is_needed(
+    given: int, missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,045 MiB were named where 1,000 ran: a sixteenth was added although 96 MiB are kept for the process anyway."""
+    monkeypatch.setattr(host_memory, "resident_bytes", lambda: 2**29)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: None)
+    room = host_memory.room_for(given)
+    assert room is not None
+    (named,) = re.findall(r'"(.+)"', host_memory.remedy_for(missing, given))
+    enough = host_memory.room_for(parse_bytes("host_memory", named))
+    assert enough is not None
+    assert room + missing <= enough <= room + missing + 18 * 2**20
 
 
 def test_optimizers_without_state_have_nothing_on_the_disk(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from sp_lightning.device.host_allocator import free_garbage
+from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.observe.messages import less_host_memory
 from sp_lightning.plan import host_memory
 from sp_lightning.plan.host_memory import available_bytes, check_host, resident_bytes, spare_bytes

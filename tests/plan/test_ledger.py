@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device
 from sp_lightning.plan.ledger import make_ledger
-from sp_lightning.store.gradient_memory import Staging
+from sp_lightning.store.block_memory import Staging
 from sp_lightning.weights.gradients import Gradients
 from tests.support.mixed import scaled
 from tests.support.models import Module

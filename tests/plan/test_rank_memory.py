@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.waits import Stream
+from sp_lightning.device.device import Stream
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 from tests.support.models import Module

@@ -29,11 +29,13 @@ FILES = {
 # From the ground up: a wing may import from those before it only.
 WINGS = (
     "_version", "device", "model", "plan", "observe", "store", "activations", "weights", "optim", "engine", "tune", "trainer",
-    "pytorch_lightning", "__init__", "cli", "__main__",
+    "comparison", "pytorch_lightning", "__init__", "cli", "__main__",
 )  # fmt: skip
-MAY_IMPORT_LIGHTNING = {"trainer", "pytorch_lightning", "__init__", "cli", "__main__"}
-BUDGET = {"lines of code": 17_685, "files": 148, "classes": 227}
-"""What the whole package may have: what it had when this was last lowered. A feature that needs more says here why."""
+MAY_IMPORT_LIGHTNING = {"trainer", "comparison", "pytorch_lightning", "__init__", "cli", "__main__"}
+BUDGET = {"lines of code": 19_140, "files": 157, "classes": 241}
+"""What the whole package may have: what it had when this was last lowered. A feature that needs more says here why: ``plan``
+gives a verdict first, tries remedies, compares models in a table, counts images and adapters (530 lines, 3 files);
+``check`` compares a user's model with plain Lightning (890 lines, 10 files, 17 classes)."""
 MOST_LINES = {"file": 400, "class": 300, "function": 40}
 EXCEPTIONS: dict[str, str] = {}
 """What is longer than that, by name, with the reason why it is not cut."""
@@ -316,7 +318,9 @@ def _chain(node: ast.expr) -> list[str]:
 
 @pytest.mark.parametrize("file", FILES)
 def test_one_file_uses_privates_of_torch(file: str) -> None:
-    assert file == "device.torch_private" or torch_privates(FILES[file]) == PRIVATES.get(file, set())
+    assert file in ("device.torch_private", "device.torch_fake") or torch_privates(FILES[file]) == PRIVATES.get(
+        file, set()
+    )
 
 
 def test_every_private_that_a_file_may_use_is_used() -> None:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream
 from sp_lightning.device.layout import part, versions
-from sp_lightning.device.waits import Stream
 from sp_lightning.engine.host_source import HostSource
 from sp_lightning.optim.background import BackgroundUpdates
 from sp_lightning.store.block import HostBlock
@@ -37,7 +36,7 @@ class FromFiles:
     def __init__(self, *args: Any) -> None:
         self._host = HostSource(*args)
         self.synchronize = self._host.synchronize
-        self.doubt = self._host.doubt
+        self.invalidate = self._host.invalidate
         self.wait = self._host.wait
 
     def ready(self, layer: StreamedLayer) -> bool:
@@ -99,7 +98,7 @@ class CastsByVersion(NoCasts):
     def current(self) -> bool:  # type: ignore[override]
         return self._seen == versions(self._masters.parameters)
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         self._seen = []
 
     def refresh(self, by: Stream | None = None, *, but: Collection[int] = ()) -> None:

@@ -91,3 +91,22 @@ class Writes(Module):
             for p in self.net.parameters():
                 self.write(p)
         return loss
+
+
+class WritesUnseen(Module):
+    """Writes of which torch shows no sign, by ``how``."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(nn.Sequential(*(Linears() for _ in range(4))))
+        self.old = [[layer.second.weight for layer in self.net]]
+        self.how = how
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if self.how == "reference":
+            self.old[0][1].data.mul_(0.5)
+        elif self.how == "numpy":
+            self.net[1].second.weight.detach().numpy()[:] *= 0.5
+        elif self.how == "dlpack":
+            torch.from_dlpack(self.net[1].second.weight.detach()).mul_(0.5)
+        return loss

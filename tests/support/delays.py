@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.accelerator import Accelerator
+from sp_lightning.device.device import Stream, Wait
 from sp_lightning.device.modes import no_inference_mode
-from sp_lightning.device.waits import Stream, Wait
-from tests.support.wait_scenarios import IMPLIED
+from tests.support.wait_scenarios import IMPLIED, OF_RANKS
 
 Slow = Literal["copies", "compute"]
 REGIMES: tuple[Slow, ...] = ("copies", "compute")
@@ -131,3 +131,6 @@ NOT_SEEN = {
     Wait.CLOSE_AFTER_STORE: "the same",
 }
 """Waits whose omission no result can show, and why; the clocks of the simulated device show it."""
+
+SEEN = [wait for wait in Wait if wait not in NOT_SEEN and wait not in OF_RANKS]
+"""Waits of one device whose omission a result shows. Those of several ranks have no scenario on one device."""

@@ -1,24 +1,44 @@
 """Backward in another thread than the step's, as autograd runs it on an accelerator.
 
-There a thread of autograd's own runs the hooks. It has what torch carries over (autocast, inference mode, hooks of saved tensors,
-modes that see operators), and nothing that Python keeps by thread: no thread-locals, no contexts, no locks of the caller's.
+There a thread of autograd's own runs the hooks. It has what torch carries over (``at::ThreadLocalState``: autocast and its
+dtype, inference mode, all hooks of saved tensors, modes that see operators and functions, whether subclasses are asked), and
+nothing that Python keeps by thread: no thread-locals, no contexts, no locks of the caller's. Nor does it know whether
+autocast keeps its casts.
+
+``pytest -p tests.support.elsewhere tests/engine`` runs any tests so, with every backward in another thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from threading import get_ident
+from queue import SimpleQueue
+from threading import Thread, get_ident
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+from torch._C import _autograd
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from sp_lightning.device.torch_private import ENGINE_CALL, current_graph_task, top_saved_tensors_hooks
+from sp_lightning.device.torch_private import (
+    ENGINE_CALL,
+    current_graph_task,
+    subclasses_are_asked,
+    top_saved_tensors_hooks,
+    transforms_active,
+)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: Any) -> Generator[None, object, object]:
+    """Where this file is a plugin of pytest's: around each test, and not around its fixtures."""
+    with backward_elsewhere():
+        return (yield)
 
 
 @contextmanager
@@ -28,16 +48,35 @@ def backward_elsewhere() -> Iterator[set[int]]:
     It yields the threads that have called for a backward from outside of one.
     """
     engine, callers = getattr(*ENGINE_CALL), set[int]()
-    with ThreadPoolExecutor(1, "autograd") as thread:
+    work: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+    thread = Thread(target=serve, args=(work,), name="autograd", daemon=True)  # as Python sees autograd's
 
-        def run(*args: Any, **options: Any) -> Any:
-            if current_graph_task() != -1:
-                return engine(*args, **options)
-            callers.add(get_ident())
-            return thread.submit(carried_over(lambda: engine(*args, **options))).result()
+    def run(*args: Any, **options: Any) -> Any:
+        if current_graph_task() != -1 or transforms_active():  # a transform's levels are not carried over here
+            return engine(*args, **options)
+        callers.add(get_ident())
+        result: Future[Any] = Future()
+        work.put((carried_over(lambda: engine(*args, **options)), result))
+        return result.result()
 
+    thread.start()
+    try:
         with mock.patch.object(*ENGINE_CALL, run):
             yield callers
+    finally:
+        work.put(None)
+        thread.join()
+
+
+def serve(work: SimpleQueue[Any]) -> None:
+    """Does what comes, one piece after the other, until None does. It keeps nothing of it."""
+    while (piece := work.get()) is not None:
+        function, result = piece
+        try:
+            result.set_result(function())
+        except BaseException as error:  # whatever it is, it is the caller's
+            result.set_exception(error)
+        del piece, function, result
 
 
 def carried_over(work: Callable[[], Any]) -> Callable[[], Any]:
@@ -48,12 +87,10 @@ def carried_over(work: Callable[[], Any]) -> Callable[[], Any]:
         *_get_current_function_mode_stack(),
         *_get_current_dispatch_mode_stack(),
     ]
-    if torch.is_autocast_enabled("cpu"):
-        cached = torch.is_autocast_cache_enabled()
-        contexts.append(torch.autocast("cpu", torch.get_autocast_dtype("cpu"), cache_enabled=cached))
-    hooks = top_saved_tensors_hooks()
-    if hooks is not None:
-        contexts.append(saved_tensors_hooks(*hooks))
+    contexts.append(autocast_carried_over(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+    contexts += [saved_tensors_hooks(*hooks) for hooks in all_saved_tensors_hooks()]
+    if not subclasses_are_asked():
+        contexts.append(torch.DisableTorchFunctionSubclass())
 
     def there() -> Any:
         with ExitStack() as stack:
@@ -62,3 +99,27 @@ def carried_over(work: Callable[[], Any]) -> Callable[[], Any]:
             return work()
 
     return there
+
+
+@contextmanager
+def autocast_carried_over(enabled: bool, dtype: torch.dtype) -> Iterator[None]:
+    """As in a thread of autograd's: no context of autocast is entered, so that none throws casts away as it is left."""
+    before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    torch.set_autocast_enabled("cpu", enabled)
+    torch.set_autocast_dtype("cpu", dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cpu", before[0])
+        torch.set_autocast_dtype("cpu", before[1])
+
+
+def all_saved_tensors_hooks() -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
+    """The pairs that are active in this thread, outermost first. torch tells the innermost alone."""
+    found: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+    while (hooks := top_saved_tensors_hooks()) is not None:
+        found.insert(0, hooks)
+        _autograd._pop_saved_tensors_default_hooks()
+    for hooks in found:
+        _autograd._push_saved_tensors_default_hooks(*hooks)
+    return found

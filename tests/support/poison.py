@@ -15,8 +15,7 @@ from sp_lightning.activations.offload import Offload, OffloadedStorage
 from sp_lightning.device.layout import part
 from sp_lightning.device.modes import no_dispatch_modes
 from sp_lightning.store.block import HostBlock
-from sp_lightning.weights import writes
-from sp_lightning.weights.slots import Slot, Slots
+from sp_lightning.weights import slots, writes
 from sp_lightning.weights.swap import Swap
 from sp_lightning.weights.writes import digest
 from tests.support.simdevice import poison
@@ -29,16 +28,9 @@ def poisoned() -> Iterator[None]:
     What the engine itself does with the host's weights meanwhile (takes back what was written, adopts memory that they were
     given, compares them) finds them as if they were not hidden. Otherwise the poison, and not the engine, changes numbers.
     """
-    release, to_device, to_host = Slots.release, Swap.to_device, Swap.to_host
+    to_device, to_host = Swap.to_device, Swap.to_host
     write, adopt = HostBlock.write, HostBlock.adopt
     hidden: dict[HostBlock, Tensor] = {}  # the blocks' memory, while what a fetch reads is a copy of it
-
-    def poisoned_release(self: Slots, slot: Slot) -> None:
-        release(self, slot)
-        if not slot.held:
-            if slot.layer is not None:
-                slot.layer.invalidate()
-            slot.memory.fill_(0xFF)
 
     def hide_one(block: HostBlock) -> None:
         hidden[block] = block.weights
@@ -49,11 +41,11 @@ def poisoned() -> Iterator[None]:
         copy, block.memory.common = block.weights, hidden.pop(block)
         block.weights.copy_(copy)
 
-    def hide(self: Swap) -> bool:
+    def hide(self: Swap) -> None:
         if not self.on_device:
             for block in self.blocks:
                 hide_one(block)
-        return to_device(self)
+        to_device(self)
 
     def show(self: Swap) -> None:
         if self.on_device:
@@ -86,7 +78,7 @@ def poisoned() -> Iterator[None]:
         return digest(tensor)
 
     with (
-        mock.patch.object(Slots, "release", poisoned_release),
+        slots.poisoned(),
         mock.patch.object(Swap, "to_device", hide),
         mock.patch.object(Swap, "to_host", show),
         mock.patch.object(HostBlock, "write", hidden_write),
@@ -103,7 +95,7 @@ def poisoned_ring() -> Iterator[None]:
 
     def ended(self: OffloadedStorage) -> None:
         with no_dispatch_modes():  # nothing that the engine does
-            poison(self.buffer.memory.bytes)
+            poison(self.buffer.bytes)
         end(self)
 
     def dropped(self: Offload, storages: Sequence[OffloadedStorage]) -> None:

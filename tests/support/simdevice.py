@@ -30,8 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sp_lightning.device.device import Device
-from sp_lightning.device.waits import Stream, Wait
+from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.store.block import HostBlock
 from sp_lightning.trainer.run import move_to_device
 

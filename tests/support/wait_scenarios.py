@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.waits import Wait
+from sp_lightning.device.device import Wait
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 from tests.support.engine import choose

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import diffusers
 import peft
+import pytest
 import timm
 import torch
 import transformers
@@ -396,6 +396,11 @@ TIMM = [
 ]
 
 
+def diffusers() -> Any:
+    """The library. A machine without it, as the one with a GPU is, skips the tests of these models, and of no others."""
+    return pytest.importorskip("diffusers")
+
+
 def timed(**more: Any) -> dict[str, Any]:
     return {"timestep": torch.randint(0, 1000, (2,)), **more}
 
@@ -412,7 +417,7 @@ HEADS: dict[str, Any] = {"num_attention_heads": 4, "attention_head_dim": 8}
 DIFFUSION = [
     net(
         "unet",
-        lambda: diffusers.UNet2DConditionModel(
+        lambda: diffusers().UNet2DConditionModel(
             sample_size=8, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=8, cross_attention_dim=16,
             attention_head_dim=4, dropout=0.1, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
             up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
@@ -421,14 +426,14 @@ DIFFUSION = [
     ),
     net(
         "dit",
-        lambda: diffusers.DiTTransformer2DModel(
+        lambda: diffusers().DiTTransformer2DModel(
             **HEADS, num_layers=3, dropout=0.1, sample_size=8, num_embeds_ada_norm=10, norm_num_groups=4
         ),
         lambda: timed(hidden_states=latents(), class_labels=classes()),
     ),
     net(
         "sd3",
-        lambda: diffusers.SD3Transformer2DModel(
+        lambda: diffusers().SD3Transformer2DModel(
             **HEADS, num_layers=3, sample_size=8, in_channels=4, out_channels=4, joint_attention_dim=32,
             caption_projection_dim=32, pooled_projection_dim=16, pos_embed_max_size=8,
         ),
@@ -436,7 +441,7 @@ DIFFUSION = [
     ),
     net(
         "flux",
-        lambda: diffusers.FluxTransformer2DModel(
+        lambda: diffusers().FluxTransformer2DModel(
             **HEADS, num_layers=2, num_single_layers=2, in_channels=4, joint_attention_dim=32,
             pooled_projection_dim=16, axes_dims_rope=(2, 2, 4),
         ),
@@ -446,7 +451,7 @@ DIFFUSION = [
     ),
     net(
         "autoencoder_kl",
-        lambda: diffusers.AutoencoderKL(
+        lambda: diffusers().AutoencoderKL(
             down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
             block_out_channels=(16, 32), norm_num_groups=8,
         ),

@@ -5,8 +5,11 @@ from __future__ import annotations
 import csv
 import logging
 import re
+import time
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,14 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
+import sp_lightning
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
-from sp_lightning.observe.stats import counters_line
+from sp_lightning.observe.stats import METRICS, counters_line
 from sp_lightning.plan.units import human_bytes
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.runs import loader, trainer_for
 from tests.support.simdevice import simulated
+from tests.support.tiers import first
 
 
 @pytest.fixture
@@ -40,17 +45,43 @@ TRAINING = (
 
 
 def test_the_log_of_a_default_run_is_one_line(heard: Any) -> None:
-    """However many trainers there are; a second one for each other thing that is done."""
+    """For each trainer, because a notebook's third trainer said nothing; and one for each other thing that a trainer does."""
     for _ in range(3):
         trainer = trainer_for(SuperpipelineStrategy(k=1))
         module = llama(layers=20)
-        trainer.fit(module, loader(tokens()), loader(tokens()))
-    assert heard() == [TRAINING]
+        for _ in range(2):
+            trainer.fit(module, loader(tokens()), loader(tokens()))
+    assert heard() == [TRAINING] * 3
     trainer.validate(module, loader(tokens()), verbose=False)
     trainer.predict(module, loader(tokens()))
-    assert heard()[1:] == [
+    assert heard()[3:] == [
         "Superpipeline: 22 layers, k = 1, k' = 1: weights take 62.5 KiB of device memory, plain Lightning 621.1 KiB."
     ]
+
+
+def test_beside_another_strategy_the_callback_warns_once_and_does_nothing(tmp_path: Path) -> None:
+    """It raised an error, so that a script could not compare strategies by the strategy's name alone."""
+    callback = SuperpipelineCallback(
+        timeline=tmp_path / "run.json", every_n_steps=1, progress_bar=True, metrics="all", verbose=True
+    )
+    runs = []
+    for callbacks in ([], [callback]):
+        pl.seed_everything(1)
+        trainer = trainer_for("auto", callbacks=callbacks, logger=CSVLogger(tmp_path / "logs"))
+        module = Module(Stack())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(module, loader(vectors(3)), loader(vectors(2)))
+            trainer.validate(module, loader(vectors(2)), verbose=False)
+            trainer.test(module, loader(vectors(2)), verbose=False)
+            trainer.predict(module, loader(vectors(2)))
+        said = [str(each.message) for each in caught if "SuperpipelineCallback" in str(each.message)]
+        runs.append((module.state_dict(), said, sorted(trainer.progress_bar_metrics)))
+    assert [len(said) for _, said, _ in runs] == [0, 1]
+    assert "does nothing: the trainer has SingleDeviceStrategy" in runs[1][1][0]
+    assert runs[0][2] == runs[1][2]
+    assert all(torch.equal(value, runs[1][0][name]) for name, value in runs[0][0].items())
+    assert not (tmp_path / "run.json").exists()
 
 
 def test_what_a_run_waited_for_is_said_at_its_end(heard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,13 +180,77 @@ def test_metrics_come_every_n_steps(every: int, accumulate: int, steps: list[int
         "superpipeline",
         logger=CSVLogger(tmp_path),
         accumulate_grad_batches=accumulate,
-        callbacks=[SuperpipelineCallback(metrics=True, every_n_steps=every)],
+        callbacks=[SuperpipelineCallback(metrics="all", every_n_steps=every)],
     )
     trainer.fit(Logs(Stack()), loader(vectors(12)))
     file = Path(trainer.log_dir or "") / "metrics.csv"
     rows = list(csv.DictReader(file.read_text().splitlines())) if file.exists() else []
     assert [int(row["step"]) for row in rows if row.get("superpipeline/fetched_layers")] == steps
     assert all(float(row["superpipeline/peak_device_bytes"]) > 0 for row in rows if row.get("superpipeline/window"))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "columns"),
+    [
+        (True, {"waited", "window"}),
+        (["drained_bytes"], {"drained_bytes"}),
+        ("all", set(METRICS) - {"tokens_per_second"}),  # these batches do not say how many tokens they have
+        (False, set()),
+    ],
+)
+def test_metrics_are_those_that_were_named(metrics: Any, columns: set[str], tmp_path: Path) -> None:
+    callback = SuperpipelineCallback(metrics=metrics, every_n_steps=2)
+    trainer = trainer_for("superpipeline", logger=CSVLogger(tmp_path), log_every_n_steps=2, callbacks=[callback])
+    trainer.fit(Logs(Stack()), loader(vectors(4)))
+    header = (Path(trainer.log_dir or "") / "metrics.csv").read_text().splitlines()[0].split(",")
+    ours = {name.removeprefix("superpipeline/") for name in header if name.startswith("superpipeline/")}
+    assert ours == columns
+
+
+@pytest.mark.parametrize("metrics", first(["stalls", ["stalls"], 3], ["stalls"], why="the same check"))
+def test_metrics_that_there_are_none_of_are_refused(metrics: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r'metrics= takes True, False, "all" or a list of names.*The names are waited, window'
+    ):
+        SuperpipelineCallback(metrics=metrics)
+
+
+def test_the_guide_has_a_table_of_all_metrics() -> None:
+    guide = (Path(sp_lightning.__file__).parents[1] / "examples" / "guide" / "logging.md").read_text()
+    table = [
+        name
+        for cell in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", guide, flags=re.M)
+        for name in re.findall(r"\w+", cell)
+    ]
+    assert sorted(table) == sorted(METRICS)
+
+
+@pytest.mark.parametrize("batches", [tokens(4), vectors(4)], ids=["tokens", "no number of tokens"])
+def test_a_line_comes_every_n_steps_where_it_is_asked_for(batches: Any, heard: Any) -> None:
+    module = llama(layers=2) if isinstance(batches[0], dict) else Module(Stack())
+    trainer = trainer_for("superpipeline", callbacks=[SuperpipelineCallback(verbose=True, every_n_steps=2)])
+    trainer.fit(module, loader(batches))
+    lines = [line for line in heard() if "idle" in line]
+    rate = r", \d+ tokens/s" if isinstance(batches[0], dict) else ""
+    size = r"[\d.]+ [KMG]iB"
+    for number, line in zip((2, 4), lines, strict=True):
+        assert re.fullmatch(rf"Superpipeline: step {number}: idle \d+%{rate}, host {size} of {size}\.", line)
+
+
+def test_tokens_per_second_are_those_of_the_batches(tmp_path: Path) -> None:
+    """Sixteen tokens in each batch, over the time that the two batches between two steps have taken."""
+    seen: list[dict[str, float]] = []
+
+    class Notes(CSVLogger):
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            seen.append({**metrics, "at": time.perf_counter()})
+
+    callback = SuperpipelineCallback(metrics=["tokens_per_second"], every_n_steps=2)
+    trainer_for("superpipeline", logger=Notes(tmp_path), callbacks=[callback]).fit(llama(layers=2), loader(tokens(6)))
+    ours = [each for each in seen if "superpipeline/tokens_per_second" in each]
+    assert len(ours) == 3
+    for before, now in pairwise(ours):
+        assert now["superpipeline/tokens_per_second"] * (now["at"] - before["at"]) == pytest.approx(32, rel=0.2)
 
 
 def attached(trainer: Any) -> list[pl.Callback]:

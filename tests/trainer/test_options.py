@@ -21,13 +21,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import sp_lightning
-from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
+from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.plan.options import checked_path
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import loader, trainer_for
-from tests.support.starts import start
 
 
 @pytest.mark.parametrize("option", ["k", "k_prime"])
@@ -100,7 +99,7 @@ def with_checkout() -> dict[str, str]:
 
 
 def test_one_strategy_has_one_trainer_and_a_name_as_many_as_it_likes() -> None:
-    """What README says about options and several trainers."""
+    """What examples/guide/options.md says about options and several trainers."""
     strategy = SuperpipelineStrategy(k=4)
     trainer_for(strategy)
     with pytest.raises(MisconfigurationException, match="accelerator set through both strategy class and accelerator"):
@@ -228,11 +227,6 @@ def test_plan_and_stats_before_setup() -> None:
         _ = strategy.plan
     with pytest.raises(RuntimeError, match="no counters yet"):
         strategy.stats()
-
-
-def test_the_callback_needs_the_strategy() -> None:
-    with pytest.raises(ValueError, match=r"SuperpipelineCallback works with SuperpipelineStrategy only.*SingleDevice"):
-        start("auto", callbacks=[SuperpipelineCallback()])
 
 
 def test_the_name_is_registered() -> None:

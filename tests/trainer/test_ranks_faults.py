@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from contextlib import suppress
@@ -19,6 +20,9 @@ from sp_lightning import SuperpipelineStrategy
 from tests.support.ranks import in_ranks, rank, start
 from tests.support.runs import assert_equal
 from tests.support.tiers import first
+
+BOTH = 2
+"""In place of a rank's number: both fail."""
 
 SECONDS = 10
 """How long the others may take to end."""
@@ -76,7 +80,7 @@ class Fails(Callback):
         self.steps += 1
 
     def at(self, where: str) -> None:
-        if where != self.where or rank() != self.who:
+        if where != self.where or self.who not in (rank(), BOTH):
             return
         if where in ("forward", "backward", "step", "data") and not self.steps:
             return
@@ -84,6 +88,8 @@ class Fails(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.how == "leave":
             os._exit(3)
+        if self.how == "interrupt":
+            signal.raise_signal(signal.SIGINT)
         raise {"raise": ValueError, "memory": torch.OutOfMemoryError}[self.how]("what the user's code says")
 
 
@@ -129,6 +135,38 @@ def test_everybody_ends_where_updates_run_under_forward(who: int, how: str, wher
 @pytest.mark.parametrize("who", [0, 1])
 def test_everybody_ends_where_layers_come_from_other_devices(who: int, how: str, where: str, tmp_path: Any) -> None:
     check(who, where, how, tmp_path, {"transfer": "sliced", "k": 1})
+
+
+INTERRUPTS = [
+    (who, where) for who in (0, 1, BOTH) for where in ("data", "forward", "backward", "step", HOOKS[0], HOOKS[-1])
+]
+
+
+@pytest.mark.parametrize(
+    ("who", "where"),
+    first(
+        INTERRUPTS, (1, "forward"), (BOTH, "backward"),
+        second=INTERRUPTS[::3], why="two stand for all moments, and a third of them for all ranks",
+    ),
+)  # fmt: skip
+def test_an_interrupt_ends_all_ranks_quietly(who: int, where: str, tmp_path: Any) -> None:
+    """A fifth of all Ctrl-C printed a traceback: of a RankError, or of ranks that have parted, from a ``__del__``."""
+    errors = [error for error, _ in start(2, interrupt, who, where, str(tmp_path)).outcomes()]
+    for number, error in enumerate(errors):
+        assert str(error).rstrip().endswith("SystemExit: 1")
+        assert "RankError" not in str(error)
+        printed = (tmp_path / f"{number}.txt").read_text()
+        assert not any(word in printed for word in ("Traceback", "RankError", "ignored", "parted")), printed
+
+
+def interrupt(who: int, where: str, folder: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    printed = os.open(f"{folder}/{rank()}.txt", os.O_CREAT | os.O_WRONLY)
+    os.dup2(printed, 2)
+    try:
+        train(who, where, "interrupt", folder, {})
+    finally:
+        gc.collect()
 
 
 def check(who: int, where: str, how: str, folder: Any, strategy: dict[str, Any]) -> None:

@@ -125,9 +125,9 @@ def counted(disk: str) -> tuple[int, int, list[int]]:
     placed, place, place_in = [], DiskTier.place, OptimizerSteps.place_state
     told: list[int] = []
 
-    def spy(tier: Any, optimizers: Any, layer_of: Any, others: int, *more: int) -> Any:
+    def spy(tier: Any, optimizers: Any, layer_of: Any, still: Any, others: int, *more: int) -> Any:
         placed.append(others)
-        return place(tier, optimizers, layer_of, others, *more)
+        return place(tier, optimizers, layer_of, still, others, *more)
 
     def tell(steps: Any) -> int:
         told.append(place_in(steps))

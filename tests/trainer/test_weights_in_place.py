@@ -25,6 +25,7 @@ from sp_lightning.plan.state_placement import choose_in_files
 from sp_lightning.store.direct_file import DirectFile
 from sp_lightning.store.weights_in_files import FileBlock, FilePlace, WeightReader, identity_of, place_of
 from sp_lightning.trainer import disk_tier
+from sp_lightning.weights.writes import digest
 from tests.support.in_files import in_file, in_memory, stay
 from tests.support.models import Module, Stack, llama, vectors
 from tests.support.runs import assert_equal, fit, loader, trainer_for
@@ -337,6 +338,23 @@ def test_a_file_that_is_replaced_between_two_runs_changes_nothing(tmp_path: Path
     (tmp_path / "other").write_bytes(b"another model")
     (tmp_path / "other").replace(file)
     assert_equal(trainer.predict(module, loader(vectors())), predict(made()), "predictions")
+
+
+def test_a_weight_whose_file_is_written_after_a_run_has_another_digest(tmp_path: Path) -> None:
+    """The digest was that of the first look, though the weight shows what the file has now."""
+    file = written(made(), tmp_path, "one file")
+    module = without_values()
+    predict(module, in_place(file, tmp_path))
+    weights = [weight for weight in module.parameters() if place_of(weight) is not None]
+    before = [digest(weight) for weight in weights]
+    assert before == [digest(weight) for weight in weights]
+    content = bytearray(file.read_bytes())
+    at = int.from_bytes(content[:8], "little") + 8  # behind the header
+    with open(file, "r+b") as stream:
+        stream.seek(at)
+        stream.write(bytes(len(content) - at))
+    assert not any(weight.any() for weight in weights)
+    assert not set(before) & {digest(weight) for weight in weights}
 
 
 @pytest.mark.parametrize("how", ["cut off", "written"])

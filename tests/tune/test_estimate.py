@@ -17,10 +17,11 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from sp_lightning import chunk_loss
 from sp_lightning.activations import offload
+from sp_lightning.device.torch_fake import on_paper
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.activation_policy import Call
-from sp_lightning.tune.dry_run import Saved, Work, estimate, on_paper
+from sp_lightning.tune.dry_run import Saved, Work, estimate
 from tests.support.models import CASES, Block, Case, Module, Stack, llama, tokens, vectors
 from tests.support.runs import fit, superpipeline
 from tests.support.tiers import first

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torchvision.models.vision_transformer import VisionTransformer
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
+from sp_lightning.device.torch_fake import on_paper
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
-from sp_lightning.tune.dry_run import Work, estimate, on_paper
+from sp_lightning.tune.dry_run import Work, estimate
 from sp_lightning.tune.simulator import Walk, predict
 from sp_lightning.tune.visits import Rates, Visit, schedule_visits
 from sp_lightning.weights.prefetch import Trace

@@ -132,6 +132,47 @@ def test_a_batch_that_was_feared_for_nothing_leaves_the_window_as_it_was() -> No
     assert meter.windows[5] == meter.windows[6] == meter.windows[3]
 
 
+class Takes(pl.Callback):
+    """Something beside torch's allocator takes memory as the first batch loads kernels."""
+
+    def __init__(self, devices: list[SimDevice], nbytes: int) -> None:
+        self._devices = devices
+        self._nbytes = nbytes
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            capacity = self._devices[-1].capacity
+            assert capacity is not None
+            self._devices[-1].capacity = capacity - self._nbytes
+
+
+@pytest.mark.usefixtures("slow_fetches")
+@pytest.mark.parametrize("budget", [None, 24 * LAYER, 1.0])
+def test_what_others_take_in_the_first_batch_is_not_there_for_the_window(budget: Any) -> None:
+    """Free memory was read before libraries had loaded their kernels: the window was chosen for more than there was."""
+    batches = rows(*[4] * 6)
+    with simulated(capacity=24 * LAYER) as devices:
+        meter = Meter(devices)
+        callbacks = [meter, Takes(devices, 12 * LAYER)]
+        ours = fit(lambda: Module(Tower()), batches, superpipeline(memory_budget=budget), callbacks=callbacks)
+    assert_same(ours, fit(lambda: Module(Tower()), batches))
+    assert meter.windows[-1][0] > 3
+    assert meter.windows[-1][0] < LAYERS, "all layers fit in what was free at first"
+    assert max(meter.peaks) <= 12 * LAYER
+
+
+@pytest.mark.usefixtures("slow_fetches")
+def test_a_choice_of_the_window_hides_no_peak() -> None:
+    """``torch.cuda.max_memory_allocated()`` is set back whenever a window is chosen; the counters keep what it was."""
+    batches = rows(*[4] * 4)
+    batches[0][0, 0] = 200.0  # takes most
+    with simulated(capacity=2**40) as devices:
+        strategy, meter = superpipeline(memory_budget=2**30), Meter(devices)
+        fit(lambda: Module(Swelling()), batches, strategy, callbacks=[meter])
+        assert devices[-1].peak < max(meter.peaks)
+    assert strategy.stats().peak_allocated_bytes == max(meter.peaks)
+
+
 class Swelling(Tower):
     """Takes much more memory for some batches, which do not look like it."""
 

@@ -384,7 +384,7 @@ def test_compiled_where_no_set_up_sees_it() -> None:
                 for way in (False, True)
                 for block in (Block, ReadsInside, OwnCast, NoAutocast, CallsOwnFunction)
             ),
-            (CallsFusedLinear, True),  # the other way torch refuses it, with an error; see README's Limits
+            (CallsFusedLinear, True),  # the other way torch refuses it, with an error; see examples/guide/limits.md
         ],
         *((ReadsInside, False), (ReadsInside, True), (CallsFusedLinear, True)),
         why="blocks that read their weights as these do",

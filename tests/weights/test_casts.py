@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.waits import Stream
+from sp_lightning.device.device import Stream
 from sp_lightning.engine.saved_tensors import SavedTensors
 from sp_lightning.model.find import find_layers
 from sp_lightning.weights.casts import Casts

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.board import RankError
-from sp_lightning.device.device import Device
+from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.lease import Lease
 from sp_lightning.device.shared_memory import SharedMemory, create
-from sp_lightning.device.waits import Stream, Wait
 from sp_lightning.engine.placement import Placement
 from sp_lightning.weights import uploads
 from sp_lightning.weights.slots import Slot, Slots

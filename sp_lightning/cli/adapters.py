@@ -1,0 +1,62 @@
+"""Adapters of low rank (LoRA) for ``plan --lora``, in a model that has none."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from sp_lightning.model.find import find_layers
+
+
+def add_adapters(module: nn.Module, rank: int, *, layers: list[str] | None) -> None:
+    """Freezes a module, and adds adapters to all linear layers of its blocks: by PEFT if it is installed, else the same two.
+
+    Args:
+        module: it keeps the names of its modules, so that ``layers`` finds the same blocks afterwards.
+        rank: the rank of each adapter.
+        layers: patterns that name the blocks; None to find them.
+
+    Raises:
+        ValueError: no block has a linear layer.
+    """
+    linear = _linear_layers(module, layers)
+    if not linear:
+        raise ValueError(
+            f"--lora: the blocks of {type(module).__name__} have no linear layers (nn.Linear). Name a factory that adds "
+            "adapters as you do."
+        )
+    try:
+        import peft
+    except ImportError:
+        module.requires_grad_(False)
+        for name in linear:
+            _adapt(module.get_submodule(name), rank)
+        return
+    peft.inject_adapter_in_model(peft.LoraConfig(r=rank, target_modules=linear), module)
+
+
+def _linear_layers(module: nn.Module, layers: list[str] | None) -> list[str]:
+    """The names of the linear layers within blocks. A head that is a layer by itself is not within one."""
+    modules, found = dict(module.named_modules()), dict[str, None]()
+    for layer in find_layers(module, layers=layers).layers:
+        if layer.name not in modules:
+            continue  # a parameter
+        for name, inner in modules[layer.name].named_modules(prefix=layer.name):
+            around = modules[name.rpartition(".")[0]]
+            # Attention of torch reads the weight of its projection without calling it.
+            if name != layer.name and isinstance(inner, nn.Linear) and not isinstance(around, nn.MultiheadAttention):
+                found[name] = None
+    return list(found)
+
+
+def _adapt(linear: Any, rank: int) -> None:
+    """Adds what PEFT's adapter adds: a product with rank × inputs numbers, and one of that with outputs × rank."""
+    linear.lora_A = nn.Linear(linear.in_features, rank, bias=False)
+    linear.lora_B = nn.Linear(rank, linear.out_features, bias=False)
+    linear.register_forward_hook(partial(_adapted, linear.lora_A, linear.lora_B))
+
+
+def _adapted(down: nn.Module, up: nn.Module, _: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    return output + up(down(inputs[0]))

@@ -1,0 +1,144 @@
+"""What makes a model fit that does not: changes of the question, the cheapest first, each tried by planning again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from typing import Any
+
+from sp_lightning.cli.answer import Answer, answer
+from sp_lightning.cli.arguments import PRECISIONS, Question, changed, contradictions
+from sp_lightning.cli.estimate import Estimate, estimate_model
+from sp_lightning.cli.verdict import enough_host_memory
+
+_CARDS = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192, 288)  # GiB
+_MOST, _MOST_RUNS = 2, 4
+_DEVICE, _HOST = frozenset({"device"}), frozenset({"host"})
+
+Changes = dict[str, Any]
+"""New values of arguments, by their names."""
+
+
+def remedies(refused: Answer, say: Callable[[str], None]) -> list[Answer]:
+    """The answers to changed questions that fit: the two cheapest, none of which contains the other, and more memory.
+
+    Args:
+        refused: one that does not fit.
+        say: is told what is tried, if that takes its time.
+    """
+    found: dict[frozenset[str], Answer] = {}
+    estimates = [refused.estimate]
+    for changes in _candidates(refused):
+        names = frozenset(changes)
+        if len(found) == _MOST:
+            break
+        if any(other <= names for other in found):
+            continue
+        tried = _try(refused, changes, estimates, say)
+        if tried is not None and tried.status == 0:
+            found[names] = tried
+    tried = None
+    if not any(each.fits_plain for each in found.values()):
+        tried = _try(refused, _for_plain(refused), estimates, say)
+    without_us = [tried] if tried is not None and tried.fits_plain else []
+    more = _try(refused, _more_memory(refused), estimates, say)
+    return [*found.values(), *without_us, *([more] if more is not None and more.status == 0 else [])]
+
+
+def _for_plain(refused: Answer) -> Changes:
+    """What may let plain Lightning do without this strategy: adapters on 16-bit weights, and a loss in chunks."""
+    steps = {name: value for step, _, _ in _steps(refused) for name, value in step.items()}
+    wanted: Changes = {name: steps[name] for name in ("precision", "lora", "loss_tokens") if name in steps}
+    return wanted if "lora" in wanted else {}
+
+
+def _try(refused: Answer, changes: Changes, estimates: list[Estimate], say: Callable[[str], None]) -> Answer | None:
+    """The answer with some changes; None if there is none, or if it would take too long to find."""
+    question = Question(**{**vars(refused.question), **changes})
+    if not changes or any(contradictions(question)) or _is_too_large(refused, question):
+        return None
+    known = next((each for estimate in estimates if (each := estimate.asked(question)) is not None), None)
+    if known is None:
+        if len(estimates) > _MOST_RUNS:
+            return None
+        say(f"tries {changed(refused.question, question)}")
+        try:
+            known = estimate_model(question)
+        except (ValueError, ImportError):
+            return None
+        estimates.append(known)
+    return answer(known)
+
+
+def _is_too_large(refused: Answer, question: Question) -> bool:
+    """Whether weights alone are more than the host's memory, so that no batch has to be run."""
+    limit, dtype = refused.estimate.host.limit, PRECISIONS[question.precision][0]
+    needed = refused.estimate.parameters * dtype.itemsize
+    return question.disk is None and question.host_memory == refused.question.host_memory and needed > (limit or needed)
+
+
+def _candidates(refused: Answer) -> Iterator[Changes]:
+    """What is lacking needs one step that helps, or several. Of the same price those with fewer steps come first."""
+    lacking = _lacking(refused)
+    steps = [step for step in _steps(refused) if step[1] & lacking]
+    several = [chosen for count in (1, 2, 3) for chosen in combinations(steps, count)]
+    for chosen in sorted(several, key=lambda chosen: sum(price for _, _, price in chosen)):
+        changes = {name: value for step, _, _ in chosen for name, value in step.items()}
+        helped = frozenset[str]().union(*(helps for _, helps, _ in chosen))
+        # Two steps that change the same argument exclude each other.
+        if lacking <= helped and len(changes) == sum(len(step) for step, _, _ in chosen):
+            yield changes
+
+
+def _lacking(refused: Answer) -> frozenset[str]:
+    device = frozenset() if any(row.fits for row in refused.rows) else _DEVICE
+    return device if refused.estimate.host.fits else device | _HOST
+
+
+def _steps(refused: Answer) -> Iterator[tuple[Changes, frozenset[str], int]]:
+    """Single changes, with the memory of which each may need less, and a price.
+
+    What changes nothing of the result has the lowest: it takes time (1), or a drive (2). Other sizes or numbers are worth
+    more (3), and so is another training (4).
+    """
+    asked, estimate = refused.question, refused.estimate
+    work, step = estimate.work, estimate.step
+    if asked.k or asked.k_prime:
+        yield {"k": None, "k_prime": None}, _DEVICE, 0
+    if not asked.predict and not estimate.why_guessed:
+        if asked.loss_tokens is None and work.largest_outside is not None and asked.input is None:
+            yield {"loss_tokens": 1024}, _DEVICE, 1
+        for mode in ("recompute", "offload"):
+            if asked.activations not in (mode, "auto"):
+                yield {"activations": mode}, _DEVICE, 1
+    if asked.batch > 1 and (count := _fitting_batch(refused)):
+        yield {"batch": count}, _DEVICE, 3
+    if step is not None and step.overlap == "forward":
+        yield {"overlap": "backward"}, _HOST, 1
+    if asked.disk is None and asked.host_memory is not None:
+        yield {"disk": 7e9}, _HOST, 2
+    if PRECISIONS[asked.precision][0].itemsize > 2:
+        yield {"precision": "bf16-true"}, _DEVICE | _HOST, 3
+    weights, gradients = refused.shown.plan.plain
+    if not asked.predict and asked.lora is None and gradients > weights / 2:  # else there are adapters already
+        yield {"lora": 16}, _DEVICE | _HOST, 4
+
+
+def _fitting_batch(refused: Answer) -> int:
+    """About how large a batch may be: activations and caches grow with it, weights do not."""
+    asked, activations = refused.question, refused.estimate.activation_bytes
+    room = (asked.gpu_memory or 0) - refused.shown.device_bytes + activations
+    return min(asked.batch - 1, asked.batch * room // activations) if activations > 0 and room > 0 else 0
+
+
+def _more_memory(refused: Answer) -> Changes:
+    """The least card and host memory of which there is enough."""
+    lacking, changes = _lacking(refused), Changes()
+    if "host" in lacking:
+        changes["host_memory"] = -(-enough_host_memory(refused) // 2**30) * 2**30
+    if "device" in lacking:
+        card = next((gib for gib in _CARDS if gib * 2**30 >= refused.shown.device_bytes), None)
+        if card is None:
+            return {}
+        changes["gpu_memory"] = card * 2**30
+    return changes

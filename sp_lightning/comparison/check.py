@@ -1,0 +1,322 @@
+"""Which runs a check has, and what their differences come to."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from shutil import rmtree
+from tempfile import TemporaryDirectory
+from typing import Any, get_args
+
+import torch
+
+from sp_lightning.comparison.explain import avoided_by, first_module, sentences
+from sp_lightning.comparison.record import Compared, Difference, compare
+from sp_lightning.comparison.report import Report, RunFigures
+from sp_lightning.comparison.runs import STOPPED, Done, Way, root_device, run, undisturbed
+from sp_lightning.comparison.subject import Factory, NotRunError, Subject
+from sp_lightning.plan.activation_policy import Mode
+from sp_lightning.plan.host_memory import available_bytes
+from sp_lightning.trainer.strategy import SuperpipelineStrategy
+
+ALL = "all"
+"""For ``activations`` and ``optimizer_overlap``: every mode, one after the other."""
+_LARGE = 2**27
+"""Bytes of a checkpoint from which on memory is freed between runs. That takes longer than a run of a small model."""
+_MODES = {"activations": get_args(Mode), "optimizer_overlap": ("off", "forward", "backward")}
+
+
+def check(
+    factory: Factory | None = None,
+    data: Factory | None = None,
+    *,
+    config: str | Path | None = None,
+    steps: int = 4,
+    seed: int = 0,
+    trainer: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Report:
+    """Trains, validates and predicts some batches by plain Lightning and by this strategy, and compares everything bitwise.
+
+    Module and data are made anew for each run, from the same seed. Files are in a temporary folder, some twenty times as
+    large as the weights, which is gone afterwards; random states are as they were.
+
+    Args:
+        factory: makes the LightningModule when it is called: a callable, or ``"package.module:Name"``.
+        data: makes a LightningDataModule or training batches in the same way. Without it, the module's own are taken.
+        config: a config of Lightning's CLI, in place of factory and data, or beside them where it does not name the classes.
+        steps: how many batches are trained, and at most validated and predicted; at least 1.
+        seed: what all randomness begins with.
+        trainer: arguments of ``Trainer`` that change numbers or the device, as ``{"precision": "bf16-mixed"}``.
+        options: those of :class:`~sp_lightning.SuperpipelineStrategy`. ``activations`` and ``optimizer_overlap`` can be
+            ``"all"``: every mode, one after the other.
+
+    Returns:
+        what was found. Its ``status`` is 0 if all is equal, 1 if something differs, and 2 if nothing was compared. ``print``
+        shows it as a table.
+
+    Raises:
+        ValueError, TypeError: a name leads nowhere, or an option cannot be.
+    """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, found {steps}.")
+    subject = Subject(factory, data, config, steps, seed, dict(trainer or {}))
+    with undisturbed(subject.settings), TemporaryDirectory(prefix="sp_lightning-") as folder:
+        checking = _Checking(subject, options, Path(folder))
+        try:
+            return checking.report()
+        except NotRunError as error:
+            return replace(checking.found, why=str(error))
+
+
+class _Checking:
+    """The runs of one check.
+
+    Args:
+        subject: what is checked.
+        options: those of the strategy.
+        folder: for all files.
+    """
+
+    def __init__(self, subject: Subject, options: dict[str, Any], folder: Path) -> None:
+        self._subject, self._folder = subject, folder
+        self._given = options
+        self._runs, self._large = 0, False
+        self.found = Report()
+
+    def report(self) -> Report:
+        """Runs everything.
+
+        Raises:
+            NotRunError: nothing could be compared.
+        """
+        settings, options = self._subject.described()
+        options |= self._given
+        self._device = root_device(settings)
+        self.found.counted = self._device.type == "cpu"
+        variants = _variants(options)
+        self._fuse = _is_fused(options, variants, self._device)
+        for variant in variants:
+            SuperpipelineStrategy(**variant)  # what cannot be is refused before anything runs
+            variant["fused_optimizer"] = self._fuse
+        plain = self._run_if_it_fits(Way("plain", fuse=self._fuse))
+        if plain is None:
+            return self._without_plain(variants[0])
+        again = self._run(Way("plain again", fuse=self._fuse, watched="gradients"))
+        _refuse_unrepeatable(compare(again.record, plain.record, ["gradients"]))
+        again.record.keep_only("gradients")
+        plain.record.entries += again.record.entries
+        fused = ", with optimizers fused on the host" if self._fuse else ""
+        self.found.reference = f"Plain Lightning{fused} and the strategy, from the same start on {self._device}:"
+        self._compare_with_plain(variants, plain)
+        return self.found
+
+    def _compare_with_plain(self, variants: list[dict[str, Any]], plain: Done) -> None:
+        first, ways = None, []
+        for options in variants:
+            way = Way(_name(options, several=len(variants) > 1), options)
+            ours = self._attempt(way, plain, keep=first is None)
+            if ours is None:
+                continue
+            if first is None:
+                first = ours
+                self._describe(plain, ours)
+            self.found.runs.append(_figures(ours))
+            ways += [way, replace(way, name=f"{way.name}, released memory poisoned", poison=True)]
+            self._attempt(ways[-1], plain)
+        if first is None:
+            raise NotRunError(" ".join(self.found.notes))
+        watched = {**(first.way.options or {}), "check_writes": True}
+        if watched.get("optimizer_overlap") == "backward":
+            watched["optimizer_overlap"] = "off"  # check_writes compares weights over a backward
+        ways.append(Way("streamed, check_writes and hooks on gradients", watched, watched="gradients"))
+        self._attempt(ways[-1], plain)
+        self._continue(first, plain)
+        predicted = [entry.values().get("") for entry in plain.record.entries if entry.kind == "predictions"]
+        self.found.notes += [f"Plain Lightning, too: {each}" for each in predicted if str(each).startswith(STOPPED)]
+        absent = [what for what in ("validation", "predictions") if what not in self.found.rows]
+        self.found.notes += [f"The module or its data have nothing for these: {', '.join(absent)}."] if absent else []
+        self._explain(ways, plain)
+
+    # ------------------------------------------------------------------ runs
+
+    def _run(self, way: Way) -> Done:
+        """Runs something.
+
+        Raises:
+            NotRunError: it stopped, but for want of device memory, or because an assertion of the strategy's own has failed.
+        """
+        self._runs += 1
+        print(f"check: run {self._runs}, {way.name}", file=sys.stderr, flush=True)
+        if self._large:
+            gc.collect()  # a trainer and its module refer to each other, and models of several runs may fill the memory
+        try:
+            done = run(self._subject, way, self._folder / str(self._runs))
+            self._large = done.checkpoint.stat().st_size > _LARGE
+            return done
+        except (NotRunError, torch.OutOfMemoryError, AssertionError):
+            raise
+        except Exception as error:
+            raise NotRunError(f"The run {way.name!r} stopped. {type(error).__name__}: {error}") from error
+
+    def _run_if_it_fits(self, way: Way) -> Done | None:
+        try:
+            return self._run(way)
+        except torch.OutOfMemoryError:
+            self._large = True
+            return None
+
+    def _attempt(self, way: Way, plain: Done, *, keep: bool = False) -> Done | None:
+        """Runs the strategy, compares what it leaves, and removes it unless it is to be kept.
+
+        An error as the user would meet it is a refusal, and None is returned. In any other way it is a difference.
+        """
+        try:
+            done = self._run(way)
+        except (NotRunError, torch.OutOfMemoryError, AssertionError) as error:
+            if way.usual and not isinstance(error, AssertionError):
+                self.found.notes.append(str(error))
+            else:
+                cause = error.__cause__ or error
+                said = f"{type(cause).__name__}: {cause}"
+                self._note("the run itself", way, Compared(0, Difference("", "before its end", said)))
+            return None
+        leave_out = [] if way.watched == "gradients" else ["gradients"]
+        for what, compared in compare(done.record, plain.record, leave_out).items():
+            self._note("continued" if way.begins else what, way, compared)
+        if not keep:
+            rmtree(done.checkpoint.parent)
+        return done
+
+    def _note(self, what: str, way: Way, compared: Compared) -> None:
+        row = self.found.rows.setdefault(what, Compared())
+        row.tensors += compared.tensors
+        if row.first is None and compared.first is not None:
+            row.first = replace(compared.first, run=way.name)
+
+    def _continue(self, ours: Done, plain: Done) -> None:
+        """Trains one batch more from each checkpoint by who has not written it."""
+        try:
+            expected = self._run(Way("plain, from its own checkpoint", fuse=self._fuse, begins=plain.checkpoint))
+        except NotRunError as error:
+            self.found.notes.append(f"Nothing went on from a checkpoint. {error}")
+            return
+        self._attempt(Way("plain, from the strategy's checkpoint", fuse=self._fuse, begins=ours.checkpoint), expected)
+        crossed = replace(ours.way, name="streamed, from plain Lightning's checkpoint", begins=plain.checkpoint)
+        self._attempt(crossed, expected)
+
+    # ------------------------------------------------------------------ what else there is to say
+
+    def _describe(self, plain: Done, ours: Done) -> None:
+        """Says what the strategy has found, and what plain Lightning takes."""
+        plan = ours.plan
+        assert plan is not None
+        streams = sum(layer.nbytes for layer in (*plan.layers, *plan.tables))
+        self.found.layers = len(plan.layers)
+        self.found.streamed = streams / max(streams + plan.resident_bytes, 1)
+        state = next(entry.values() for entry in plain.record.entries if entry.kind == "optimizer state")
+        nbytes = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
+        self.found.runs.append(_figures(plain, sum(plan.plain) + nbytes))
+
+    def _explain(self, ways: list[Way], plain: Done) -> None:
+        rows, explanation = self.found.rows, self.found.explanation
+        explanation += sentences(rows, ways)
+        differ = {row.first.run for what, row in rows.items() if row.first and what != "the run itself"}
+        way = next((each for each in ways if each.name in differ), None)
+        if way is None:
+            return
+        seen = replace(way, name="streamed, hooks on modules", watched="modules")
+        try:
+            expected = self._run(Way("plain, hooks on modules", fuse=self._fuse, watched="modules"))
+            name, sentence = first_module(self._run(seen), expected)
+        except NotRunError as error:
+            name, sentence = "**", str(error)
+        explanation += [sentence, avoided_by(way, name, lambda other: self._differs(other, plain))]
+
+    def _differs(self, way: Way, plain: Done) -> bool:
+        try:
+            compared = compare(self._run(replace(way, watched="nothing")).record, plain.record, ["gradients"])
+        except Exception:
+            return True
+        return any(each.first for each in compared.values())
+
+    # ------------------------------------------------------------------ a model that is too large for plain Lightning
+
+    def _without_plain(self, options: dict[str, Any]) -> Report:
+        """Compares on the CPU if the host has the memory, else two windows with each other."""
+        too_large = f"Plain Lightning has too little memory for this model on {self._device}."
+        if self._device.type != "cpu" and _fits_host(self._subject):
+            self._subject = replace(self._subject, settings={**self._subject.settings, "accelerator": "cpu"})
+            self.found.notes.append(
+                f"{too_large} So both sides ran on the CPU. That shows that the strategy's work is the right one in the right "
+                "order, and nothing of what the device alone has: its kernels, and copies beside computation."
+            )
+            return self.report()
+        least, most = self._run_if_it_fits(_window(options, 1)), None
+        k = 1 if least is None or least.plan is None else 2 * len(least.plan.layers)
+        while most is None and k > 3:
+            k //= 2
+            most = self._run_if_it_fits(_window(options, k))
+        if least is None or most is None:
+            raise NotRunError(
+                f"{too_large} The strategy has it for at most one window, and there is nothing to compare."
+            )
+        self.found.reference = (
+            f"{too_large} So the strategy is compared with itself, from k = 1 to k = {k}. That shows that no layer is read while "
+            "it is away, and not that results are those of plain Lightning:"
+        )
+        self._describe(most, least)
+        self.found.runs = [_figures(least), _figures(most)]
+        for what, compared in compare(least.record, most.record).items():
+            self._note(what, least.way, compared)
+        return self.found
+
+
+def _window(options: dict[str, Any], k: int) -> Way:
+    return Way(f"k = {k}, released memory poisoned", {**options, "k": k, "k_prime": 1}, poison=True)
+
+
+def _variants(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Options without ``"all"``: each mode in its place."""
+    asked = {name: modes for name, modes in _MODES.items() if options.get(name) == ALL}
+    return [{**options, **dict(zip(asked, chosen, strict=True))} for chosen in product(*asked.values())]
+
+
+def _is_fused(options: dict[str, Any], variants: list[dict[str, Any]], device: torch.device) -> bool:
+    """Whether the strategy's optimizers run fused in any of its runs. Then they do in all, and so do plain Lightning's."""
+    given = options.get("fused_optimizer", "auto")
+    early = any(variant.get("optimizer_overlap") in ("forward", "backward") for variant in variants)
+    return bool(given) if given != "auto" else early or device.type != "cpu"
+
+
+def _name(options: dict[str, Any], *, several: bool) -> str:
+    modes = ", ".join(str(options[name]) for name in _MODES if name in options)
+    return f"streamed, {modes}" if several else "streamed"
+
+
+def _figures(done: Done, counted: int | None = None) -> RunFigures:
+    ours = counted if done.stats is None else done.stats.peak_device_bytes
+    return RunFigures(done.way.name, done.seconds, ours if done.peak_bytes is None else done.peak_bytes)
+
+
+def _refuse_unrepeatable(compared: dict[str, Compared]) -> None:
+    """Raises a NotRunError if plain Lightning has differed from itself."""
+    differ = [f"{what} ({each.first.name}, {each.first.how})" for what, each in compared.items() if each.first]
+    if differ:
+        raise NotRunError(
+            f"Plain Lightning, run twice from the same seed, differs from itself: {'; '.join(differ)}. Whatever is random has to "
+            "be the same in each run: seed generators of your own where the factory makes them, and choose deterministic kernels "
+            "(torch.use_deterministic_algorithms(True))."
+        )
+
+
+def _fits_host(subject: Subject) -> bool:
+    """Whether the host has memory for weights, gradients and a state of two values each, as Adam has it, and a copy of all."""
+    parameters = list(subject.make().module.parameters())
+    trained = sum(each.nbytes for each in parameters if each.requires_grad)
+    room = available_bytes()
+    return room is None or 2 * (sum(each.nbytes for each in parameters) + 3 * trained) < room

@@ -1,0 +1,43 @@
+"""A module, its data and a trainer's settings from a config of Lightning's CLI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+
+class Configured(LightningCLI):
+    """Lightning's CLI, which makes no trainer here.
+
+    Attributes:
+        settings: arguments of ``Trainer``.
+    """
+
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: str, model: Callable[[], Any] | None, data: Callable[[], Any] | None, seed: int) -> Configured:
+        """Reads a config.
+
+        Args:
+            config: the file.
+            model: the class of the module, if the config does not name it.
+            data: the class of the data module, if the config does not name it.
+            seed: what all randomness begins with, if the config does not say that.
+
+        Raises:
+            SystemExit: the config cannot be read; the standard error says why.
+            ModuleNotFoundError: jsonargparse is not installed.
+        """
+        arguments = ["--config", config]
+        return cls(model, data, save_config_callback=None, seed_everything_default=seed, args=arguments, run=False)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        # A config of ``fit`` has these. They say which checkpoint to begin with, and the check begins with none.
+        for name in ("--ckpt_path", "--weights_only"):
+            parser.add_argument(name, type=Any, default=None)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        self.settings = dict(self.config_init["trainer"])

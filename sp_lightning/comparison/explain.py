@@ -1,0 +1,86 @@
+"""What a difference comes from: the first module whose output differs, and an option that avoids it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from sp_lightning.comparison.record import Compared
+from sp_lightning.comparison.runs import Done, Way
+
+_LIMITS = "examples/guide/limits.md"
+_WRITTEN = (
+    f'"Not noticed, so do not do it" of {_LIMITS} names such writes. Reach weights through their modules, not through what was '
+    "taken before the step."
+)
+_STALE = (
+    "Only the run whose released memory is poisoned differs, so something reads weights after their layer was released: code "
+    f"that keeps an address, or a defect of the strategy. {_LIMITS} names what is not noticed; if it does not name yours, "
+    "please report it with the model's code."
+)
+_OPTIMIZER = (
+    "All gradients are equal and weights are not: the optimizers' steps differ. One of torch's that runs fused has other last "
+    "bits than one that does not: fused_optimizer=False leaves it as it is."
+)
+
+
+def sentences(rows: dict[str, Compared], ways: list[Way]) -> Iterator[str]:
+    """What the kinds that differ say by themselves.
+
+    Args:
+        rows: what was found.
+        ways: the runs of the strategy that were compared.
+    """
+    found = {what: row.first for what, row in rows.items() if row.first is not None}
+    if any("was written within a step" in str(each) for each in found.values()):
+        yield _WRITTEN
+    differ = {each.run for each in found.values()}
+    if differ and all(way.poison for way in ways if way.name in differ):
+        yield _STALE
+    if "weights" in found and not {"gradients", "losses"} & set(found):
+        yield _OPTIMIZER
+
+
+def first_module(ours: Done, plain: Done) -> tuple[str, str]:
+    """Finds the module whose output is the first to differ, in the order of plain Lightning's calls.
+
+    Args:
+        ours: a run whose modules' outputs were seen.
+        plain: one of plain Lightning.
+
+    Returns:
+        its name, ``"**"`` if there is none, and a sentence on it.
+    """
+    for place, expected in plain.calls.items():
+        if ours.calls.get(place) != expected:
+            moment, name, again = place
+            call = f", call {again + 1}," if again else ""
+            return name, f"The first module whose output differs is {name!r}{call} in {moment}."
+    return "**", (
+        "With a hook on each module, all outputs in forward are equal: the difference comes from backward, from an optimizer's "
+        "step, or from code outside of modules' calls."
+    )
+
+
+def avoided_by(way: Way, name: str, differs: Callable[[Way], bool]) -> str:
+    """Tries options one by one, until one avoids the difference, and says which.
+
+    Args:
+        way: the run that differs.
+        name: of the module whose output differs first, or a pattern.
+        differs: runs another one, and says whether it differs, too.
+    """
+    options: dict[str, Any] = dict(way.options or {})
+    tried: list[dict[str, Any]] = [
+        {"activations": "keep"},
+        {"optimizer_overlap": "off"},
+        {"check_writes": True, "optimizer_overlap": "off"},
+        {"resident": [name]},
+    ]
+    for change in tried:
+        if any(options.get(option) != value for option, value in change.items()):
+            named = ", ".join(f"{option}={value!r}" for option, value in change.items())
+            if not differs(replace(way, name=f"streamed, {named}", options={**options, **change})):
+                return f"With {named} all is equal."
+    return "No option that was tried avoids it."

@@ -1,0 +1,193 @@
+"""What a run leaves, kept in files, and the comparison of two of them, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np  # Lightning needs torchmetrics, which needs NumPy
+import torch
+from torch import Tensor
+
+from sp_lightning.device.layout import flat_bytes
+from sp_lightning.model.wrapped import parts
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Values that a run had at one moment.
+
+    Attributes:
+        kind: what they are: a row of the report.
+        moment: when it had them, in words.
+        file: where they are, as ``torch.save`` writes them.
+        key: under which the file has them; None if it has nothing else.
+    """
+
+    kind: str
+    moment: str
+    file: Path
+    key: str | None = None
+
+    def values(self) -> dict[str, Any]:
+        """The values by their names: tensors on the host, mapped from the file, and plain values."""
+        found = torch.load(self.file, map_location="cpu", mmap=True, weights_only=False)
+        return dict(flatten(found if self.key is None else found[self.key]))
+
+
+class Record:
+    """What a run leaves, in the order of time. Values are in files, because a model may fill the memory.
+
+    Args:
+        folder: where the files are; it is made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.entries: list[Entry] = []
+        folder.mkdir()
+
+    def add(self, kind: str, moment: str, values: Any) -> None:
+        """Keeps copies of all tensors and plain values in a structure."""
+        found = {name: _copied(value) for name, value in flatten(values)}
+        if found:
+            file = self._folder / str(len(self.entries))
+            torch.save(found, file)
+            self.entries.append(Entry(kind, moment, file))
+
+    def keep_only(self, kind: str) -> None:
+        """Removes the files of all other kinds."""
+        for entry in self.entries:
+            if entry.kind != kind:
+                entry.file.unlink(missing_ok=True)
+        self.entries = _of(self, kind)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first difference of one kind.
+
+    Attributes:
+        name: of the tensor, or the place of a value.
+        moment: when the run had it, in words.
+        how: what the difference is, in words.
+        run: the run that has it.
+    """
+
+    name: str
+    moment: str
+    how: str
+    run: str = ""
+
+    def __str__(self) -> str:
+        where = f"{self.name}, {self.moment}" if self.name else self.moment
+        return f"differs in the run {self.run!r}: {where}: {self.how}"
+
+
+@dataclass
+class Compared:
+    """What came of comparing all of one kind: how many tensors there were, and the first difference, if there is one."""
+
+    tensors: int = 0
+    first: Difference | None = None
+
+
+def compare(ours: Record, plain: Record, leave_out: Sequence[str] = ()) -> dict[str, Compared]:
+    """Compares two records, bit by bit.
+
+    Args:
+        ours: that of the run in question.
+        plain: that of the run that is right.
+        leave_out: kinds that only one of them has.
+
+    Returns:
+        by kind, in the order in which the kinds first came.
+    """
+    kinds = dict.fromkeys(entry.kind for entry in (*plain.entries, *ours.entries) if entry.kind not in leave_out)
+    return {kind: _compare_kind(_of(ours, kind), _of(plain, kind)) for kind in kinds}
+
+
+def _of(record: Record, kind: str) -> list[Entry]:
+    return [entry for entry in record.entries if entry.kind == kind]
+
+
+def _compare_kind(ours: list[Entry], plain: list[Entry]) -> Compared:
+    tensors, first = 0, None
+    for mine, theirs in zip_longest(ours, plain):
+        if mine is None or theirs is None:
+            there = mine or theirs
+            assert there is not None
+            first = first or Difference("", there.moment, "only one of the two runs has it")
+            continue
+        expected = theirs.values()
+        tensors += sum(isinstance(value, Tensor) for value in expected.values())
+        if first is None:
+            found = next(_differences(mine.values(), expected), None)
+            first = None if found is None else Difference(found[0], theirs.moment, found[1])
+    return Compared(tensors, first)
+
+
+def _differences(ours: dict[str, Any], plain: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """By name, in words."""
+    for name in dict.fromkeys([*plain, *ours]):
+        if name not in ours or name not in plain:
+            yield name, f"only {'plain Lightning' if name in plain else 'the other run'} has it"
+        elif (how := difference(ours[name], plain[name])) is not None:
+            yield name, how
+
+
+def difference(ours: Any, plain: Any) -> str | None:
+    """In what two values differ, in words; None if they have the same bits."""
+    if not isinstance(ours, Tensor) or not isinstance(plain, Tensor):
+        return None if type(ours) is type(plain) and ours == plain else f"{ours!r} is not {plain!r}"
+    if ours.dtype != plain.dtype or ours.shape != plain.shape:
+        return f"{_form(ours)} is not {_form(plain)}"
+    if torch.equal(flat_bytes(ours), flat_bytes(plain)):
+        return None
+    wide = torch.complex128 if plain.is_complex() else torch.float64
+    apart, nan = (ours.to(wide) - plain.to(wide)).abs(), ours.isnan() & ~plain.isnan()
+    if nan.any():
+        return f"NaN in {int(nan.sum())} of {nan.numel()} values where plain Lightning has numbers"
+    most = float(apart.nan_to_num().max())
+    return (
+        f"values differ by up to {most:.3g}" if most else "values are equal, but a zero's sign, or a NaN's bits, differ"
+    )
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().to_dense().to("cpu", copy=True).contiguous() if isinstance(value, Tensor) else value
+
+
+def flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """All tensors and plain values of a structure, with their places. Of other objects only the class is given."""
+    if isinstance(value, Tensor):
+        yield from parts(name, value)
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        yield name, torch.from_numpy(value)
+    elif value is None or isinstance(value, (bool, int, float, str)):
+        yield name, value
+    else:
+        inner = _inside(value)
+        if inner is None:
+            yield name, type(value).__qualname__
+        else:
+            for key, each in inner.items():
+                yield from flatten(each, f"{name}.{key}" if name else str(key))
+
+
+def _inside(value: Any) -> Mapping[Any, Any] | None:
+    """What a container holds, by its places in it; None for any other object."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    if is_dataclass(value):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
+    return None

@@ -1,0 +1,79 @@
+"""Plain Lightning on one device, with the optimizers' steps where this package has them: on the host, fused or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sp_lightning.optim.fused import has_fused_step, runs_fused
+
+
+class StepsOnHost(SingleDeviceStrategy):
+    """Lightning's strategy for one device. In an optimizer's step, its parameters are copies on the host.
+
+    The same optimizer has other last bits on an accelerator than on the host, and others again if it runs fused. On the CPU
+    parameters are their own copies, and all that remains is whether steps run fused.
+
+    Args:
+        device: where the module is.
+        fuse: whether optimizers run fused where their users have left that open, and they can.
+    """
+
+    host = torch.device("cpu")
+    """Where parameters are their own copies."""
+
+    def __init__(self, device: torch.device, *, fuse: bool) -> None:
+        super().__init__(device)
+        self._fuse = fuse
+        self._originals: dict[Tensor, nn.Parameter] = {}
+        self._fused: list[dict[str, Any]] = []
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        def closed() -> Any:
+            self._leave_host(optimizer)  # some optimizers call it again
+            result = closure()
+            self._enter_host(optimizer)
+            return result
+
+        try:
+            return super().optimizer_step(optimizer, closed, model, **kwargs)
+        finally:
+            self._leave_host(optimizer)
+
+    def _enter_host(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["params"][:] = [self._on_host(optimizer, parameter) for parameter in group["params"]]
+            fuse = self._fuse and has_fused_step(optimizer)
+            if not group.get("fused") and runs_fused(optimizer, group, fuse=fuse):
+                group["fused"] = True
+                self._fused.append(group)
+
+    def _on_host(self, optimizer: Optimizer, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.device == self.host:
+            return parameter
+        copy = nn.Parameter(parameter.detach().to("cpu", copy=True), requires_grad=parameter.requires_grad)
+        copy.grad = None if parameter.grad is None else parameter.grad.to("cpu", copy=True)
+        if parameter in optimizer.state:  # the same object, which the optimizer may have in hand
+            state = optimizer.state[copy] = optimizer.state.pop(parameter)
+            state.update({name: value.cpu() for name, value in state.items() if isinstance(value, Tensor)})
+        self._originals[copy] = parameter
+        return copy
+
+    def _leave_host(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for index, copy in enumerate(group["params"]):
+                original = self._originals.pop(copy, None)
+                if original is not None:
+                    with torch.no_grad():
+                        original.copy_(copy)
+                    if copy in optimizer.state:
+                        optimizer.state[original] = optimizer.state.pop(copy)
+                    group["params"][index] = original
+        for group in self._fused:
+            group["fused"] = None
+        self._fused.clear()

@@ -1,0 +1,290 @@
+"""One run: everything made anew, trained, validated and predicted, and what it leaves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import numpy as np  # Lightning needs torchmetrics, which needs NumPy
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from sp_lightning.comparison.record import Entry, Record, flatten
+from sp_lightning.comparison.reference import StepsOnHost
+from sp_lightning.comparison.subject import Made, Subject
+from sp_lightning.device.accelerator import device_for
+from sp_lightning.observe.stats import Stats
+from sp_lightning.plan.plan import Plan
+from sp_lightning.trainer.strategy import SuperpipelineStrategy
+from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
+from sp_lightning.weights.slots import poisoned
+from sp_lightning.weights.writes import digest
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a run goes.
+
+    Attributes:
+        name: what it is called.
+        options: those of the strategy; None for plain Lightning.
+        fuse: whether the optimizers of plain Lightning run fused where that is left open.
+        poison: whether released memory is NaN.
+        watched: what hooks see beside losses and logged values: nothing, all gradients, or the output of each module.
+        begins: a checkpoint to begin with, after which one batch is trained; None for a whole run.
+    """
+
+    name: str
+    options: dict[str, Any] | None = None
+    fuse: bool = False
+    poison: bool = False
+    watched: Literal["nothing", "gradients", "modules"] = "nothing"
+    begins: Path | None = None
+
+    @property
+    def usual(self) -> bool:
+        """Whether it goes as its user would have it."""
+        return not self.poison and self.watched == "nothing" and self.begins is None
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a run leaves.
+
+    Attributes:
+        way: how it went.
+        record: all that is compared.
+        checkpoint: its checkpoint after training.
+        seconds: the median time of a training batch but the first.
+        peak_bytes: the most device memory that was allocated; None where the device does not count.
+        plan: of the strategy; None for plain Lightning.
+        stats: of the strategy, after training.
+        calls: a digest of each output of each module, in the order of calls; empty unless hooks saw them.
+    """
+
+    way: Way
+    record: Record
+    checkpoint: Path
+    seconds: float
+    peak_bytes: int | None
+    plan: Plan | None = None
+    stats: Stats | None = None
+    calls: dict[tuple[str, str, int], str] = field(default_factory=dict)
+
+
+class Recorder(Callback):
+    """Keeps what steps return and what is logged. It writes no weights."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.ends: list[float] = []
+        self.peak: int | None = None
+        self._phases: Counter[str] = Counter()
+
+    def _keep(self, trainer: pl.Trainer, phase: str, kind: str, outputs: Any) -> None:
+        moment = f"{phase} batch {self._phases[phase]}"
+        self._phases[phase] += 1
+        self.record.add(kind, moment, outputs)
+        self.record.add("logged values", moment, trainer.callback_metrics)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._device = device_for(trainer.strategy.root_device)
+        self._device.reset_peak()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        peak = self._device.peak_bytes()  # the choice of a window begins its count anew
+        self.peak = peak if self.peak is None or peak is None else max(peak, self.peak)
+        self._keep(trainer, "training", "losses", outputs)
+        self.ends.append(perf_counter())
+
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._keep(trainer, "validation", "validation", outputs)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.record.add("logged values", "after validation", trainer.callback_metrics)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.record.add("logged values", "after training", trainer.callback_metrics)
+
+    def on_predict_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._keep(trainer, "prediction", "predictions", outputs)
+
+
+WRITE_NO_WEIGHTS.add(Recorder)  # so the engine works as without it
+
+
+class GradientRecorder(Recorder):
+    """Keeps all gradients, too. The engine counts it among hooks that may write anything."""
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        gradients = {name: parameter.grad for name, parameter in pl_module.named_parameters()}
+        self.record.add("gradients", f"training batch {trainer.fit_loop.batch_idx}", gradients)
+
+
+class CallRecorder(Recorder):
+    """Keeps a digest of what each call of each module returns. A module's further calls, as in a second forward, come later."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__(record)
+        self.calls: dict[tuple[str, str, int], str] = {}
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._moment = ""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for name, module in pl_module.named_modules():
+            if name:
+                module.register_forward_hook(self._hook(name))
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._moment = f"training batch {batch_idx}"
+
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._moment = f"validation batch {batch_idx}"
+
+    def _hook(self, name: str) -> Any:
+        def called(module: Any, arguments: Any, output: Any) -> None:
+            place = self._moment, name
+            values = [value.detach().cpu() for _, value in flatten(output) if isinstance(value, Tensor)]
+            self.calls[(*place, self._counts[place])] = " ".join(map(digest, values))
+            self._counts[place] += 1
+
+        return called
+
+
+STOPPED = "Prediction stopped."
+"""What a record has in place of predictions begins so, if an error has ended them."""
+_RECORDERS = {"nothing": Recorder, "gradients": GradientRecorder, "modules": CallRecorder}
+
+
+def run(subject: Subject, way: Way, folder: Path) -> Done:
+    """Makes everything anew, from the same seed, and trains, validates and predicts.
+
+    Args:
+        subject: what is checked.
+        way: how.
+        folder: for the files of this run; it is made.
+
+    Raises:
+        Exception: what the user's code raises, or the strategy.
+    """
+    folder.mkdir()
+    record = Record(folder / "record")
+    recorder = _RECORDERS[way.watched](record)
+    pl.seed_everything(subject.seed, workers=True, verbose=False)
+    made = subject.make()
+    trainer = _trainer(made, way, folder, subject.steps, recorder)
+    start = perf_counter()
+    with poisoned() if way.poison else nullcontext():
+        trainer.fit(made.module, **made.data, ckpt_path=way.begins, weights_only=False)
+        strategy: Any = trainer.strategy
+        plan, stats = (None, None) if way.options is None else (strategy.plan, strategy.stats())
+        checkpoint = folder / "checkpoint.ckpt"
+        _keep_state(record, trainer, made.module, checkpoint)
+        data = None if way.begins else made.to_predict
+        if data is not None:
+            try:
+                trainer.predict(made.module, **data)
+            except Exception as error:  # the same one on both sides is equal, too
+                record.add("predictions", "prediction", f"{STOPPED} {type(error).__name__}: {error}")
+    times = recorder.ends if len(recorder.ends) > 1 else [start, *recorder.ends]
+    seconds = median(after - before for before, after in pairwise(times))
+    return Done(way, record, checkpoint, seconds, recorder.peak, plan, stats, getattr(recorder, "calls", {}))
+
+
+def _trainer(made: Made, way: Way, folder: Path, steps: int, recorder: Callback) -> pl.Trainer:
+    settings = {
+        "limit_train_batches": 1 if way.begins else steps,
+        "limit_val_batches": steps,
+        "limit_predict_batches": steps,
+        "max_epochs": 2 if way.begins else 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "default_root_dir": folder,
+        "devices": 1,
+        "callbacks": [*made.settings.get("callbacks", []), recorder],
+    }
+    return pl.Trainer(strategy=_strategy(made, way), **{**made.settings, **settings})
+
+
+def _strategy(made: Made, way: Way) -> Any:
+    if way.options is not None:
+        return SuperpipelineStrategy(**way.options)
+    device = root_device(made.settings)
+    return "auto" if device.type == "cpu" and not way.fuse else StepsOnHost(device, fuse=way.fuse)
+
+
+def root_device(settings: Mapping[str, Any]) -> torch.device:
+    """The device that a trainer with such settings computes on."""
+    chosen = {"accelerator": settings.get("accelerator", "auto"), "devices": 1, "logger": False}
+    return pl.Trainer(enable_checkpointing=False, enable_progress_bar=False, **chosen).strategy.root_device
+
+
+def _keep_state(record: Record, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Path) -> None:
+    moment = "after training"
+    record.add("weights", moment, dict(module.named_parameters()))
+    record.add("buffers", moment, dict(module.named_buffers()))
+    record.add("random state", moment, _random_state(trainer.strategy.root_device))
+    trainer.save_checkpoint(checkpoint)
+    record.entries.append(Entry("optimizer state", moment, checkpoint, "optimizer_states"))
+    if trainer.lr_scheduler_configs:
+        record.entries.append(Entry("scheduler state", moment, checkpoint, "lr_schedulers"))
+    record.entries.append(Entry("checkpoints", moment, checkpoint))
+
+
+# ---------------------------------------------------------------------- what is around a run
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": torch.tensor(random.getstate()[1])}
+    state["numpy"] = np.random.get_state()
+    if device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+@contextmanager
+def undisturbed(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, runs are quiet. Afterwards random states and variables of the process are as they were.
+
+    Args:
+        settings: arguments of ``Trainer``, which name the device.
+    """
+    python, numpy, variables = random.getstate(), np.random.get_state(), dict(os.environ)
+    disabled = logging.root.manager.disable
+    try:
+        logging.disable(logging.INFO)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # each run would say the same
+            device = root_device(settings)
+            others, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
+            with torch.random.fork_rng(others, device_type=kind):
+                yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        logging.disable(disabled)
+        for name in set(os.environ) - set(variables):
+            del os.environ[name]
+        os.environ.update(variables)

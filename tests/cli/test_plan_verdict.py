@@ -1,0 +1,344 @@
+"""The first lines of ``plan``: it fits without us, it fits with us, it does not and what would; and tables of several."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shlex
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from sp_lightning.__main__ import main
+from sp_lightning.cli.arguments import Question, command, make_parser
+from sp_lightning.plan.units import human_bytes
+from tests.support.answers import plan
+from tests.support.models import Module, Stack
+from tests.support.tiers import first
+
+SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
+LLAMA = str(SHAPES / "llama-3-8b.json")
+BILLIONS = "models of billions of parameters"
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    """The answer in words; the exit status has to be the one that is given."""
+    ended: Any = 0
+    try:
+        main(["plan", *arguments])
+    except SystemExit as stop:
+        ended = stop.code
+    assert ended == status
+    return capsys.readouterr().out
+
+
+def small_llama(folder: Path, **more: Any) -> str:
+    """A language model with large activations and a large head for its size."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=2000, architectures=["LlamaForCausalLM"], **{**sizes, **more})
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    return str(folder / "config.json")
+
+
+# ---------------------------------------------------------------------- it fits
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"),
+    first([("resnet18", 2), (str(SHAPES / "vit-giant.json"), 4)], if_=lambda each: each[0] == "resnet18", why=BILLIONS),
+)
+def test_a_model_that_fits_is_left_to_plain_lightning(
+    model: str, batch: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [model, "--batch", str(batch), "--k", "1", "--k-prime", "1"]
+    found = plan(capsys, *asked, "--gpu-memory", "40GiB")
+    needed = found["plain_bytes"]
+    assert needed > found["activation_bytes"] + found["parameters"] * 16, "weights, gradients, two moments"
+    verdict = f"It fits without us: plain Lightning needs {human_bytes(needed)} of 40.0 GiB and is faster. Use it."
+    assert said(capsys, *asked, "--gpu-memory", "40GiB").startswith(f"{verdict}\nWith this strategy: Super")
+    assert said(capsys, *asked, "--gpu-memory", f"{needed}B").startswith("It fits without us: ")
+    less = found["checkpointed_bytes"]
+    again = f"It fits without us if each layer runs in torch.utils.checkpoint: plain Lightning needs {human_bytes(less)} of "
+    assert less < needed
+    assert said(capsys, *asked, "--gpu-memory", f"{needed - 1}B").startswith(again)
+    assert said(capsys, *asked, "--gpu-memory", f"{less - 1}B").startswith("It fits: Super")
+    without_limit = said(capsys, *asked)
+    assert without_limit.startswith("The fastest: Super")
+    assert f" Plain Lightning fits where --gpu-memory is {human_bytes(needed)}.\n" in without_limit
+    # Plain Lightning has nothing in the host's memory.
+    nothing = said(capsys, *asked, "--gpu-memory", "40GiB", "--host-memory", "1KiB")
+    assert nothing.startswith(f"{verdict}\nWith this strategy it does not fit: ")
+
+
+@pytest.mark.parametrize("real", first([False, True], False, why=BILLIONS))
+def test_a_model_that_fits_with_us_has_call_speed_and_wait_in_the_first_line(
+    real: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = [small_llama(tmp_path), "--tokens", "64", "--gpu-memory", "14MiB"]
+    asked = [LLAMA, "--tokens", "6144", "--checkpointing", "--gpu-memory", "22GiB"] if real else small
+    found = plan(capsys, *asked)
+    (best,) = [each for each in found["windows"] if {name: each[name] for name in ("k", "k_prime")} == found["best"]]
+    lines = said(capsys, *asked).splitlines()
+    line = re.fullmatch(
+        r"It fits: SuperpipelineStrategy\(k=(\d+), k_prime=(\d+)\).*, (\S+) s per batch, (\S+) tokens/s; "
+        r"the device waits (\d+)% of the time(, most of it for [a-z ]+)?\.",
+        lines[0],
+    )
+    assert line is not None, lines[0]
+    assert (int(line[1]), int(line[2])) == (best["k"], best["k_prime"])
+    assert float(line[3]) == pytest.approx(best["seconds"], rel=0.01)
+    assert float(line[4]) == pytest.approx(int(asked[2]) / best["seconds"], rel=0.01)
+    assert float(line[5]) / 100 == pytest.approx(1 - best["busy_seconds"]["compute"] / best["seconds"], abs=0.01)
+    assert lines[1] == ""
+    assert 4 <= len(lines) - 3 <= 10, "reasons"
+    assert any(re.match(r"device memory .*; plain Lightning needs ", each) for each in lines)
+    assert not any(word in "\n".join(lines) for word in ("binds", "weights+grads", "slots"))
+    detailed = said(capsys, *asked, "--verbose")
+    assert detailed.startswith("\n".join(lines[:-1]))
+    assert all(word in detailed for word in ("binds", "weights+grads", "slots"))
+
+
+def test_speed_is_of_all_devices_and_of_what_the_model_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, count, what in (
+        (["resnet18", "--batch", "3", "--devices", "2", "--nodes", "2"], 12, "images"),
+        (["tests.support.models:Stack", "--input", "4", "16"], 4, "samples"),
+    ):
+        asked = [*options, "--k", "1", "--k-prime", "1"]
+        (window,) = plan(capsys, *asked)["windows"]
+        (number,) = re.findall(rf", ([\d.]+) {what}/s; ", said(capsys, *asked))
+        assert float(number) == pytest.approx(count / window["seconds"], rel=0.01)
+
+
+# ---------------------------------------------------------------------- it does not
+
+
+def remedies(text: str) -> list[tuple[str, str, str, str, str]]:
+    """Of each remedy: what is changed, device memory, host memory, speed, and the command."""
+    pattern = r"^  (.+): (\S+ \w+) of device and (\S+ \w+) of host memory, (.+)\n    (python -m sp_lightning plan .+)$"
+    return re.findall(pattern, text, re.MULTILINE)
+
+
+def check_remedies(capsys: pytest.CaptureFixture[str], text: str) -> list[str]:
+    """Runs the command of each remedy, which has to fit with the figures that were printed. Returns what they change."""
+    assert text.count("python -m sp_lightning plan") == len(remedies(text))
+    for _, device, host, speed, line in remedies(text):
+        other = said(capsys, *shlex.split(line)[4:])
+        assert re.match("(It fits|The fastest)", other)
+        assert f", {speed}; " in other
+        assert f"\ndevice memory {device}: " in other
+        assert re.search(rf"^host memory.* {re.escape(host)}(,|$)", other, re.MULTILINE)
+    return [what for what, *_ in remedies(text)]
+
+
+@pytest.mark.rest("several plans of a model")
+@pytest.mark.parametrize(
+    ("options", "lacking", "expected"),
+    [
+        (["--gpu-memory", "8MiB"], "device", ["--activations recompute", "--gpu-memory 8GiB"]),
+        (["--gpu-memory", "4MiB", "--batch", "4"], "device", ["--gpu-memory 8GiB"]),
+        (["--gpu-memory", "12MiB", "--k", "6"], "device", ["without --k", "--gpu-memory 8GiB"]),
+        (["--host-memory", "1GiB"], "", []),
+        (["--host-memory", "981MiB"], "host", ["--disk 7GB/s", "--precision bf16-true", "--host-memory 1GiB"]),
+    ],
+)
+def test_each_remedy_fits_with_its_figures(
+    options: list[str], lacking: str, expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = said(capsys, small_llama(tmp_path), "--tokens", "128", *options, status=bool(lacking))
+    assert next(line.startswith("It does not fit: ") for line in text.splitlines()) == bool(lacking)
+    assert f" of {lacking} memory" in text.splitlines()[0] or not lacking
+    changes = check_remedies(capsys, text)
+    assert changes[-1:] == expected[-1:]
+    assert set(expected) <= set(changes)
+    assert len(changes) <= 3
+
+
+@pytest.mark.long(BILLIONS)
+def test_remedies_of_a_large_model(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, LLAMA, "--gpu-memory", "24GiB", "--host-memory", "64GiB", status=1)
+    first_line, second_line = text.splitlines()[:2]
+    assert " of host memory are needed beside what the process and libraries take, 63.1 GiB are there, " in first_line
+    assert " of device memory, of which " in second_line
+    changes = check_remedies(capsys, text)
+    assert "--precision bf16-true" in changes
+    assert changes[-1] == "--gpu-memory 32GiB --host-memory 121GiB"
+
+
+@pytest.mark.long(BILLIONS)
+def test_a_loss_in_chunks_is_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [LLAMA, "--checkpointing", "--tokens", "8192", "--precision", "bf16-true", "--gpu-memory", "16GiB"]
+    changes = check_remedies(capsys, said(capsys, *asked, status=1))
+    assert changes[0] == "--loss-tokens 1024"
+    assert changes[-1] == "--gpu-memory 24GiB"
+
+
+@pytest.mark.long(BILLIONS)
+def test_the_batch_that_fits_is_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [LLAMA, "--precision", "bf16-true", "--generate", "64", "--tokens", "448", "--k", "1"]
+    text = said(capsys, *asked, "--batch", "400", "--gpu-memory", "16GiB", status=1)
+    changes = check_remedies(capsys, text)
+    assert changes[-1].startswith("--gpu-memory ")
+    (count,) = re.findall(r"^  --batch (\d+): ", text, re.MULTILINE)
+    assert plan(capsys, *asked, "--batch", str(int(count) * 5 // 4), "--gpu-memory", "16GiB")["best"] is None
+
+
+def test_the_command_asks_the_same_question() -> None:
+    asked = [
+        "plan", "a model.json", "--batch", "3", "--k", "2", "4", "--gpu-memory", "10737418241B", "--disk", "3.5GB/s",
+        "--network", "200Gb/s", "--nodes", "2", "--layers", "a.*", "b", "--checkpointing", "--tflops", "312.5", "--clip", "norm",
+        "--loss-tokens", "64", "--lora", "8", "--step-seconds", "0.25", "--overlap", "off", "--precision", "16-mixed",
+    ]  # fmt: skip
+    question = Question(**{**vars(make_parser().parse_args(asked)), "model": "a model.json", "batch": 3})
+    question = Question(**{**vars(question), "precision": "16-mixed"})
+    again = vars(make_parser().parse_args(shlex.split(command(question))[3:]))
+    assert {**again, "model": "a model.json", "batch": 3, "precision": "16-mixed"} == vars(question)
+
+
+# ---------------------------------------------------------------------- several
+
+
+def test_several_models_and_options_are_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models = [small_llama(tmp_path / "small"), small_llama(tmp_path / "large", num_hidden_layers=24)]
+    asked = ["--precision", "bf16-mixed", "32-true", "--tokens", "64", "--gpu-memory", "50MiB"]
+    text = said(capsys, *models, *asked)
+    head, *rows = [re.split(r"\s{2,}", line) for line in text.splitlines()]
+    assert head == ["model", "precision", "fits plain", "fits here", "device", "host", "speed", "waiting"]
+    assert [row[:2] for row in rows] == [[model, name] for model in models for name in ("bf16-mixed", "32-true")]
+    assert [row[2].partition(",")[0] for row in rows] == ["yes", "yes", "no", "no"]
+    main(["plan", *models, *asked, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    for row, answer in zip(rows, found, strict=True):
+        best = next(each for each in answer["windows"] if {n: each[n] for n in ("k", "k_prime")} == answer["best"])
+        assert row[2].endswith(f", {human_bytes(answer['plain_bytes'])}")
+        assert row[3:6] == ["yes", human_bytes(best["device_bytes"]), human_bytes(answer["host_bytes"])]
+        assert float(row[6].removesuffix(" tokens/s")) == pytest.approx(64 / best["seconds"], rel=0.01)
+        assert float(row[7].removesuffix("%")) <= 100
+    little = said(capsys, *models, *asked[:-1], "4MiB", status=1)
+    assert {re.split(r"\s{2,}", line)[3] for line in little.splitlines()[1:]} == {"no"}
+
+
+def test_a_picture_is_of_one_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "resnet18", "resnet50", "--plot", str(tmp_path / "a.png")])
+    assert ended.value.code == 2
+    assert "--plot draws one answer, and these are 2 questions" in capsys.readouterr().err
+
+
+def test_exit_statuses_are_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "plan MODEL [MODEL ...] [options]" in text
+    assert re.search(r"exit status: 0 if it fits.*; 1 if it does not; 2 if .*; 3 if ", text)
+
+
+# ---------------------------------------------------------------------- adapters, the hub's cache, and what libraries say
+
+
+@pytest.fixture(params=["peft", "without peft"])
+def _with_peft_or_without(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "without peft":
+        monkeypatch.setitem(sys.modules, "peft", None)
+
+
+@pytest.mark.usefixtures("_with_peft_or_without")
+def test_adapters_without_a_factory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = small_llama(tmp_path)
+    found = plan(capsys, file, "--tokens", "64", "--lora", "4", "--k", "1", "--k-prime", "1")
+    net = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(tmp_path))
+    full = sum(parameter.numel() for parameter in net.parameters())
+    real = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules="all-linear"))
+    trained, everything = real.get_nb_trainable_parameters()
+    assert found["parameters"] == everything == full + trained
+    assert found["activation_bytes"], "it was run on paper"
+    # Float32 and its cast, or a table without one; then gradients and two moments of what is trained.
+    assert 4 * everything + 12 * trained < found["host_bytes"] < 6 * everything + 16 * trained + 2**18
+    assert ' and PEFT\'s LoraConfig(r=4, target_modules="all-linear"), ' in found["verdict"]
+    assert found["plain_bytes"] < plan(capsys, file, "--tokens", "64", "--k", "1", "--k-prime", "1")["plain_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mobilenet_v2", "--lora", "4"], "--lora: the blocks of MobileNetV2 have no linear layers"),
+        (["resnet18", "--lora", "4", "--predict"], "--lora and --loss-tokens are for training"),
+    ],
+)
+def test_adapters_that_cannot_be(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *arguments])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_name_of_the_hub_is_read_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    asked = ["someone/their-model", "--tokens", "64", "--k", "1"]
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *asked])
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert "'someone/their-model' is no folder here, and its config.json is not in the cache" in message
+    assert "Save someone/their-model/config.json as a file, and give its path." in message
+    cached = tmp_path / "models--someone--their-model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0123abcd")
+    file = small_llama(cached / "snapshots" / "0123abcd")
+    found, same = plan(capsys, *asked), plan(capsys, file, *asked[1:])
+    assert {**found, "model": ""} == {**same, "model": ""}
+
+
+class Noisy(Module):
+    """Its library warns in every way, as torch and torchao do while they are imported and run without values."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.example_input_array = torch.zeros(4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        warnings.warn("This is deprecated.", stacklevel=1)
+        logging.getLogger("torch.utils._pytree").warning("This will be an error.")
+        logging.getLogger("torch._subclasses.fake_tensor").error("This failed.")
+        return self.net(x)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def _logged() -> Iterator[None]:
+    before = logging.root.manager.disable
+    yield
+    assert logging.root.manager.disable == before, "only while plan works"
+
+
+@pytest.mark.usefixtures("_logged")
+def test_warnings_of_libraries_are_not_shown(
+    caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    main(["plan", "tests.cli.test_plan_verdict:Noisy", "--k", "1"])
+    assert not caplog.records
+    assert not recwarn.list
+    assert capfd.readouterr().err == ""
+
+
+def test_a_model_of_torch_has_adapters_where_its_linear_layers_are_called(capsys: pytest.CaptureFixture[str]) -> None:
+    """``nn.MultiheadAttention`` reads the weight of its projection and does not call it."""
+    found = plan(capsys, "tests.cli.test_plan_verdict:encoder", "--input", "2", "8", "16", "--lora", "2", "--k", "1")
+    assert found["activation_bytes"]
+    plain = sum(parameter.numel() for parameter in encoder().parameters())
+    assert found["parameters"] - plain == 3 * 2 * 2 * (16 + 32)
+
+
+def encoder() -> nn.Module:
+    return nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3)))

@@ -1,0 +1,215 @@
+"""``sp_lightning.check``: what is equal is found to be, and each planted error is found and named."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import sp_lightning
+from sp_lightning.comparison.check import _fits_host
+from sp_lightning.comparison.report import Report
+from sp_lightning.comparison.subject import NotRunError, Subject
+from tests.support import planted
+from tests.support.models import Module, Stack, vectors
+
+OPTIONS: dict[str, Any] = {"steps": 2, "trainer": {"accelerator": "cpu"}, "k": 1, "k_prime": 1}
+KINDS = {
+    "losses", "logged values", "validation", "weights", "buffers", "optimizer state", "scheduler state", "random state",
+    "checkpoints", "predictions", "gradients", "continued",
+}  # fmt: skip
+
+
+def check(factory: Any, data: Any = planted.batches, **options: Any) -> Report:
+    return sp_lightning.check(factory, data, **{**OPTIONS, **options})
+
+
+def findings(report: Report) -> dict[str, str]:
+    return {what: str(row.first) for what, row in report.rows.items() if row.first}
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folders for temporary files and for the process, which are empty."""
+    for name in ("temporary", "working"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.chdir(tmp_path / "working")
+    return tmp_path
+
+
+def test_everything_is_compared_and_nothing_is_left_behind(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[planted.Everything] = []
+
+    def make() -> planted.Everything:
+        made.append(planted.Everything())
+        return made[-1]
+
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.delenv(name, raising=False)
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    before = dict(os.environ), logging.root.manager.disable, set(vars(planted.Everything))
+    report = check(make, None)
+    assert report.status == 0, str(report)
+    assert set(report.rows) == KINDS
+    numbers = {what for what, row in report.rows.items() if not row.tensors}
+    assert numbers == {"scheduler state", "validation"}, "the scheduler's, and that a validation step returns nothing"
+    assert report.layers == 7
+    assert 0.9 < report.streamed < 1
+    assert [each.name for each in report.runs] == ["plain", "streamed"]
+    assert all(each.seconds > 0 and each.device_bytes for each in report.runs)
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
+    assert (dict(os.environ), logging.root.manager.disable, set(vars(planted.Everything))) == before
+    assert [path for folder in temporary.iterdir() for path in folder.iterdir()] == []
+    plain, *others = (set(vars(module)) for module in made)
+    assert all(other == plain for other in others)
+    assert capsys.readouterr().err.count("check: run ") == 8
+
+
+# ---------------------------------------------------------------------- planted errors
+
+
+def test_a_weight_that_is_written_behind_the_engine_s_back_is_named() -> None:
+    report = check(planted.writes_unseen)
+    assert report.status == 1
+    ((what, found),) = findings(report).items()
+    assert what == "the run itself", "here the write changes no number, and check_writes alone finds it"
+    assert "'net.1.second.weight' was written within a step" in found
+    assert any("limits.md" in sentence for sentence in report.explanation)
+
+
+def test_a_stale_slot_is_found_because_released_memory_is_poisoned() -> None:
+    every = {"k": 7}  # so that a layer's slot is given to no other layer, and what is read there is right
+    report = check(planted.ReadsByAddress, **every)
+    assert report.status == 1
+    assert set(findings(report).values()) <= {each for each in findings(report).values() if "poisoned" in each}
+    assert "NaN in 1 of 1 values" in findings(report)["losses"]
+    assert any("released memory is poisoned differs" in sentence for sentence in report.explanation)
+    with mock.patch("sp_lightning.comparison.runs.poisoned", nullcontext):
+        assert check(planted.ReadsByAddress, **every).status == 0
+
+
+def test_randomness_that_cannot_be_repeated_is_said_first() -> None:
+    report = check(planted.Unrepeatable)
+    assert report.status == 2
+    assert not report.rows
+    assert "Plain Lightning, run twice from the same seed, differs from itself: losses (" in str(report)
+
+
+def test_a_buffer_that_differs_is_named() -> None:
+    report = check(planted.OtherBuffer)
+    assert report.status == 1
+    found = findings(report)
+    assert set(found) == {"buffers", "checkpoints", "continued"}
+    assert "seen, after training: values differ by up to 2" in found["buffers"]
+    assert any("all outputs in forward are equal" in sentence for sentence in report.explanation)
+    assert "No option that was tried avoids it." in report.explanation
+
+
+def test_the_first_module_whose_output_differs_is_named() -> None:
+    report = check(planted.OtherOutput)
+    assert report.status == 1
+    assert "gradients" in findings(report)
+    assert "The first module whose output differs is 'net.blocks.2' in training batch 0." in report.explanation
+
+
+# ---------------------------------------------------------------------- what cannot be compared
+
+
+def test_a_model_that_is_too_large_for_plain_lightning_is_compared_over_windows() -> None:
+    report = check(planted.TooLarge)
+    assert report.status == 0
+    assert "too little memory for this model on cpu" in report.reference
+    assert "from k = 1 to k = 7" in report.reference
+    assert {"losses", "weights", "optimizer state"} <= set(report.rows)
+    assert "continued" not in report.rows
+    assert [each.name[:5] for each in report.runs] == ["k = 1", "k = 7"]
+
+
+def test_a_model_that_is_too_large_for_the_device_is_compared_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first device is none of this machine's, and plain Lightning ends there."""
+    devices = [torch.device("cuda", 0), torch.device("cpu")]
+    monkeypatch.setattr("sp_lightning.comparison.check.root_device", lambda settings: devices.pop(0))
+    makes = [planted.TooLarge]
+
+    def make() -> Module:
+        return makes.pop()() if makes else planted.Everything()
+
+    monkeypatch.setattr("sp_lightning.comparison.check._fits_host", lambda subject: True)
+    report = check(make)
+    assert report.status == 0, str(report)
+    assert set(report.rows) == KINDS
+    assert "from the same start on cpu" in report.reference
+    assert "too little memory for this model on cuda:0. So both sides ran on the CPU" in str(report)
+
+
+def test_the_host_s_memory_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = Subject(planted.Everything, None, None, 1, 0, {})
+    for room, fits in ((2**40, True), (1000, False), (None, True)):
+        monkeypatch.setattr("sp_lightning.comparison.check.available_bytes", lambda room=room: room)
+        assert _fits_host(subject) is fits
+
+
+@pytest.mark.parametrize(
+    ("factory", "data", "why"),
+    [
+        (lambda: Module(Stack()), None, "has no train_dataloader of its own. Give data"),
+        (Stack, planted.batches, "made a Stack, and no LightningModule"),
+        (lambda: 1 / 0, planted.batches, "ZeroDivisionError: division by zero"),
+        (planted.Refused, planted.batches, "The run 'streamed' stopped. ValueError: "),
+        (lambda: Module(torch.nn.Linear(3, 3)), planted.batches, "The run 'plain' stopped. RuntimeError: mat1"),
+    ],
+)
+def test_what_is_missing_is_said(factory: Any, data: Any, why: str) -> None:
+    report = check(factory, data)
+    assert report.status == 2
+    assert why in report.why
+
+
+def test_batches_may_be_a_list_and_are_predicted_as_they_are() -> None:
+    report = check(lambda: Module(Stack()), vectors)
+    assert report.status == 0
+    assert report.rows["predictions"].tensors == 3 * 2, "two batches in each of three runs"
+
+
+def test_a_prediction_that_stops_on_both_sides_ends_nothing_else() -> None:
+    report = check(planted.CannotPredict)
+    assert report.status == 0, str(report)
+    assert report.rows["predictions"].tensors == 0
+    assert "Plain Lightning, too: Prediction stopped. ValueError: nothing to see" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"factory": None}, "nothing to check"),
+        (
+            {"factory": "tests.support.planted:Nothing"},
+            "'tests.support.planted:Nothing': .*Give package.module:Factory",
+        ),
+        ({"steps": 0}, "steps must be at least 1, found 0"),
+        ({"k_primes": 1}, "no option 'k_primes'. Did you mean k_prime"),
+        ({"activations": "alle"}, "activations must be one of"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_once(options: Any, why: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=why):
+        check(**{"factory": planted.Everything, **options})
+
+
+def test_a_subject_is_made_anew_for_each_run() -> None:
+    subject = Subject("tests.support.planted:Everything", planted.Data, None, 1, 0, {})
+    assert subject.make().module is not subject.make().module
+    with pytest.raises(NotRunError, match="no LightningModule"):
+        Subject(dict, None, None, 1, 0, {}).make()

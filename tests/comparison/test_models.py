@@ -1,0 +1,150 @@
+"""``python -m sp_lightning check`` on models of several kinds, from the command line and from a config; its exit statuses."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import sp_lightning
+from sp_lightning.__main__ import main
+from sp_lightning.device.device import Wait
+from tests.support import planted
+from tests.support.models import CASES
+from tests.support.runs import loader
+from tests.support.simdevice import SimDevice, simulated
+
+CONFIG = """
+trainer:
+  accelerator: cpu
+  max_epochs: 7
+  gradient_clip_val: 0.1
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.LearningRateMonitor
+    - class_path: sp_lightning.SuperpipelineCallback
+  logger:
+    class_path: lightning.pytorch.loggers.CSVLogger
+    init_args: {save_dir: logs}
+  strategy:
+    class_path: sp_lightning.SuperpipelineStrategy
+    init_args: {k: 2, k_prime: 1, activations: recompute}
+model:
+  class_path: tests.support.planted.Configured
+  init_args: {depth: 3}
+data:
+  class_path: tests.support.planted.Data
+ckpt_path: null
+"""
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    """The exit status of ``check``, and what it has printed."""
+    status: Any = 0
+    try:
+        main(["check", *arguments, "--steps", "2", "--json"])
+    except SystemExit as ended:
+        status = ended.code
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert printed["status"] == status
+    return status, printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "verdict"),
+    [
+        (["tests.support.planted:Configured", "--data", "tests.support.planted:Data", "--k", "1"], 0, "equal"),
+        pytest.param(
+            ["tests.support.planted:OtherBuffer", "--data", "tests.support.planted:batches"],
+            1,
+            "different",
+            marks=pytest.mark.rest("the Python side has it in the first tier"),
+        ),
+        (["tests.support.planted:OtherBuffer"], 2, "not run"),
+    ],
+)
+def test_exit_statuses(arguments: list[str], status: int, verdict: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found, printed = run(capsys, *arguments, "--accelerator", "cpu")
+    assert (found, printed["verdict"]) == (status, verdict)
+
+
+def test_a_name_that_leads_nowhere_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["check", "nowhere:Model"])
+    assert stop.value.code == 2
+    assert "check: 'nowhere:Model': No module named 'nowhere'. Give package.module:Factory." in capsys.readouterr().err
+
+
+def test_a_config_of_lightning_s_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "fit.yaml"
+    config.write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    made: list[dict[str, Any]] = []
+    strategy = sp_lightning.SuperpipelineStrategy
+
+    def make(**given: Any) -> sp_lightning.SuperpipelineStrategy:
+        made.append(given)
+        return strategy(**given)
+
+    with mock.patch("sp_lightning.comparison.runs.SuperpipelineStrategy", make):
+        status, printed = run(capsys, "--config", str(config), "--k-prime", "2")
+    assert status == 0, printed
+    assert printed["layers"] == 5
+    assert {(each["k"], each["k_prime"], each["activations"]) for each in made} == {(2, 2, "recompute")}
+    assert list(tmp_path.iterdir()) == [config]
+
+
+def test_a_config_that_cannot_be_read_is_no_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "fit.yaml").write_text(CONFIG.replace("depth: 3", "depth: three"))
+    status, printed = run(capsys, "--config", str(tmp_path / "fit.yaml"))
+    assert status == 2
+    assert "could not be read: Lightning's CLI has said why." in printed["why"]
+
+
+@pytest.mark.rest("nine pairs of modes; each is in the first tier by itself, in tests/equality")
+def test_every_mode_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["tests.support.planted:Everything", "--accelerator", "cpu", "--k", "1", "--activations", "all"]
+    status, printed = run(capsys, *arguments, "--overlap", "all")
+    assert status == 0, printed
+    modes = [f"streamed, {mode}, {overlap}" for mode in ("keep", "recompute", "offload") for overlap in _OVERLAPS]
+    assert [each["name"] for each in printed["runs"]] == ["plain", *modes]
+    assert "optimizers fused on the host" in printed["reference"]
+
+
+_OVERLAPS = ("off", "forward", "backward")
+
+
+@pytest.mark.rest("models of other kinds; test_check has one in the first tier")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", ["lora-checkpoint", "vit", "gan", "resnet50"])
+def test_models_are_equal(name: str, precision: str) -> None:
+    """Adapters, attention, two optimizers by hand, and BatchNorm."""
+    case = CASES[name]
+    trainer = {"accelerator": "cpu", "precision": precision}
+    report = sp_lightning.check(case.make, lambda: loader(case.batches()), steps=3, trainer=trainer, k=1, k_prime=1)
+    assert report.status == 0, str(report)
+    assert {"losses", "gradients", "weights", "optimizer state", "continued"} <= set(report.rows)
+    assert report.rows["buffers"].tensors if name == "resnet50" else True
+
+
+@pytest.mark.parametrize(
+    ("wait", "clocks"),
+    [
+        (Wait.USE_AFTER_FETCH, False),
+        pytest.param(Wait.FETCH_AFTER_USE, True, marks=pytest.mark.rest("tests/device/test_waits.py has it as well")),
+    ],
+)
+def test_a_wait_that_is_left_out_is_found(wait: Wait, clocks: bool) -> None:
+    """Copies of the simulated device come as late as allowed: a layer is used before it is there. Its clocks see the rest."""
+    options: dict[str, Any] = {"steps": 2, "trainer": {"accelerator": "cpu"}, "k": 1, "k_prime": 1}
+    with nullcontext() if clocks else mock.patch.object(SimDevice, "_check"), simulated(wait, watch=clocks):
+        report = sp_lightning.check(planted.Everything, **options)
+    assert report.status == 1, str(report)
+    assert ("Race: memory" if clocks else "NaN in ") in str(report)
+    with simulated(watch=clocks):
+        assert sp_lightning.check(planted.Everything, **options).status == 0

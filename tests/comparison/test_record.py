@@ -1,0 +1,93 @@
+"""What counts as a difference, and what it is called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sp_lightning.comparison.record import Record, compare, difference, flatten
+
+NAN = float("nan")
+POISON = torch.full((4,), 0xFF, dtype=torch.uint8).view(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("ours", "plain", "how"),
+    [
+        (torch.tensor([1.0, NAN]), torch.tensor([1.0, NAN]), None),
+        (torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]), "values differ by up to 0.5"),
+        (torch.tensor([NAN, 2.0]), torch.tensor([1.0, 2.0]), "NaN in 1 of 2 values where plain Lightning has numbers"),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), "values are equal, but a zero's sign, or a NaN's bits, differ"),
+        (POISON, torch.tensor([NAN]), "values are equal, but a zero's sign, or a NaN's bits, differ"),
+        (torch.tensor([1, 2]), torch.tensor([1, 5]), "values differ by up to 3"),
+        (torch.tensor([True]), torch.tensor([False]), "values differ by up to 1"),
+        (torch.ones(2, dtype=torch.half), torch.ones(2), "float16[2] is not float32[2]"),
+        (torch.ones(3), torch.ones(2), "float32[3] is not float32[2]"),
+        (torch.tensor(1 + 2j), torch.tensor(1 + 2j), None),
+        (torch.ones(2)[::2], torch.ones(1), None),
+        (1, 1, None),
+        (1, 1.0, "1 is not 1.0"),
+        ("a", "b", "'a' is not 'b'"),
+        (torch.ones(1), None, "tensor([1.]) is not None"),
+    ],
+)
+def test_differences_are_said_in_words(ours: Any, plain: Any, how: str | None) -> None:
+    assert difference(ours, plain) == how
+
+
+@dataclass
+class Held:
+    inner: list[Any]
+
+
+def test_structures_are_taken_apart() -> None:
+    value = {"a": (torch.ones(1), None), 3: Held([2.5, np.zeros(2)]), "object": object()}
+    found = dict(flatten(value))
+    assert list(found) == ["a.0", "a.1", "3.inner.0", "3.inner.1", "object"]
+    assert found["object"] == "object"
+    assert torch.equal(found["3.inner.1"], torch.zeros(2, dtype=torch.float64))
+
+
+def record(folder: Path, *entries: tuple[str, str, Any]) -> Record:
+    made = Record(folder)
+    for entry in entries:
+        made.add(*entry)
+    return made
+
+
+def test_the_first_difference_of_each_kind_is_kept(tmp_path: Path) -> None:
+    ours = record(
+        tmp_path / "ours", ("losses", "batch 0", 1.0), ("losses", "batch 1", {"x": torch.ones(2)}), ("logs", "batch 0", [1])
+    )  # fmt: skip
+    plain = record(
+        tmp_path / "plain", ("losses", "batch 0", 1.0), ("losses", "batch 1", {"x": torch.zeros(2)}), ("weights", "end", [1])
+    )  # fmt: skip
+    found = compare(ours, plain, leave_out=["logs"])
+    assert list(found) == ["losses", "weights"]
+    assert str(found["losses"].first) == "differs in the run '': x, batch 1: values differ by up to 1"
+    assert found["losses"].tensors == 1
+    assert str(found["weights"].first) == "differs in the run '': end: only one of the two runs has it"
+
+
+def test_what_is_kept_is_a_copy(tmp_path: Path) -> None:
+    value = torch.ones(2)
+    made = record(tmp_path / "record", ("weights", "end", [value]))
+    value.zero_()
+    assert torch.equal(made.entries[0].values()["0"], torch.ones(2))
+
+
+def test_what_one_run_alone_has_is_a_difference(tmp_path: Path) -> None:
+    ours, plain = (record(tmp_path / name, ("a", "end", {name: 1})) for name in ("x", "y"))
+    assert str(compare(ours, plain)["a"].first) == "differs in the run '': y, end: only plain Lightning has it"
+
+
+def test_one_kind_can_be_kept(tmp_path: Path) -> None:
+    made = record(tmp_path / "record", ("weights", "end", [torch.ones(2)]), ("gradients", "batch 0", [torch.zeros(2)]))
+    made.keep_only("gradients")
+    assert [entry.kind for entry in made.entries] == ["gradients"]
+    assert list((tmp_path / "record").iterdir()) == [made.entries[0].file]
