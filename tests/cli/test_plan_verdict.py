@@ -208,6 +208,7 @@ def test_the_command_asks_the_same_question() -> None:
 # ---------------------------------------------------------------------- several
 
 
+@pytest.mark.rest("several plans of several models")
 def test_several_models_and_options_are_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     models = [small_llama(tmp_path / "small"), small_llama(tmp_path / "large", num_hidden_layers=24)]
     asked = ["--precision", "bf16-mixed", "32-true", "--tokens", "64", "--gpu-memory", "50MiB"]
