@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +54,23 @@ def run_check(arguments: argparse.Namespace) -> None:
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     trainer = {name: given[name] for name in _TRAINER if name in given}
     options = {name: given[name] for name in OPTIONS if name in given}
-    report = check(
-        arguments.factory,
-        arguments.data,
-        config=arguments.config,
-        steps=arguments.steps,
-        seed=arguments.seed,
-        trainer=trainer,
-        **options,
-    )
+    try:
+        report = check(
+            arguments.factory,
+            arguments.data,
+            config=arguments.config,
+            steps=arguments.steps,
+            seed=arguments.seed,
+            trainer=trainer,
+            **options,
+        )
+    except (ValueError, TypeError, ImportError, OSError):
+        raise
+    except BaseException as error:  # Lightning makes SystemExit(1) of Ctrl-C, and SystemExit(0) of SIGTERM
+        if isinstance(error, Exception):
+            traceback.print_exc()
+        print(f"Nothing was compared. {type(error).__name__}: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
     print(report.as_json() if arguments.json else report, flush=True)
     if report.status:
         raise SystemExit(report.status)

@@ -42,7 +42,9 @@ def _remedies(answer: Answer, remedies: Sequence[Answer]) -> list[str]:
         device, host = human_bytes(other.shown.device_bytes), human_bytes(other.estimate.host.nbytes)
         needed = f"{device} of device and {host} of host memory, {speed(other)}"
         if other.fits_plain:
-            needed = f"plain Lightning fits, with {human_bytes(other.estimate.plain_bytes)}, and is faster"
+            needed += (
+                f"; plain Lightning fits with {human_bytes(other.estimate.plain_bytes)} of device memory, and is faster"
+            )
         lines += [
             f"  {changed(answer.question, other.question)}: {needed}",
             f"    {command(other.question)}",

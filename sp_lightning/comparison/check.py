@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import traceback
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
@@ -110,6 +111,9 @@ class _Checking:
         _refuse_unrepeatable(compare(again.record, plain.record, ["gradients"]))
         again.record.keep_only("gradients")
         plain.record.entries += again.record.entries
+        kinds = {entry.kind for entry in plain.record.entries}
+        if not kinds & {"losses", "gradients"}:
+            raise NotRunError("No training step has returned a loss or made a gradient, so nothing was trained.")
         fused = ", with optimizers fused on the host" if self._fuse else ""
         self.found.reference = f"Plain Lightning{fused} and the strategy, from the same start on {self._device}:"
         self._compare_with_plain(variants, plain)
@@ -129,6 +133,8 @@ class _Checking:
             ways += [way, replace(way, name=f"{way.name}, released memory poisoned", poison=True)]
             self._attempt(ways[-1], plain)
         if first is None:
+            if self.found.rows:
+                return  # every variant has stopped, and plain Lightning has not
             raise NotRunError(" ".join(self.found.notes))
         watched = {**(first.way.options or {}), "check_writes": True}
         if watched.get("optimizer_overlap") == "backward":
@@ -158,9 +164,11 @@ class _Checking:
             done = run(self._subject, way, self._folder / str(self._runs))
             self._large = done.checkpoint.stat().st_size > _LARGE
             return done
-        except (NotRunError, torch.OutOfMemoryError, AssertionError):
+        except (NotRunError, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            if isinstance(error, AssertionError) and way.options is not None:
+                raise
             raise NotRunError(f"The run {way.name!r} stopped. {type(error).__name__}: {error}") from error
 
     def _run_if_it_fits(self, way: Way) -> Done | None:
@@ -173,12 +181,12 @@ class _Checking:
     def _attempt(self, way: Way, plain: Done, *, keep: bool = False) -> Done | None:
         """Runs the strategy, compares what it leaves, and removes it unless it is to be kept.
 
-        An error as the user would meet it is a refusal, and None is returned. In any other way it is a difference.
+        A refusal, as the user would meet it, is noted, and None is returned. Any other error is a difference.
         """
         try:
             done = self._run(way)
         except (NotRunError, torch.OutOfMemoryError, AssertionError) as error:
-            if way.usual and not isinstance(error, AssertionError):
+            if way.usual and (isinstance(error, torch.OutOfMemoryError) or _is_refusal(error)):
                 self.found.notes.append(str(error))
             else:
                 cause = error.__cause__ or error
@@ -312,6 +320,18 @@ def _refuse_unrepeatable(compared: dict[str, Compared]) -> None:
             "be the same in each run: seed generators of your own where the factory makes them, and choose deterministic kernels "
             "(torch.use_deterministic_algorithms(True))."
         )
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether a run was refused: the error that stopped it was raised in this package, and not by user code or torch."""
+    cause = error.__cause__
+    if cause is None:
+        return False
+    *_, (frame, _) = traceback.walk_tb(cause.__traceback__)
+    return Path(frame.f_code.co_filename).is_relative_to(_PACKAGE) and not isinstance(cause, AssertionError)
+
+
+_PACKAGE = Path(__file__).parents[1]
 
 
 def _fits_host(subject: Subject) -> bool:

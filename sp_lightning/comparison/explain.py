@@ -36,7 +36,7 @@ def sentences(rows: dict[str, Compared], ways: list[Way]) -> Iterator[str]:
     if any("was written within a step" in str(each) for each in found.values()):
         yield _WRITTEN
     differ = {each.run for each in found.values()}
-    if differ and all(way.poison for way in ways if way.name in differ):
+    if differ and differ <= {way.name for way in ways if way.poison}:
         yield _STALE
     if "weights" in found and not {"gradients", "losses"} & set(found):
         yield _OPTIMIZER

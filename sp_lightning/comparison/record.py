@@ -35,7 +35,7 @@ class Entry:
     def values(self) -> dict[str, Any]:
         """The values by their names: tensors on the host, mapped from the file, and plain values."""
         found = torch.load(self.file, map_location="cpu", mmap=True, weights_only=False)
-        return dict(flatten(found if self.key is None else found[self.key]))
+        return dict(flatten(found if self.key is None else found.get(self.key)))
 
 
 class Record:
@@ -142,7 +142,8 @@ def _differences(ours: dict[str, Any], plain: dict[str, Any]) -> Iterator[tuple[
 def difference(ours: Any, plain: Any) -> str | None:
     """In what two values differ, in words; None if they have the same bits."""
     if not isinstance(ours, Tensor) or not isinstance(plain, Tensor):
-        return None if type(ours) is type(plain) and ours == plain else f"{ours!r} is not {plain!r}"
+        same = type(ours) is type(plain) and (ours == plain or (ours != ours and plain != plain))  # the latter of NaN
+        return None if same else f"{ours!r} is not {plain!r}"
     if ours.dtype != plain.dtype or ours.shape != plain.shape:
         return f"{_form(ours)} is not {_form(plain)}"
     if torch.equal(flat_bytes(ours), flat_bytes(plain)):
@@ -169,9 +170,11 @@ def flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """All tensors and plain values of a structure, with their places. Of other objects only the class is given."""
     if isinstance(value, Tensor):
         yield from parts(name, value)
-    elif isinstance(value, np.ndarray) and value.dtype != object:
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         yield name, torch.from_numpy(value)
-    elif value is None or isinstance(value, (bool, int, float, str)):
+    elif isinstance(value, (np.ndarray, np.generic)):
+        yield from flatten(value.tolist(), name)
+    elif value is None or isinstance(value, (bool, int, float, complex, str, bytes, set, frozenset)):
         yield name, value
     else:
         inner = _inside(value)

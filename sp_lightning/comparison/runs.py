@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sp_lightning.comparison.record import Entry, Record, flatten
 from sp_lightning.comparison.reference import StepsOnHost
-from sp_lightning.comparison.subject import Made, Subject
+from sp_lightning.comparison.subject import Made, NotRunError, Subject
 from sp_lightning.device.accelerator import device_for
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.plan import Plan
@@ -195,6 +195,8 @@ def run(subject: Subject, way: Way, folder: Path) -> Done:
     start = perf_counter()
     with poisoned() if way.poison else nullcontext():
         trainer.fit(made.module, **made.data, ckpt_path=way.begins, weights_only=False)
+        if not recorder.ends:
+            raise NotRunError(f"The run {way.name!r} has trained no batch: the data has none, or each was skipped.")
         strategy: Any = trainer.strategy
         plan, stats = (None, None) if way.options is None else (strategy.plan, strategy.stats())
         checkpoint = folder / "checkpoint.ckpt"

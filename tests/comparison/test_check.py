@@ -20,7 +20,7 @@ from sp_lightning.comparison.check import _fits_host
 from sp_lightning.comparison.report import Report
 from sp_lightning.comparison.subject import NotRunError, Subject
 from tests.support import planted
-from tests.support.models import Module, Stack, vectors
+from tests.support.models import CASES, Module, Stack, vectors
 
 OPTIONS: dict[str, Any] = {"steps": 2, "trainer": {"accelerator": "cpu"}, "k": 1, "k_prime": 1}
 KINDS = {
@@ -105,6 +105,35 @@ def test_randomness_that_cannot_be_repeated_is_said_first() -> None:
     assert report.status == 2
     assert not report.rows
     assert "Plain Lightning, run twice from the same seed, differs from itself: losses (" in str(report)
+
+
+def test_an_error_of_one_mode_is_a_difference_and_a_refusal_is_said() -> None:
+    """Every error but those of assertions was taken for a refusal, so that the other modes alone were equal."""
+    report = check(lambda: planted.StopsOffloaded(Stack()), vectors, activations="all")
+    assert report.status == 1
+    assert "RuntimeError: kernel fault" in findings(report)["the run itself"]
+    manual = check(lambda: CASES["gan"].make(), vectors, optimizer_overlap="all")
+    assert manual.status == 0, str(manual)
+    assert any("optimization is manual" in note for note in manual.notes)
+
+
+@pytest.mark.parametrize(
+    ("factory", "why"),
+    [
+        (planted.TrainsNothing, "nothing was trained"),
+        (planted.AssertsInVain, "AssertionError: of the user"),
+    ],
+)
+def test_what_plain_lightning_does_not_train_is_not_compared(factory: Any, why: str) -> None:
+    report = check(lambda: factory(Stack()), vectors)
+    assert report.status == 2
+    assert why in str(report)
+
+
+def test_without_batches_nothing_is_compared() -> None:
+    report = check(lambda: Module(Stack()), lambda: torch.utils.data.DataLoader([]))
+    assert report.status == 2
+    assert "has trained no batch" in str(report)
 
 
 def test_a_buffer_that_differs_is_named() -> None:

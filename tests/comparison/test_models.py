@@ -14,7 +14,7 @@ import sp_lightning
 from sp_lightning.__main__ import main
 from sp_lightning.device.device import Wait
 from tests.support import planted
-from tests.support.models import CASES
+from tests.support.models import CASES, Stack
 from tests.support.runs import loader
 from tests.support.simdevice import SimDevice, simulated
 
@@ -69,6 +69,18 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[
 def test_exit_statuses(arguments: list[str], status: int, verdict: str, capsys: pytest.CaptureFixture[str]) -> None:
     found, printed = run(capsys, *arguments, "--accelerator", "cpu")
     assert (found, printed["verdict"]) == (status, verdict)
+
+
+def test_a_module_that_ends_the_process_is_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lightning makes an exit of Ctrl-C (status 1) and of SIGTERM (status 0), which said "different" and "equal"."""
+    with pytest.raises(SystemExit) as ended:
+        main(["check", f"{__name__}:ends", "--data", "tests.support.models:vectors", "--accelerator", "cpu"])
+    assert ended.value.code == 2
+    assert "Nothing was compared." in capsys.readouterr().err
+
+
+def ends() -> Any:
+    return planted.Ends(Stack())
 
 
 def test_a_name_that_leads_nowhere_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,8 @@ POISON = torch.full((4,), 0xFF, dtype=torch.uint8).view(torch.float32)
         (1, 1, None),
         (1, 1.0, "1 is not 1.0"),
         ("a", "b", "'a' is not 'b'"),
+        (NAN, NAN, None),
+        (NAN, 1.0, "nan is not 1.0"),
         (torch.ones(1), None, "tensor([1.]) is not None"),
     ],
 )
@@ -51,6 +53,11 @@ def test_structures_are_taken_apart() -> None:
     assert list(found) == ["a.0", "a.1", "3.inner.0", "3.inner.1", "object"]
     assert found["object"] == "object"
     assert torch.equal(found["3.inner.1"], torch.zeros(2, dtype=torch.float64))
+
+
+def test_values_of_numpy_and_of_other_plain_classes_are_compared() -> None:
+    value = {"scalar": np.float32(1.5), "names": np.array(["a", "b"]), "bytes": b"ab", "set": {1}}
+    assert dict(flatten(value)) == {"scalar": 1.5, "names.0": "a", "names.1": "b", "bytes": b"ab", "set": {1}}
 
 
 def record(folder: Path, *entries: tuple[str, str, Any]) -> Record:

@@ -14,7 +14,8 @@ import torch
 
 from examples.benchmarks import __main__ as everything
 from examples.benchmarks import first_light, rows
-from tests.support.models import CASES
+from sp_lightning import SuperpipelineStrategy
+from tests.support.models import Module, Stack, vectors
 
 
 @pytest.fixture
@@ -127,15 +128,19 @@ def test_first_light_stops_at_the_first_failure_and_says_all_about_it(
     assert "of the machine" in said
 
 
-def test_first_light_sees_a_difference_and_says_of_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(*arguments: Any) -> Any:
-        losses, state = first_light_reference(*arguments)
-        return losses, {name: value + (name == "net.blocks.2.inner.bias") for name, value in state.items()}
+class Differs(Module):
+    """With this strategy alone it begins with another bias."""
 
-    first_light_reference = first_light.reference
-    monkeypatch.setattr(first_light, "reference", wrong)
-    monkeypatch.setattr(first_light, "MODELS", {"Stack": (CASES["stack"].make, CASES["stack"].batches)})
-    with pytest.raises(AssertionError, match=r"net\.blocks\.2\.inner\.bias") as raised:
+    def on_train_start(self) -> None:
+        if isinstance(self.trainer.strategy, SuperpipelineStrategy):
+            net: Any = self.net
+            with torch.no_grad():
+                net.blocks[2].inner.bias.add_(1)
+
+
+def test_first_light_sees_a_difference_and_says_of_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_light, "MODELS", {"Stack": (lambda: Differs(Stack()), vectors)})
+    with pytest.raises(AssertionError, match=r"net\.blocks\.2") as raised:
         first_light.equality(first_light.PRETENDED)
     assert raised.value.__notes__ == ["This was Stack, 32-true."]
 

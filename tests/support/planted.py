@@ -131,3 +131,28 @@ class CannotPredict(Module):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         raise ValueError("nothing to see")
+
+
+class StopsOffloaded(Module):
+    """Its training stops in its own code, but only where this strategy offloads activations."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        strategy: Any = self.trainer.strategy
+        if isinstance(strategy, SuperpipelineStrategy) and "offload" in strategy.activations.values():
+            raise RuntimeError("kernel fault")
+        return super().training_step(batch, batch_idx)
+
+
+class TrainsNothing(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        return None
+
+
+class AssertsInVain(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        raise AssertionError("of the user")
+
+
+class Ends(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        raise SystemExit(0)
