@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dis
 import gc
 import sys
-import traceback
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
@@ -28,6 +28,8 @@ ALL = "all"
 """For ``activations`` and ``optimizer_overlap``: every mode, one after the other."""
 _LARGE = 2**27
 """Bytes of a checkpoint from which on memory is freed between runs. That takes longer than a run of a small model."""
+_STOPS = NotRunError, torch.OutOfMemoryError, AssertionError
+"""What ends a run that could not be made, was refused, or in which an assertion of the strategy's own has failed."""
 _MODES = {"activations": get_args(Mode), "optimizer_overlap": ("off", "forward", "backward")}
 
 
@@ -185,7 +187,7 @@ class _Checking:
         """
         try:
             done = self._run(way)
-        except (NotRunError, torch.OutOfMemoryError, AssertionError) as error:
+        except _STOPS as error:
             if way.usual and (isinstance(error, torch.OutOfMemoryError) or _is_refusal(error)):
                 self.found.notes.append(str(error))
             else:
@@ -210,7 +212,7 @@ class _Checking:
         """Trains one batch more from each checkpoint by who has not written it."""
         try:
             expected = self._run(Way("plain, from its own checkpoint", fuse=self._fuse, begins=plain.checkpoint))
-        except NotRunError as error:
+        except _STOPS as error:
             self.found.notes.append(f"Nothing went on from a checkpoint. {error}")
             return
         self._attempt(Way("plain, from the strategy's checkpoint", fuse=self._fuse, begins=ours.checkpoint), expected)
@@ -241,7 +243,7 @@ class _Checking:
         try:
             expected = self._run(Way("plain, hooks on modules", fuse=self._fuse, watched="modules"))
             name, sentence = first_module(self._run(seen), expected)
-        except NotRunError as error:
+        except _STOPS as error:
             name, sentence = "**", str(error)
         explanation += [sentence, avoided_by(way, name, lambda other: self._differs(other, plain))]
 
@@ -323,12 +325,14 @@ def _refuse_unrepeatable(compared: dict[str, Compared]) -> None:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Whether a run was refused: the error that stopped it was raised in this package, and not by user code or torch."""
-    cause = error.__cause__
-    if cause is None:
+    """Whether a run was refused: a ``raise`` of this package stopped it, and not user code, torch, or a defect of ours."""
+    at = None if error.__cause__ is None else error.__cause__.__traceback__
+    if at is None:
         return False
-    *_, (frame, _) = traceback.walk_tb(cause.__traceback__)
-    return Path(frame.f_code.co_filename).is_relative_to(_PACKAGE) and not isinstance(cause, AssertionError)
+    while at.tb_next is not None:
+        at = at.tb_next
+    code = at.tb_frame.f_code
+    return Path(code.co_filename).is_relative_to(_PACKAGE) and dis.opname[code.co_code[at.tb_lasti]] == "RAISE_VARARGS"
 
 
 _PACKAGE = Path(__file__).parents[1]

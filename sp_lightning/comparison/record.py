@@ -181,8 +181,10 @@ def flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         if inner is None:
             yield name, type(value).__qualname__
         else:
+            apart = len(set(map(str, inner))) == len(inner)  # 1 and "1" may be keys of one dictionary
             for key, each in inner.items():
-                yield from flatten(each, f"{name}.{key}" if name else str(key))
+                place = str(key) if apart else repr(key)
+                yield from flatten(each, f"{name}.{place}" if name else place)
 
 
 def _inside(value: Any) -> Mapping[Any, Any] | None:

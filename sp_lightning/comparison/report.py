@@ -64,8 +64,10 @@ class Report:
         width = max(map(len, self.rows))
         lines = [self.reference, "", f"{'what':<{width}} {'tensors':>8}  result"]
         lines += [f"{what:<{width}} {row.tensors:>8}  {row.first or 'equal'}" for what, row in self.rows.items()]
+        if not self.runs:  # the strategy has stopped each time
+            return "\n".join([*lines, "", *self.notes, *self.explanation, f"Result: {self.verdict}."])
         memory = "weights, gradients and optimizer state, as counted" if self.counted else "the most that was allocated"
-        longest = max((len(each.name) for each in self.runs), default=0)
+        longest = max(len(each.name) for each in self.runs)
         lines += ["", f"time per training batch, and device memory ({memory}):"]
         lines += [
             f"  {each.name:<{longest}} {each.seconds:>9.3g} s {human_bytes(each.device_bytes or 0):>10}"

@@ -268,13 +268,14 @@ def _random_state(device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def undisturbed(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, runs are quiet. Afterwards random states and variables of the process are as they were.
+    """Inside, runs are quiet. Afterwards random states, variables of the process and torch's choice of kernels are as before.
 
     Args:
         settings: arguments of ``Trainer``, which name the device.
     """
     python, numpy, variables = random.getstate(), np.random.get_state(), dict(os.environ)
-    disabled = logging.root.manager.disable
+    disabled, benchmark = logging.root.manager.disable, torch.backends.cudnn.benchmark
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     try:
         logging.disable(logging.INFO)
         with warnings.catch_warnings():
@@ -287,6 +288,8 @@ def undisturbed(settings: Mapping[str, Any]) -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)
         logging.disable(disabled)
+        torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+        torch.backends.cudnn.benchmark = benchmark
         for name in set(os.environ) - set(variables):
             del os.environ[name]
         os.environ.update(variables)

@@ -124,7 +124,7 @@ class Slots:
     """
 
     poisons = False
-    """Whether a slot is filled with NaN once nobody uses or holds it; see :func:`poisoned`."""
+    """Whether a slot is filled with NaN once no call uses it and no tensor views it; see :func:`poisoned`."""
 
     def __init__(
         self, plan: Plan, layers: Sequence[StreamedLayer], device: Device, uploads: Uploads | None = None
@@ -382,7 +382,7 @@ class Slots:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Inside, a slot that nobody uses or holds is filled with NaN, so that a read shows. Each use fetches its layer anew."""
+    """Inside, a slot that no call uses and no tensor views is filled with NaN, so that a read shows. Each use fetches anew."""
     before, Slots.poisons = Slots.poisons, True
     try:
         yield

@@ -112,9 +112,25 @@ def test_an_error_of_one_mode_is_a_difference_and_a_refusal_is_said() -> None:
     report = check(lambda: planted.StopsOffloaded(Stack()), vectors, activations="all")
     assert report.status == 1
     assert "RuntimeError: kernel fault" in findings(report)["the run itself"]
+    assert "layers were found" in str(report)
+    nothing = check(lambda: planted.StopsOffloaded(Stack()), vectors, activations="offload")
+    assert (nothing.status, "layers were found" in str(nothing)) == (1, False)
     manual = check(lambda: CASES["gan"].make(), vectors, optimizer_overlap="all")
     assert manual.status == 0, str(manual)
     assert any("optimization is manual" in note for note in manual.notes)
+
+
+def test_a_defect_of_the_strategy_is_no_refusal() -> None:
+    """It ends in this package, too, but no line there has said what is wrong."""
+    with mock.patch("sp_lightning.activations.offload.WORTH_MOVING", "no number"):
+        report = check(lambda: Module(Stack()), vectors, activations="offload")
+    assert report.status == 1
+    assert "TypeError" in findings(report)["the run itself"]
+
+
+def test_kernels_are_chosen_as_before() -> None:
+    assert check(lambda: Module(Stack()), vectors, trainer={"accelerator": "cpu", "deterministic": True}).status == 0
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,10 @@ def test_values_of_numpy_and_of_other_plain_classes_are_compared() -> None:
     assert dict(flatten(value)) == {"scalar": 1.5, "names.0": "a", "names.1": "b", "bytes": b"ab", "set": {1}}
 
 
+def test_keys_that_look_alike_are_told_apart() -> None:
+    assert dict(flatten({"a": {1: 2.0, "1": 3.0}})) == {"a.1": 2.0, "a.'1'": 3.0}
+
+
 def record(folder: Path, *entries: tuple[str, str, Any]) -> Record:
     made = Record(folder)
     for entry in entries:

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.device.board import RankInterrupt
 from sp_lightning.device.device import Device
 from sp_lightning.engine import backward as engine_backward
 from sp_lightning.engine.access import Access
@@ -26,6 +27,7 @@ from sp_lightning.engine.saved_tensors import packs
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.optim import background
 from sp_lightning.weights import swap
+from sp_lightning.weights.slots import Slots
 from tests.support.engine import streamer_of
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
@@ -337,3 +339,23 @@ def test_ctrl_c_as_a_call_between_steps_is_left_takes_its_hooks_off(monkeypatch:
         trainer_for(superpipeline(k=1)).fit(CallsBetween(Stack()), loader(vectors(2)))
     assert struck
     assert not packs()
+
+
+def test_an_error_of_this_rank_comes_before_the_interrupt_of_another() -> None:
+    """Transfers that are waited for after an error need the other ranks, which may have been interrupted meanwhile."""
+    failed: list[bool] = []
+    end_round = Slots.end_round
+
+    class Raises(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            failed.append(True)
+            raise KeyError("of this rank")
+
+    def lose(self: Slots) -> None:
+        if failed:
+            failed.clear()
+            raise RankInterrupt("rank 1 has failed")
+        end_round(self)
+
+    with mock.patch.object(Slots, "end_round", lose), pytest.raises(KeyError, match="of this rank"):
+        fit(lambda: Raises(Stack()), vectors(), superpipeline(k=1))

@@ -178,18 +178,22 @@ def test_checkpoints_are_written_and_resumed_without_weights_in_memory(
 # ---------------------------------------------------------------------- a head on a frozen backbone
 
 
-@pytest.fixture
-def backbone(tmp_path: Path) -> Callable[[], Module]:
+def on_a_backbone(folder: Path, kind: type[Module]) -> Callable[[], Module]:
     torch.manual_seed(5)
-    save_file(dict(Stack().state_dict()), tmp_path / "stack.safetensors")
+    save_file(dict(Stack().state_dict()), folder / "stack.safetensors")
 
     def make() -> Module:
-        module = Module(Stack())
-        module.net.load_state_dict(load_file(tmp_path / "stack.safetensors"), assign=True)
+        module = kind(Stack())
+        module.net.load_state_dict(load_file(folder / "stack.safetensors"), assign=True)
         module.net.blocks.requires_grad_(False)
         return module
 
     return make
+
+
+@pytest.fixture
+def backbone(tmp_path: Path) -> Callable[[], Module]:
+    return on_a_backbone(tmp_path, Module)
 
 
 def same_with(callback: Callable[[], Callback], make: Any, folder: Path, **options: Any) -> tuple[Any, Any]:
@@ -386,16 +390,7 @@ class _TakesADtypeBack(Module):
 
 def test_a_dtype_that_was_refused_and_taken_back(tmp_path: Path) -> None:
     """The layer came as zeros from then on: its weight counted as one in memory before the new one was looked at."""
-    torch.manual_seed(5)
-    save_file(dict(Stack().state_dict()), tmp_path / "stack.safetensors")
-
-    def make() -> Module:
-        module = _TakesADtypeBack(Stack())
-        module.net.load_state_dict(load_file(tmp_path / "stack.safetensors"), assign=True)
-        module.net.blocks.requires_grad_(False)
-        return module
-
-    same_with(Callback, make, tmp_path, recorded="losses")
+    same_with(Callback, on_a_backbone(tmp_path, _TakesADtypeBack), tmp_path, recorded="losses")
 
 
 def test_a_weight_in_another_order_is_saved(tmp_path: Path) -> None:
