@@ -6,7 +6,6 @@ import difflib
 import inspect
 import json
 import os
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from sp_lightning.cli.arguments import WANTED, Question, Usual
 from sp_lightning.cli.images import USUAL_IMAGE, count_features, image_arguments, takes_images, usual_size
+from sp_lightning.comparison.subject import resolve
 from sp_lightning.model.without_values import named_tensors
 from sp_lightning.tune.known_values import answered
 
@@ -121,10 +121,7 @@ def _patches(size: Any) -> int:
 
 def _load_factory(asked: Question) -> ModelSource:
     source = asked.model
-    try:
-        factory: Any = pkgutil.resolve_name(source)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{source!r}: {error}. Give {WANTED}.") from error
+    factory = resolve(source, WANTED)
     try:
         with torch.enable_grad():  # a factory may switch gradients off, which ends with this context
             module = factory()

@@ -158,14 +158,20 @@ class Subject:
         return made.model, made.datamodule, settings, made.config["trainer"]["strategy"]
 
 
-def _resolved(given: Factory | None) -> Callable[[], Any] | None:
-    if not isinstance(given, str):
-        return given
+def resolve(name: str, wanted: str) -> Any:
+    """What a name like ``package.module:Name`` leads to.
+
+    Raises:
+        ValueError: it leads nowhere. The message says what is ``wanted``.
+    """
     try:
-        found: Callable[[], Any] = pkgutil.resolve_name(given)
+        return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{given!r}: {error}. Give package.module:Factory.") from error
-    return found
+        raise ValueError(f"{name!r}: {error}. Give {wanted}.") from error
+
+
+def _resolved(given: Factory | None) -> Callable[[], Any] | None:
+    return resolve(given, "package.module:Factory") if isinstance(given, str) else given
 
 
 def _called(given: Factory | None) -> Any:
