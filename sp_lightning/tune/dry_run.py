@@ -8,7 +8,7 @@ that is alive beside the parameters. A model of 70 billion parameters takes some
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -297,12 +297,14 @@ class _Trial(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)  # it reads a tensor's device
         if func is torch.ops.aten.embedding.default and args[1].is_floating_point():
             # torch 2.10 and 2.11 refuse such indices only if the tensors are real.
             raise RuntimeError("embedding was given indices that are no whole numbers.")
         result = func(*args, **kwargs)
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = list(_tensors(result if isinstance(result, (tuple, list)) else (result,)))
+        inputs = list(_tensors((*args, *kwargs.values())))
         keys = [storage_id(leaf.untyped_storage()) for leaf in inputs]
         casts = func.overloadpacket is to_copy_operator and keys[0] in self._lowered
         for tensor in outputs:
@@ -311,8 +313,8 @@ class _Trial(TorchDispatchMode):
                 self._weights[storage_id(tensor.untyped_storage())] = self._weights[keys[0]]
             elif not self.stays(tensor):
                 self._see(tensor)
-        if func.is_view or func.namespace == "prim" or func.overloadpacket is torch.ops.aten.detach:
-            return result  # these compute nothing; the operator of prim's reads a tensor's device
+        if func.is_view or func.overloadpacket is torch.ops.aten.detach:
+            return result  # these compute nothing
         if self.now.backward:
             layers = (self._weights.get(key, -1) for key in keys)
             self.now.needs |= dict.fromkeys(layer for layer in layers if layer >= 0)
@@ -324,6 +326,15 @@ class _Trial(TorchDispatchMode):
         else:
             self.now.moved += nbytes
         return result
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments or results, which are tensors, lists of such, or something else."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (each for each in value if isinstance(each, Tensor))
 
 
 class _Fused(TorchFunctionMode):
