@@ -27,7 +27,7 @@ COMMON: dict[str, Any] = {
     "print_blob": True,
     "phases": [Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
 }
-settings.register_profile("first", max_examples=40, derandomize=True, **COMMON)
+settings.register_profile("first", max_examples=25, derandomize=True, **COMMON)
 settings.register_profile("ci", max_examples=300, derandomize=True, **COMMON)
 settings.register_profile("long", max_examples=5000, **COMMON)
 settings.load_profile("first")

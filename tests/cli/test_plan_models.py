@@ -39,7 +39,7 @@ def test_of_the_blocks_of_a_vision_tower_all_travel() -> None:
     assert sum(p.numel() * p.element_size() for _, p in found.residents.parameters) < 2**26
 
 
-@pytest.mark.rest("a model of 76 billion parameters is run on paper, twice")
+@pytest.mark.long("a model of 76 billion parameters is run on paper, twice; the second tier has others with images")
 def test_images_of_a_model_with_patches_of_any_number_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It "takes no images", and without --image its vision tower's activations were left out without a word."""
     config = default("qwen2_5_vl", tmp_path)

@@ -29,6 +29,7 @@ from tests.support.tiers import first
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
 LLAMA = str(SHAPES / "llama-3-8b.json")
 BILLIONS = "models of billions of parameters"
+SEVERAL = pytest.mark.long("several plans of a model; the second tier has other questions")
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
@@ -56,7 +57,12 @@ def small_llama(folder: Path, **more: Any) -> str:
 
 @pytest.mark.parametrize(
     ("model", "batch"),
-    first([("resnet18", 2), (str(SHAPES / "vit-giant.json"), 4)], if_=lambda each: each[0] == "resnet18", why=BILLIONS),
+    first(
+        [("resnet18", 2), (str(SHAPES / "vit-giant.json"), 4)],
+        if_=lambda each: each[0] == "resnet18",
+        second=(),
+        why=BILLIONS,
+    ),
 )
 def test_a_model_that_fits_is_left_to_plain_lightning(
     model: str, batch: int, capsys: pytest.CaptureFixture[str]
@@ -81,7 +87,7 @@ def test_a_model_that_fits_is_left_to_plain_lightning(
     assert nothing.startswith(f"{verdict}\nWith this strategy it does not fit: ")
 
 
-@pytest.mark.parametrize("real", first([False, True], False, why=BILLIONS))
+@pytest.mark.parametrize("real", first([False, True], False, second=(), why=BILLIONS))
 def test_a_model_that_fits_with_us_has_call_speed_and_wait_in_the_first_line(
     real: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,8 +151,10 @@ def check_remedies(capsys: pytest.CaptureFixture[str], text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("options", "lacking", "expected"),
     [
-        (["--gpu-memory", "8MiB"], "device", ["--activations recompute", "--gpu-memory 8GiB"]),
-        (["--gpu-memory", "4MiB", "--batch", "4"], "device", ["--gpu-memory 8GiB"]),
+        pytest.param(
+            ["--gpu-memory", "8MiB"], "device", ["--activations recompute", "--gpu-memory 8GiB"], marks=SEVERAL
+        ),
+        pytest.param(["--gpu-memory", "4MiB", "--batch", "4"], "device", ["--gpu-memory 8GiB"], marks=SEVERAL),
         (["--gpu-memory", "12MiB", "--k", "6"], "device", ["without --k", "--gpu-memory 8GiB"]),
         (["--host-memory", "1GiB"], "", []),
         (["--host-memory", "981MiB"], "host", ["--disk 7GB/s", "--precision bf16-true", "--host-memory 1GiB"]),
@@ -210,8 +218,8 @@ def test_the_command_asks_the_same_question() -> None:
 
 @pytest.mark.rest("several plans of several models")
 def test_several_models_and_options_are_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    models = [small_llama(tmp_path / "small"), small_llama(tmp_path / "large", num_hidden_layers=24)]
-    asked = ["--precision", "bf16-mixed", "32-true", "--tokens", "64", "--gpu-memory", "50MiB"]
+    models = [small_llama(tmp_path / f"{n}", num_hidden_layers=n) for n in (2, 8)]
+    asked = ["--precision", "bf16-mixed", "32-true", "--tokens", "64", "--gpu-memory", "25MiB"]
     text = said(capsys, *models, *asked)
     head, *rows = [re.split(r"\s{2,}", line) for line in text.splitlines()]
     assert head == ["model", "precision", "fits plain", "fits here", "device", "host", "speed", "waiting"]

@@ -17,6 +17,7 @@ from tests.support import planted
 from tests.support.models import CASES, Stack
 from tests.support.runs import loader
 from tests.support.simdevice import SimDevice, simulated
+from tests.support.tiers import some
 
 CONFIG = """
 trainer:
@@ -133,7 +134,9 @@ _OVERLAPS = ("off", "forward", "backward")
 
 @pytest.mark.rest("models of other kinds; test_check has one in the first tier")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("name", ["lora-checkpoint", "vit", "gan", "resnet50"])
+@pytest.mark.parametrize(
+    "name", some(["lora-checkpoint", "vit", "gan", "resnet50"], "lora-checkpoint", "vit", "gan", why="a large model")
+)
 def test_models_are_equal(name: str, precision: str) -> None:
     """Adapters, attention, two optimizers by hand, and BatchNorm."""
     case = CASES[name]

@@ -64,7 +64,7 @@ class Looks(Callback):
 
 @feature("Hooks", "weights and gradients, read in every hook of a step")
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("name", first(["stack", "llama-dropout"], "stack", why="a larger model"))
+@pytest.mark.parametrize("name", first(["stack", "llama-dropout"], "stack", second=(), why="a larger model"))
 def test_what_hooks_see(name: str, accumulate: int, tmp_path: Path) -> None:
     case = CASES[name]
 

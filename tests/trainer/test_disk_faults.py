@@ -77,7 +77,9 @@ def test_a_fault_ends_the_step_with_one_error(
 
 @pytest.mark.parametrize("call", first(["pwritev", "preadv"], "pwritev", why="reads that fail"))
 @pytest.mark.parametrize(
-    ("every", "least"), first([(7, 5), (3, 11)], (7, 5), why="more moments"), ids=["some moments", "more moments"]
+    ("every", "least"),
+    first([(7, 5), (3, 11)], (7, 5), second=(), why="more moments"),
+    ids=["some moments", "more moments"],
 )
 def test_a_disk_that_fails_at_any_moment(
     every: int, least: int, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
