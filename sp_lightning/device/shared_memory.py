@@ -16,6 +16,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 from uuid import uuid4
 from weakref import WeakSet
 from zlib import crc32
@@ -338,13 +339,14 @@ def _peer(connection: socket.socket) -> tuple[int, int, int]:
 _lock = threading.Lock()
 
 
-def fence() -> None:
-    """Orders what this thread has read and written before what it reads and writes next, on any processor.
+def publish(words: Any, index: int, number: int) -> None:
+    """Writes a number for other processes, who see whatever was written before once they see it, on any processor.
 
-    x86 does so by itself, ARM does not. Python has no word for it, but a lock has: what comes before its release is not done
-    after it, what follows its acquisition is not done before it, and a release and an acquisition behind it keep their order.
+    x86 keeps that order by itself, ARM does not. Python has no word for it, but a lock has: what comes before its release is not
+    done after it, what follows its acquisition not before it, and a release and an acquisition behind it keep their order.
     """
     with _lock:
         pass
     with _lock:
         pass
+    words[index] = number
