@@ -21,7 +21,7 @@ from sp_lightning.device.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.device.patched import state_of
 from sp_lightning.device.torch_private import tree_leaves
 from sp_lightning.optim.state_transfers import StateTransfers, Stored
-from sp_lightning.plan.succession import Succession
+from sp_lightning.plan.state_placement import Succession
 from sp_lightning.store.away import Away, can_go_away, give, memory_for, return_to, send_away
 from sp_lightning.store.direct_file import aligned_memory
 from sp_lightning.store.host_ring import StagingRing

@@ -25,8 +25,7 @@ from typing import Any
 import torch
 
 from sp_lightning.device.layout import PAGE, whole_pages
-from sp_lightning.plan.state_placement import WINDOW
-from sp_lightning.plan.succession import Succession
+from sp_lightning.plan.state_placement import WINDOW, Succession
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.block_memory import BlockMemory
 from sp_lightning.store.scratch import create, no_room
