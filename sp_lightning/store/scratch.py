@@ -42,6 +42,8 @@ class ScratchFile(DirectFile):
 
     Args:
         folder: where it is.
+        what: it has, for messages.
+        promised: whether it is for mapped memory alone, which needs a file system that can promise room.
 
     Raises:
         OSError: it cannot be created there.
@@ -50,9 +52,9 @@ class ScratchFile(DirectFile):
         read_bytes, written_bytes: what was read and written so far.
     """
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(create(folder), str(folder), _MESSAGES)
-        self._folder = folder
+    def __init__(self, folder: Path, what: str = "optimizer state", *, promised: bool = False) -> None:
+        super().__init__(_create(folder), str(folder), _MESSAGES)
+        self._what, self._promised = what, promised
         self._end = self._reserved = 0
         self._free: dict[int, list[int]] = {}  # offsets by size
         self._readers = ThreadPoolExecutor(THREADS, "superpipeline-disk")
@@ -89,13 +91,20 @@ class ScratchFile(DirectFile):
         try:
             os.posix_fallocate(self.descriptor, self._reserved, wanted - self._reserved)
         except OSError as error:
-            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):  # the file system cannot promise room
+            if not self._promised and error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
                 return
-            beside = (
-                f" beside {human_bytes(others)} for weights and gradients, which the run has taken" if others else ""
-            )
-            what = f"optimizer state{beside}"
-            raise no_room(error, self.descriptor, self._reserved, wanted, self._folder, what) from error
+            os.ftruncate(self.descriptor, self._reserved)  # what it has taken of the rest is given back
+            status = os.statvfs(self.path)
+            free = human_bytes(self._reserved + status.f_bavail * status.f_frsize)
+            what = self._what
+            if others:
+                what += f" beside {human_bytes(others)} for weights and gradients, which the run has taken"
+            raise OSError(
+                error.errno,
+                f"{human_bytes(wanted)} of scratch space are needed for {what}, and the disk has {free} for it "
+                f"({error.strerror}). {_MORE_ROOM}",
+                self.path,
+            ) from error
         self._reserved = wanted
 
     def allocate(self, nbytes: int) -> Extent:
@@ -125,27 +134,6 @@ class ScratchFile(DirectFile):
         return Transfer(in_pieces(self._writers, lambda at, piece: self.write(piece, at), offset, memory))
 
 
-def no_room(error: OSError, descriptor: int, size: int, wanted: int, folder: Path, what: str) -> OSError:
-    """The error for a scratch file that cannot be made longer. What it has taken of the rest is given back.
-
-    Args:
-        error: the system's.
-        descriptor, size: the file, and how long it was.
-        wanted: how long it was to be.
-        folder: where it is.
-        what: it is for.
-    """
-    os.ftruncate(descriptor, size)
-    status = os.statvfs(folder)
-    free = size + status.f_bavail * status.f_frsize
-    return OSError(
-        error.errno,
-        f"{human_bytes(wanted)} of scratch space are needed for {what}, and the disk has {human_bytes(free)} for it "
-        f"({error.strerror}). {_MORE_ROOM}",
-        str(folder),
-    )
-
-
 _MORE_ROOM = "Free some, name a folder on another disk (SuperpipelineStrategy(disk=FOLDER)), or give more host_memory"
 
 
@@ -171,7 +159,7 @@ def refuse_full(folder: Path, sizes: Mapping[str, int]) -> None:
         )
 
 
-def create(folder: Path) -> int:
+def _create(folder: Path) -> int:
     """Creates a file without a name, and returns its descriptor.
 
     Raises:
