@@ -11,8 +11,9 @@ import pytest
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 from sp_lightning.tune.simulator import predict
-from sp_lightning.tune.visits import Rates, schedule_visits
+from sp_lightning.tune.visits import Rates
 from tests.support.models import Module, Stack
+from tests.support.visits import schedule_visits
 
 RATES = Rates(upload=1e9, download=1e9, update=1e9, host_memory=math.inf, visit_seconds=0.0)
 

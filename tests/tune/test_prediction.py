@@ -17,11 +17,12 @@ from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 from sp_lightning.tune.dry_run import Work, estimate
 from sp_lightning.tune.simulator import Walk, predict
-from sp_lightning.tune.visits import Rates, Visit, schedule_visits
+from sp_lightning.tune.visits import Rates, Visit
 from sp_lightning.weights.prefetch import Trace
 from tests.support.engine import events, step, streamed
 from tests.support.simdevice import SimDevice
 from tests.support.tiers import first
+from tests.support.visits import schedule_visits
 
 SLOW = Rates(upload=1e9, download=1e9, update=1e12, host_memory=1e12)
 

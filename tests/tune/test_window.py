@@ -20,11 +20,12 @@ from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.tune.choices import Window
 from sp_lightning.tune.simulator import predict
 from sp_lightning.tune.tuner import Tuner
-from sp_lightning.tune.visits import Rates, measured, schedule_visits
+from sp_lightning.tune.visits import Rates, measured
 from tests.support.models import Module
 from tests.support.runs import assert_equal, assert_same, fit, superpipeline, trainer_for
 from tests.support.simdevice import SimDevice, simulated
 from tests.support.tiers import first
+from tests.support.visits import schedule_visits
 
 WIDTH = 64
 LAYER = WIDTH * WIDTH * 4
