@@ -302,7 +302,7 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
         if _NO_LOSS in told and "token" in batch:
             told.append(_LOSS_OF_TOKENS)
         if source.images and failed and "image" not in batch:
-            told.append(_uncounted(failed[items]))
+            told.append(_UNCOUNTED.format(_in_one_line(failed[items])))
         return batch, work, " ".join(dict.fromkeys(told))
     if question.input is not None and not isinstance(failed[items], VALUES_NEEDED):
         fraction, *_, whole = map(_in_one_line, failed.values())
@@ -319,13 +319,10 @@ _NO_LOSS = (
     "module whose forward returns the loss to have it counted."
 )
 _LOSS_OF_TOKENS = "A cross entropy over a vocabulary saves about three times the bytes of its logits in float32."
-
-
-def _uncounted(error: Exception) -> str:
-    return (
-        "The images are not counted, and so neither are the activations of the vision tower: a batch with images could not be "
-        f"run without values ({_in_one_line(error)}). Leave device memory for them."
-    )
+_UNCOUNTED = (
+    "The images are not counted, and so neither are the activations of the vision tower: a batch with images could not be run "
+    "without values ({}). Leave device memory for them."
+)
 
 
 def _has_forward(module: nn.Module) -> bool:
