@@ -25,7 +25,7 @@ from sp_lightning.observe.messages import say_once
 from sp_lightning.optim import state_on_disk
 from sp_lightning.optim.state_on_disk import StateOnDisk
 from sp_lightning.plan.host_memory import room_for
-from sp_lightning.plan.ledger import Ledger, has_known_state, make_ledger, state_tensors
+from sp_lightning.plan.ledger import Ledger, Steps, has_known_state, make_ledger, state_tensors
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.state_placement import WINDOW, StatePlacement, choose_in_files, choose_on_disk, place_state
 from sp_lightning.plan.units import human_bytes
@@ -291,7 +291,7 @@ def missing_bytes(
     needed = files.others + sum(nbytes for name, nbytes in files.sizes.items() if name not in stay) - files.resident
     needed += sum(p.nbytes for layer in _layers(found) for _, p in layer.parameters if is_on_disk(p))
     early = options.optimizer_overlap == "backward"
-    needed += make_ledger(plan, (), early=early, accumulate=accumulate, clips=None, scales=False).gradients
+    needed += make_ledger(plan, (), Steps(early, accumulate, clips=None, scales=False)).gradients
     needed += 2 * _STATE * max(layer.gradient_bytes for layer in plan.trained) + _UNTIL_STATE
     return needed + plan.allocated_bytes * (device.type == "cpu") - room  # there, device memory is host memory
 

@@ -16,7 +16,7 @@ from sp_lightning.device.patched import in_place_of
 from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.optim.fused import has_fused_step, is_separable, runs_fused
 from sp_lightning.plan.host_memory import anonymous_bytes
-from sp_lightning.plan.ledger import Ledger, make_ledger
+from sp_lightning.plan.ledger import Ledger, Steps, make_ledger
 from sp_lightning.plan.options import Overlap
 from sp_lightning.store.away import leave_files
 from sp_lightning.trainer.compat import base_of, is_no_optimizer
@@ -201,9 +201,7 @@ class OptimizerSteps:
     def _count(self) -> Ledger:
         trainer = self._trainer
         pieces = self.overlap != "off" and not any(map(is_separable, trainer.optimizers))
-        ledger = make_ledger(
-            self._run.plan,
-            trainer.optimizers,
+        steps = Steps(
             early=self.overlap == "backward",
             accumulate=trainer.accumulate_grad_batches,
             clips=self._clips(),
@@ -212,7 +210,7 @@ class OptimizerSteps:
             narrow=pieces and self._narrow(),
             sliced=self._run.placement.sliced,
         )
-        ledger = without(ledger, self._run.placement)
+        ledger = without(make_ledger(self._run.plan, trainer.optimizers, steps), self._run.placement)
         return ledger if self.disk is None else self.disk.note_in(ledger, self._run.placement)
 
     def _narrow(self) -> bool:
