@@ -102,8 +102,7 @@ class OptimizerSteps:
         Raises:
             ValueError: a mode was asked for by name that is not possible.
         """
-        streamer = self._run.streamer
-        assert streamer is not None
+        streamer = self._run.engine
         self._trainer = trainer
         asked = self._options.optimizer_overlap
         self.overlap, why = choose_overlap(asked, trainer, trainer.optimizers, fuse=self._fuse)
@@ -164,8 +163,7 @@ class OptimizerSteps:
 
     def _place_state(self, disk: Path, ledger: Ledger, elsewhere: int) -> int:
         """Places the state of this process. ``elsewhere`` is what others have taken of host memory, in bytes."""
-        streamer = self._run.streamer
-        assert streamer is not None
+        streamer = self._run.engine
         tier = DiskTier(disk, self._options.host_memory, self._log)
         self._run.placement.leave()  # the memory that is counted next has none of them; those of a window come
         on_host = streamer.plan.allocated_bytes * ledger.ranks * streamer.device.computes_on_host
@@ -295,7 +293,7 @@ class OptimizerSteps:
         if ranks is None:
             return methods
         if layerwise is not None and self.overlap != "off":
-            return methods if ranks.primary else dict.fromkeys(methods, _leave_to_primary)
+            return methods if ranks.primary else dict.fromkeys(methods, lambda *_, **__: None)  # the primary clips
         return {name: ranks.on_primary(methods.get(name, getattr(plugin, name))) for name in _CLIPPING}
 
     def _clips_layerwise(self, layerwise: LayerwiseStep, plugin: Any) -> dict[str, Any]:
@@ -314,7 +312,3 @@ class OptimizerSteps:
 
 _CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")
 """The methods of a precision plugin that clip."""
-
-
-def _leave_to_primary(optimizer: Optimizer, clip_val: float) -> None:
-    """Stands in for clipping on the ranks that do not update weights."""
