@@ -27,7 +27,7 @@ from sp_lightning.device.layout import PAGE, whole_pages
 from sp_lightning.plan.state_placement import WINDOW, Succession
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.block_memory import BlockMemory
-from sp_lightning.store.scratch import Extent, ScratchFile
+from sp_lightning.store.direct_file import Extent, ScratchFile
 
 _PAGE_OUT = 21  # of Linux 5.4
 _POPULATE_READ = 22  # of Linux 5.14; a read that fails is an error then, and not a signal

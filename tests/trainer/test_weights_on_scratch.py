@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from sp_lightning.plan.state_placement import OnDisk, choose_on_disk
 from sp_lightning.store import mapped_file
+from sp_lightning.store.direct_file import ScratchFile
 from sp_lightning.store.mapped_file import is_on_disk
-from sp_lightning.store.scratch import ScratchFile
 from sp_lightning.trainer import disk_tier
 from tests.support.in_files import stay
 from tests.support.models import CASES, Module, Stack, vectors
