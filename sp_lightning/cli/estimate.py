@@ -32,7 +32,7 @@ from sp_lightning.tune.choices import Balance
 from sp_lightning.tune.dry_run import Cost, Work, estimate
 from sp_lightning.tune.host_time import host_seconds
 from sp_lightning.tune.known_values import answered
-from sp_lightning.tune.simulator import predict
+from sp_lightning.tune.simulator import Walk
 from sp_lightning.tune.visits import Prediction, Rates
 
 _DRY_RUN = (
@@ -199,14 +199,11 @@ class Estimate:
     def _batch(self, plan: Plan, modes: Modes, rates: Rates, *, updates: bool, moves: bool) -> Prediction:
         """One batch, with an update or without, and with what that reads and writes on the disk or without."""
         update, each = self._traffic
-        return predict(
-            plan,
-            self._balance(plan, rates).visited(modes),
-            rates if updates else replace(rates, update=math.inf),
-            overlap=self.question.overlap if self.step is None else self.step.overlap,
-            host_traffic=each + update * updates,
-            on_disk=self.host.moved(plan, self.question.accumulate) if moves else {},
-        )
+        overlap = self.question.overlap if self.step is None else self.step.overlap
+        on_disk = self.host.moved(plan, self.question.accumulate) if moves else {}
+        with_updates = rates if updates else replace(rates, update=math.inf)
+        walk = Walk(plan, self._balance(plan, rates).visited(modes), with_updates, overlap=overlap, on_disk=on_disk)
+        return walk.predict(host_traffic=each + update * updates)
 
 
 def _plan(question: Question, found: Found, k: int, k_prime: int) -> Plan:
