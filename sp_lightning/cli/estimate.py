@@ -30,8 +30,8 @@ from sp_lightning.plan.activation_policy import FREEING, Call, Mode, Modes, peak
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.tune.choices import Balance
 from sp_lightning.tune.dry_run import Cost, Work, estimate
-from sp_lightning.tune.host_time import host_seconds
 from sp_lightning.tune.known_values import answered
+from sp_lightning.tune.machine import host_seconds
 from sp_lightning.tune.simulator import Walk
 from sp_lightning.tune.visits import Prediction, Rates
 

@@ -42,7 +42,7 @@ from sp_lightning.trainer.compat import note_device
 from sp_lightning.trainer.disk_tier import place
 from sp_lightning.trainer.options import Options
 from sp_lightning.tune.choices import Window
-from sp_lightning.tune.slices import takes_slices
+from sp_lightning.tune.machine import takes_slices
 from sp_lightning.tune.tuner import Tuner
 from sp_lightning.weights.buffers import find_averages
 
