@@ -32,7 +32,8 @@ def truncated_normal_without_values() -> AbstractContextManager[Any]:
     return mock.patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *args, **kwargs: tensor)
 
 
-def grouped_products_without_values() -> AbstractContextManager[Any]:
+@contextmanager
+def grouped_products_without_values() -> Iterator[None]:
     """``grouped_mm`` takes fake tensors of each dtype, as it takes real ones. torch's own are bfloat16 alone before 2.15."""
 
     def shape_only(
@@ -42,7 +43,15 @@ def grouped_products_without_values() -> AbstractContextManager[Any]:
         with mode:
             return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
 
-    return mock.patch.dict(fake_impls.op_implementations_dict, {grouped_mm_operator.default: shape_only})
+    implementations: Any = fake_impls.op_implementations_dict  # others may be added meanwhile, which stay
+    theirs = implementations.get(grouped_mm_operator.default)
+    implementations[grouped_mm_operator.default] = shape_only
+    try:
+        yield
+    finally:
+        del implementations[grouped_mm_operator.default]
+        if theirs is not None:
+            implementations[grouped_mm_operator.default] = theirs
 
 
 def modules_converted_without_swaps() -> AbstractContextManager[Any]:

@@ -198,7 +198,7 @@ class ScratchFile(DirectFile):
     Args:
         folder: where it is.
         what: it has, for messages.
-        promised: whether it is for mapped memory alone, which needs a file system that can promise room.
+        promised: whether it is for mapped memory alone, which needs its room, and is not read and written past the page cache.
 
     Raises:
         OSError: it cannot be created there.
@@ -216,7 +216,8 @@ class ScratchFile(DirectFile):
         self._writers = ThreadPoolExecutor(THREADS, "superpipeline-disk")
         self.read_bytes = self.written_bytes = 0
         weakref.finalize(self, _close, self.descriptor, (self._readers, self._writers), os.getpid())
-        if self.direct and not self._works():
+        # What glibc does where a file system cannot promise room, it cannot do past the page cache.
+        if self.direct and (promised or not self._works()):
             self.direct = self._switch(direct=False)
 
     def _works(self) -> bool:
