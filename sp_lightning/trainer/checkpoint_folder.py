@@ -170,15 +170,14 @@ def write(checkpoint: Mapping[str, Any], folder: Path, shared: Mapping[Keys, Ten
             with warnings.catch_warnings():  # it says that it saves in a single process
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
                 tensors = others if content is None else content.tensors
-                metadata = save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+                save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
         except CheckpointException as error:
             rank, cause = next(iter(error.failures.items()))
             raise _not_written(cause[0], folder, f"rank {rank}: ") from error
-        _on_first(group, folder, lambda: _finish(content, metadata, place, folder))
+        _on_first(group, folder, lambda: _finish(content, writer.stored, place, folder))
 
 
-def _finish(content: _Content, metadata: Any, place: Path, folder: Path) -> None:
-    stored = {index.fqn: each for index, each in metadata.storage_data.items()}
+def _finish(content: _Content, stored: Mapping[str, Any], place: Path, folder: Path) -> None:
     lost = sorted(content.paths.keys() - stored.keys())
     if lost:  # torch waits for its threads, and does not ask how they have ended
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
